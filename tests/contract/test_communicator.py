@@ -1,7 +1,8 @@
 """The contract of communicators: one suite for loopback, simulated ranks, gloo and shared memory.
 
-A case is the program of one rank: it launches, yields, then waits and checks. Simulated ranks run from yield to yield
-in turn, real ranks concurrently. For a new communicator, add one ``test_`` function that runs the cases on it.
+A case is the program that one rank runs. It launches collectives, yields, then waits and checks the results. Simulated
+ranks take turns at each yield; real ranks run concurrently. For a new communicator, add one ``test_`` function that
+runs the cases on it.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ def case(function: Case) -> Case:
     return function
 
 
-def own(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the data sent by ``rank``: small integers, so that sums are exact in every dtype and order."""
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the data that ``rank`` sends. It has small integers, so that sums are exact in every dtype and order."""
     return (torch.arange(numel) % 5 + rank + 1).to(dtype)
 
 
 def gathered(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([own(rank, numel, dtype) for rank in range(size)])
+    return torch.cat([values(rank, numel, dtype) for rank in range(size)])
 
 
 def summed(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    total = size * own(0, numel, torch.int64) + sum(range(size))
+    total = size * values(0, numel, torch.int64) + sum(range(size))
     return total.to(dtype)
 
 
@@ -57,12 +58,12 @@ def part(whole: torch.Tensor, comm: Communicator) -> torch.Tensor:
     return whole.chunk(comm.size)[comm.rank]
 
 
-def exactly(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert_close(actual, expected, rtol=0, atol=0)
 
 
 @case
-def a_rank_knows_its_place(comm: Communicator) -> Iterator[None]:
+def properties_of_the_communicator_are_valid(comm: Communicator) -> Iterator[None]:
     assert 0 <= comm.rank < comm.size
     assert isinstance(comm.averages, bool)
     assert comm.zero_copy_min_bytes >= 0
@@ -76,46 +77,46 @@ def a_rank_knows_its_place(comm: Communicator) -> Iterator[None]:
 @case
 def all_gather_puts_every_input_in_rank_order(comm: Communicator) -> Iterator[None]:
     for dtype in FLOATS + INTEGERS:
-        input = own(comm.rank, 7, dtype)
+        input = values(comm.rank, 7, dtype)
         output = torch.full((7 * comm.size,), 99).to(dtype)
         work = comm.all_gather([Transfer(output, input)])
         yield
         work.wait()
-        exactly(output, gathered(comm.size, 7, dtype))
-        exactly(input, own(comm.rank, 7, dtype))
+        assert_exact(output, gathered(comm.size, 7, dtype))
+        assert_exact(input, values(comm.rank, 7, dtype))
 
 
 @case
-def all_gather_takes_an_input_that_lies_in_its_place_in_the_output(comm: Communicator) -> Iterator[None]:
+def all_gather_accepts_an_input_that_is_part_of_the_output(comm: Communicator) -> Iterator[None]:
     for dtype in FLOATS + INTEGERS:
         output = torch.full((7 * comm.size,), 99).to(dtype)
         input = part(output, comm)
-        input.copy_(own(comm.rank, 7, dtype))
+        input.copy_(values(comm.rank, 7, dtype))
         work = comm.all_gather([Transfer(output, input)])
         yield
         work.wait()
-        exactly(output, gathered(comm.size, 7, dtype))
+        assert_exact(output, gathered(comm.size, 7, dtype))
 
 
 @case
-def ranks_that_alias_have_memory_in_common_and_meet(comm: Communicator) -> Iterator[None]:
+def ranks_that_alias_share_memory_and_barriers_synchronize_them(comm: Communicator) -> Iterator[None]:
     yield
     if not comm.aliases:
         return
     aliasing = cast(AliasingCommunicator, comm)
     for dtype in FLOATS + INTEGERS:
         memory = aliasing.share(7 * comm.size * dtype.itemsize).view(dtype)
-        exactly(memory, torch.zeros(7 * comm.size, dtype=dtype))
+        assert_exact(memory, torch.zeros(7 * comm.size, dtype=dtype))
         aliasing.barrier("read").wait()
-        part(memory, comm).copy_(own(comm.rank, 7, dtype))
+        part(memory, comm).copy_(values(comm.rank, 7, dtype))
         aliasing.barrier("written").wait()
-        exactly(memory, gathered(comm.size, 7, dtype))
+        assert_exact(memory, gathered(comm.size, 7, dtype))
 
 
 @case
-def a_reduce_scatter_that_widens_adds_up_in_fp32(comm: Communicator) -> Iterator[None]:
+def a_widening_reduce_scatter_sums_in_fp32(comm: Communicator) -> Iterator[None]:
     for dtype in (torch.bfloat16, torch.float16):
-        input = (own(comm.rank, 5 * comm.size, torch.float32) / 3).to(dtype)
+        input = (values(comm.rank, 5 * comm.size, torch.float32) / 3).to(dtype)
         output = torch.full((5,), 99.0)
         work = comm.reduce_scatter([Transfer(output, input)], ReduceOp.SUM) if comm.widens else None
         yield
@@ -124,104 +125,104 @@ def a_reduce_scatter_that_widens_adds_up_in_fp32(comm: Communicator) -> Iterator
         work.wait()
         expected = torch.zeros(5 * comm.size)
         for rank in range(comm.size):
-            expected += (own(rank, 5 * comm.size, torch.float32) / 3).to(dtype).float()
-        exactly(output, part(expected, comm))
+            expected += (values(rank, 5 * comm.size, torch.float32) / 3).to(dtype).float()
+        assert_exact(output, part(expected, comm))
 
 
 @case
-def all_gather_stays_inside_its_output(comm: Communicator) -> Iterator[None]:
+def all_gather_writes_only_its_output(comm: Communicator) -> Iterator[None]:
     buffer = torch.full((5 * comm.size + 4,), -1.0)
-    work = comm.all_gather([Transfer(buffer[2:-2], own(comm.rank, 5, torch.float32))])
+    work = comm.all_gather([Transfer(buffer[2:-2], values(comm.rank, 5, torch.float32))])
     yield
     work.wait()
-    exactly(buffer[2:-2], gathered(comm.size, 5, torch.float32))
-    exactly(buffer[[0, 1, -2, -1]], torch.full((4,), -1.0))
+    assert_exact(buffer[2:-2], gathered(comm.size, 5, torch.float32))
+    assert_exact(buffer[[0, 1, -2, -1]], torch.full((4,), -1.0))
 
 
 @case
 def one_all_gather_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator) -> Iterator[None]:
     sizes = list(zip((3, 0, 1, 1000, 8, 2, 0), FLOATS + INTEGERS, strict=True))
     transfers = [
-        Transfer(torch.empty(numel * comm.size, dtype=dtype), own(comm.rank, numel, dtype)) for numel, dtype in sizes
+        Transfer(torch.empty(numel * comm.size, dtype=dtype), values(comm.rank, numel, dtype)) for numel, dtype in sizes
     ]
     work = comm.all_gather(transfers)
     yield
     work.wait()
     for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
-        exactly(transfer.output, gathered(comm.size, numel, dtype))
+        assert_exact(transfer.output, gathered(comm.size, numel, dtype))
 
 
 @case
 def reduce_scatter_sums_and_gives_every_rank_its_part(comm: Communicator) -> Iterator[None]:
     for dtype in FLOATS + INTEGERS:
         numel = 7 * comm.size
-        input, output = own(comm.rank, numel, dtype), torch.full((7,), 99).to(dtype)
+        input, output = values(comm.rank, numel, dtype), torch.full((7,), 99).to(dtype)
         work = comm.reduce_scatter([Transfer(output, input)], ReduceOp.SUM)
         yield
         work.wait()
-        exactly(output, part(summed(comm.size, numel, dtype), comm))
+        assert_exact(output, part(summed(comm.size, numel, dtype), comm))
 
 
 @case
 def one_reduce_scatter_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator) -> Iterator[None]:
     sizes = list(zip((3, 0, 1, 1000, 8, 2, 0), FLOATS + INTEGERS, strict=True))
     transfers = [
-        Transfer(torch.empty(numel, dtype=dtype), own(comm.rank, numel * comm.size, dtype)) for numel, dtype in sizes
+        Transfer(torch.empty(numel, dtype=dtype), values(comm.rank, numel * comm.size, dtype)) for numel, dtype in sizes
     ]
     work = comm.reduce_scatter(transfers, ReduceOp.SUM)
     yield
     work.wait()
     for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
-        exactly(transfer.output, part(summed(comm.size, numel * comm.size, dtype), comm))
+        assert_exact(transfer.output, part(summed(comm.size, numel * comm.size, dtype), comm))
 
 
 @case
 def one_reduce_scatter_takes_tensors_of_one_dtype(comm: Communicator) -> Iterator[None]:
     sizes = (3, 1000, 0, 8, 1 << 20, 2)  # a large one among small ones
-    fulls = [own(comm.rank + 10 * k, numel * comm.size, torch.float32) for k, numel in enumerate(sizes)]
+    fulls = [values(comm.rank + 10 * k, numel * comm.size, torch.float32) for k, numel in enumerate(sizes)]
     outputs = [torch.empty(numel) for numel in sizes]
     work = comm.reduce_scatter([Transfer(*each) for each in zip(outputs, fulls, strict=True)], ReduceOp.SUM)
     yield
     work.wait()
     for k, (numel, output) in enumerate(zip(sizes, outputs, strict=True)):
         expected = part(summed(comm.size, numel * comm.size, torch.float32), comm) + 10 * k * comm.size
-        exactly(output, expected)
+        assert_exact(output, expected)
 
 
 @case
 def all_to_all_sends_each_rank_its_part(comm: Communicator) -> Iterator[None]:
     for dtype in FLOATS + INTEGERS:
-        input, output = own(comm.rank, 3 * comm.size, dtype), torch.full((3 * comm.size,), 99).to(dtype)
+        input, output = values(comm.rank, 3 * comm.size, dtype), torch.full((3 * comm.size,), 99).to(dtype)
         work = comm.all_to_all([Transfer(output, input)])
         yield
         work.wait()
-        exactly(output, torch.cat([part(own(rank, 3 * comm.size, dtype), comm) for rank in range(comm.size)]))
-        exactly(input, own(comm.rank, 3 * comm.size, dtype))
+        assert_exact(output, torch.cat([part(values(rank, 3 * comm.size, dtype), comm) for rank in range(comm.size)]))
+        assert_exact(input, values(comm.rank, 3 * comm.size, dtype))
 
 
 @case
 def one_all_to_all_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator) -> Iterator[None]:
     sizes = list(zip((3, 0, 1, 1000, 8, 2, 0), FLOATS + INTEGERS, strict=True))
     transfers = [
-        Transfer(torch.empty(numel * comm.size, dtype=dtype), own(comm.rank, numel * comm.size, dtype))
+        Transfer(torch.empty(numel * comm.size, dtype=dtype), values(comm.rank, numel * comm.size, dtype))
         for numel, dtype in sizes
     ]
     work = comm.all_to_all(transfers)
     yield
     work.wait()
     for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
-        parts = [part(own(rank, numel * comm.size, dtype), comm) for rank in range(comm.size)]
-        exactly(transfer.output, torch.cat(parts))
+        parts = [part(values(rank, numel * comm.size, dtype), comm) for rank in range(comm.size)]
+        assert_exact(transfer.output, torch.cat(parts))
 
 
 @case
 def all_reduce_sums_in_place(comm: Communicator) -> Iterator[None]:
-    tensors = [own(comm.rank, 11, dtype) for dtype in FLOATS + INTEGERS]
+    tensors = [values(comm.rank, 11, dtype) for dtype in FLOATS + INTEGERS]
     work = comm.all_reduce(tensors, ReduceOp.SUM)
     yield
     work.wait()
     for tensor in tensors:
-        exactly(tensor, summed(comm.size, 11, tensor.dtype))
+        assert_exact(tensor, summed(comm.size, 11, tensor.dtype))
 
 
 @case
@@ -229,8 +230,8 @@ def a_communicator_that_averages_divides_by_its_size(comm: Communicator) -> Iter
     if not comm.averages:
         return
     for dtype in FLOATS:
-        scattered = Transfer(torch.empty(6, dtype=dtype), own(comm.rank, 6 * comm.size, dtype))
-        reduced = own(comm.rank, 6, dtype)
+        scattered = Transfer(torch.empty(6, dtype=dtype), values(comm.rank, 6 * comm.size, dtype))
+        reduced = values(comm.rank, 6, dtype)
         works = [comm.reduce_scatter([scattered], ReduceOp.AVERAGE), comm.all_reduce([reduced], ReduceOp.AVERAGE)]
         yield
         for work in works:
@@ -241,7 +242,7 @@ def a_communicator_that_averages_divides_by_its_size(comm: Communicator) -> Iter
 
 
 @case
-def tensors_without_elements_may_come_alone(comm: Communicator) -> Iterator[None]:
+def all_tensors_of_a_collective_may_be_empty(comm: Communicator) -> Iterator[None]:
     for dtype in FLOATS + INTEGERS:
         nothing = torch.empty(0, dtype=dtype)
         works = [
@@ -255,7 +256,7 @@ def tensors_without_elements_may_come_alone(comm: Communicator) -> Iterator[None
 
 
 @case
-def an_empty_list_moves_nothing_and_waits_for_nobody(comm: Communicator) -> Iterator[None]:
+def an_empty_list_completes_without_communication(comm: Communicator) -> Iterator[None]:
     comm.all_gather([]).wait()
     comm.reduce_scatter([], ReduceOp.SUM).wait()
     comm.all_reduce([], ReduceOp.SUM).wait()
@@ -263,44 +264,44 @@ def an_empty_list_moves_nothing_and_waits_for_nobody(comm: Communicator) -> Iter
 
 
 @case
-def many_launches_may_come_before_the_first_wait_and_waits_in_any_order(comm: Communicator) -> Iterator[None]:
+def many_launches_may_precede_waits_in_any_order(comm: Communicator) -> Iterator[None]:
     size, rank = comm.size, comm.rank
     launched: list[tuple[Work, torch.Tensor, torch.Tensor]] = []
     for numel in range(1, 21):
         full = torch.empty(numel * size)
-        work = comm.all_gather([Transfer(full, own(rank, numel, torch.float32))])
+        work = comm.all_gather([Transfer(full, values(rank, numel, torch.float32))])
         launched.append((work, full, gathered(size, numel, torch.float32)))
         shard = torch.empty(numel)
-        work = comm.reduce_scatter([Transfer(shard, own(rank, numel * size, torch.float32))], ReduceOp.SUM)
+        work = comm.reduce_scatter([Transfer(shard, values(rank, numel * size, torch.float32))], ReduceOp.SUM)
         launched.append((work, shard, part(summed(size, numel * size, torch.float32), comm)))
-        everywhere = own(rank, numel, torch.float32)
+        everywhere = values(rank, numel, torch.float32)
         work = comm.all_reduce([everywhere], ReduceOp.SUM)
         launched.append((work, everywhere, summed(size, numel, torch.float32)))
     yield
     for work, actual, expected in reversed(launched):
         work.wait()
-        exactly(actual, expected)
+        assert_exact(actual, expected)
 
 
 @case
-def a_collective_sees_what_the_one_waited_for_before_it_wrote(comm: Communicator) -> Iterator[None]:
+def a_collective_reads_results_of_completed_collectives(comm: Communicator) -> Iterator[None]:
     tensor = torch.full((4,), float(comm.rank + 1))
     expected = sum(range(1, comm.size + 1))
     for _ in range(3):
         work = comm.all_reduce([tensor], ReduceOp.SUM)
         yield
         work.wait()
-        exactly(tensor, torch.full((4,), float(expected)))
+        assert_exact(tensor, torch.full((4,), float(expected)))
         expected *= comm.size
 
 
 @case
 def a_work_may_be_waited_for_more_than_once(comm: Communicator) -> Iterator[None]:
-    tensor = own(comm.rank, 4, torch.float32)
-    full, part_of_all = own(comm.rank, 4 * comm.size, torch.float32), torch.empty(4)
+    tensor = values(comm.rank, 4, torch.float32)
+    full, part_of_all = values(comm.rank, 4 * comm.size, torch.float32), torch.empty(4)
     everything, exchanged = torch.empty(4 * comm.size), torch.empty(4 * comm.size)
     works = [
-        comm.all_gather([Transfer(everything, own(comm.rank, 4, torch.float32))]),
+        comm.all_gather([Transfer(everything, values(comm.rank, 4, torch.float32))]),
         comm.reduce_scatter([Transfer(part_of_all, full)], ReduceOp.SUM),
         comm.all_to_all([Transfer(exchanged, full)]),
         comm.all_reduce([tensor], ReduceOp.SUM),
@@ -308,23 +309,23 @@ def a_work_may_be_waited_for_more_than_once(comm: Communicator) -> Iterator[None
     yield
     for work in works * 2:
         work.wait()
-    exactly(everything, gathered(comm.size, 4, torch.float32))
-    exactly(part_of_all, part(summed(comm.size, 4 * comm.size, torch.float32), comm))
-    exactly(exchanged, torch.cat([part(own(r, 4 * comm.size, torch.float32), comm) for r in range(comm.size)]))
-    exactly(tensor, summed(comm.size, 4, torch.float32))
+    assert_exact(everything, gathered(comm.size, 4, torch.float32))
+    assert_exact(part_of_all, part(summed(comm.size, 4 * comm.size, torch.float32), comm))
+    assert_exact(exchanged, torch.cat([part(values(r, 4 * comm.size, torch.float32), comm) for r in range(comm.size)]))
+    assert_exact(tensor, summed(comm.size, 4, torch.float32))
 
 
 @case
-def large_tensors_travel_whole(comm: Communicator) -> Iterator[None]:
+def large_tensors_are_transferred_completely(comm: Communicator) -> Iterator[None]:
     numel = 1 << 16
-    gather = Transfer(torch.empty(numel * comm.size), own(comm.rank, numel, torch.float32))
-    scatter = Transfer(torch.empty(numel), own(comm.rank, numel * comm.size, torch.float32))
+    gather = Transfer(torch.empty(numel * comm.size), values(comm.rank, numel, torch.float32))
+    scatter = Transfer(torch.empty(numel), values(comm.rank, numel * comm.size, torch.float32))
     works = [comm.all_gather([gather]), comm.reduce_scatter([scatter], ReduceOp.SUM)]
     yield
     for work in works:
         work.wait()
-    exactly(gather.output, gathered(comm.size, numel, torch.float32))
-    exactly(scatter.output, part(summed(comm.size, numel * comm.size, torch.float32), comm))
+    assert_exact(gather.output, gathered(comm.size, numel, torch.float32))
+    assert_exact(scatter.output, part(summed(comm.size, numel * comm.size, torch.float32), comm))
 
 
 def play_in_turn(function: Case, communicators: list[Communicator]) -> None:

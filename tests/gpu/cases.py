@@ -1,6 +1,6 @@
-"""Checks for CUDA, as functions run by ranks. With ``device="cpu"`` most of them also run without an accelerator.
+"""Checks for CUDA that each rank runs. With ``device="cpu"`` most of them also run without an accelerator.
 
-Ranks communicate over their own process group, NCCL on CUDA, beside the gloo group of the test kit.
+Ranks communicate over their own process group (NCCL on CUDA) in addition to the gloo group of the test kit.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def compare_with_peer(device: str, options: dict[str, Any]) -> None:
 
 
 def move_from_cpu() -> None:
-    """A model built on CPU, with buffers of both kinds, on a mesh of GPUs."""
+    """Shard a model that was built on CPU, with persistent and non-persistent buffers, over a mesh of GPUs."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, device="cuda"))
     model.register_buffer("extra", torch.ones(3), persistent=False)
     fully_shard(model, mesh=mesh_on("cuda"))
@@ -95,7 +95,7 @@ def move_from_cpu() -> None:
 
 
 def average_weights(device: str) -> None:
-    """Averages on the device and in host memory are the same, and the model computes with either."""
+    """Check that averages on the device and in host memory are equal, and that the model computes with both."""
     mesh, task = mesh_on(device), TASKS["mlp"]
     model = shard_layers(task.build(), fully_shard, mesh=mesh)
     here, on_host = sharded_ema(model, 0.5), sharded_ema(model, 0.5, offload_to_cpu=True)
@@ -117,7 +117,7 @@ def average_weights(device: str) -> None:
 
 
 def train_offloaded(device: str, pin_memory: bool) -> None:
-    """Shards, gradients and optimizer state on CPU, computation on the device."""
+    """Train with shards, gradients and optimizer state on CPU and computation on the device."""
     mesh = mesh_on(device)
     for task, optimizer in (("wide", "adamw-foreach"), ("tied", "sgd")):
         model = check_parity(
@@ -148,15 +148,15 @@ def watch_memory() -> None:
     task, rank = TASKS["wide"], dist.get_rank()
     batch = tuple(t.cuda() for t in task.batch_of(0, rank))
     mesh = mesh_on("cuda")
-    # In bf16, full parameters have their own memory even on a single rank.
+    # In bf16, full parameters are separate from the shards even on a single rank.
     model = shard_layers(
         task.build(), fully_shard, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(torch.bfloat16)
     )
-    task.loss(model, batch).backward()  # from here on, memory kept by cuBLAS and NCCL is allocated
+    task.loss(model, batch).backward()  # cuBLAS and NCCL have allocated their memory now
     model.zero_grad()
     full = sum(p.numel() for p in model.parameters()) * torch.bfloat16.itemsize
     shards = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
-    slack = full // 8  # activations, and rounding by the allocator
+    slack = full // 8  # for activations and the allocator's rounding
     for _ in range(2):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -174,7 +174,10 @@ CODECS = (Int8(), Int8(rotate=True), Int4(), Float8(), Float8(block=64), Cast(),
 
 
 def encode_as_on_cpu(device: str) -> None:
-    """Compare encode and decode of every codec with CPU: a division may differ in its last bit, no value by a step."""
+    """Compare encode and decode of every codec with CPU.
+
+    A division may differ in its last bit, but no value may differ by a quantization step.
+    """
     rows = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 8, 5000)
     rows[2, 7] = torch.nan
     for codec in CODECS:
@@ -185,7 +188,7 @@ def encode_as_on_cpu(device: str) -> None:
 
 
 def train_encoded(device: str) -> None:
-    """Train with encoded parameters and gradients on overlapping streams, and compare with a run without codecs."""
+    """Compare training with encoded parameters and gradients on overlapping streams with training without codecs."""
     mesh, rank, task = mesh_on(device), dist.get_rank(), TASKS["transformer"]
     policy = CommunicationPolicy(Int8(), ErrorFeedback(Int8()), min_numel=64)
     last = []
@@ -231,7 +234,7 @@ def step_without_host_waiting(reshard_after_forward: bool | None) -> None:
 
 
 def states_between_devices(device: str) -> None:
-    """Load every form of model and optimizer state, saved on ``device`` and on CPU, on both."""
+    """Save every form of model and optimizer state on ``device`` and on CPU, and load each on both."""
     meshes = {"cpu": DeviceMesh("cpu", list(range(dist.get_world_size()))), device: mesh_on(device)}
     task = TASKS["transformer"]
 
@@ -244,14 +247,14 @@ def states_between_devices(device: str) -> None:
             optimizer.zero_grad()
         return model, optimizer
 
-    def wholes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    def full_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         state = checkpoint.optimizer_state_dict(model, optimizer, checkpoint.Full(offload_to_cpu=True))["state"]
         values = checkpoint.state_dict(model, checkpoint.Full(offload_to_cpu=True)).values()
         return [*values, *(value.cpu() for entry in state.values() for value in entry.values())]
 
     for source in meshes:
         model, optimizer = trained(source, 2)
-        expected = wholes(model, optimizer)
+        expected = full_values(model, optimizer)
         for form in (
             checkpoint.Sharded(),
             checkpoint.Sharded(offload_to_cpu=True),
@@ -265,7 +268,7 @@ def states_between_devices(device: str) -> None:
                 fresh, its_optimizer = trained(target, 0)
                 checkpoint.load_state_dict(fresh, weights, form)
                 checkpoint.load_optimizer_state_dict(fresh, its_optimizer, state, form)
-                found = wholes(fresh, its_optimizer)
+                found = full_values(fresh, its_optimizer)
                 assert all(map(torch.equal, found, expected)), f"{source} to {target}, {form}"
                 assert {p.device.type for p in fresh.parameters()} == {target}
                 assert {e["exp_avg"].device.type for e in its_optimizer.state.values()} == {target}

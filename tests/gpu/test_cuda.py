@@ -1,4 +1,4 @@
-"""Training on CUDA: one GPU, or two and four over NCCL."""
+"""Training on CUDA with one GPU, and with two and four GPUs over NCCL."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.gpu import cases
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def needs(world_size: int) -> pytest.MarkDecorator:
+def skip_without_gpus(world_size: int) -> pytest.MarkDecorator:
     """Skip the test if there are fewer GPUs than ranks."""
     return pytest.mark.skipif(
         world_size > GPUS, reason=f"needs {world_size} CUDA GPU{'s'[: world_size != 1]}, there are {GPUS}"
     )
 
 
-WORLD_SIZES = [pytest.param(n, marks=needs(n)) for n in (1, 2, 4)]
+WORLD_SIZES = [pytest.param(n, marks=skip_without_gpus(n)) for n in (1, 2, 4)]
 
 
 @pytest.mark.behaviour("C-01")
@@ -29,7 +29,7 @@ def test_training_on_cuda_equals_the_unsharded_model(world_size: int, reshard_af
 
 
 @pytest.mark.behaviour("C-01")
-@needs(4)
+@skip_without_gpus(4)
 def test_training_on_cuda_with_a_smaller_mesh_equals_the_unsharded_model() -> None:
     run_ranks(cases.train_with_parity, 4, "cuda", 2, timeout=180)
 
@@ -76,7 +76,7 @@ def test_the_host_does_not_wait_for_the_device_in_a_step(world_size: int, reshar
 
 
 @pytest.mark.behaviour("E-08")
-@needs(1)
+@skip_without_gpus(1)
 def test_codecs_on_cuda_agree_with_cpu() -> None:
     run_ranks(cases.encode_as_on_cpu, 1, "cuda", timeout=300)
 

@@ -1,4 +1,4 @@
-"""The report of behaviours: pure functions from test results to text."""
+"""Makes the report of behaviours from test results. All functions are pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Status = Literal["passing", "failing", "skipped", "no test"]
 STATUSES: tuple[Status, ...] = ("passing", "failing", "skipped", "no test")
 
 Sections = Mapping[str, Mapping[str, str]]
-"""Section heading -> behaviour id -> title, in the order of the file."""
+"""Maps section heading to behaviour id to title, in the order of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def load_sections(path: Path) -> Sections:
 
 
 def check_ids(ids: Iterable[str], sections: Sections, *, where: str) -> None:
-    """Raise ``ValueError`` for an id that is not in the list, naming those that are."""
+    """Raise ``ValueError`` that names the valid ids if an id is not in the list."""
     known = [id_ for rows in sections.values() for id_ in rows]
     unknown = [id_ for id_ in ids if id_ not in known]
     if unknown:

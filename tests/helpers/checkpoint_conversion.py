@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks to convert, and checks of the converted ones."""
+"""Saves checkpoints from several ranks for conversion, and checks the converted checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["load_everything", "load_model", "load_tensors", "save_everything"]
 
 
 def save_everything(world: str, path: Path) -> None:
-    """Save the model, AdamW and the values of each rank."""
+    """Save the model, AdamW and the rank-specific values."""
     model = WORLDS[world][1]()
     optimizer = adamw(model)
     fill(model, optimizer)

@@ -1,6 +1,6 @@
-"""A model with everything that a checkpoint must keep, the worlds that save and load it, and the expected values.
+"""A model with every kind of state that a checkpoint must keep, the worlds that save and load it, and expected values.
 
-Values depend on names only, so every world can compute those of any other.
+Values depend only on names, so every world can compute the values of any other world.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def raising_alike(text: str | None = None) -> Iterator[Any]:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """This rank's part."""
+    """Return this rank's shard."""
     part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.detach()
 
@@ -58,7 +58,7 @@ class Counter(nn.Module):
 
 
 class Everything(nn.Module):
-    """Has uneven sizes, a shared weight, parameters with empty shards on most ranks, buffers, a scalar, extra state."""
+    """Has uneven sizes, a shared weight, parameters with empty shards, buffers, a scalar and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,11 +116,11 @@ WORLDS: dict[str, tuple[int, Callable[[], Everything]]] = {
     "2x2 tensor-parallel": (4, tensor_parallel(2, 2)),
     "3x2 tensor-parallel": (6, tensor_parallel(3, 2)),
 }
-"""Number of ranks, and what builds the model there."""
+"""The number of ranks of each world, and the function that builds the model on them."""
 
 
 def adamw(model: nn.Module) -> AdamW:
-    """Return AdamW with two parameter groups; the second has its own settings."""
+    """Return AdamW with two parameter groups with different settings."""
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     known = set(map(id, biases))
     weights = [p for p in model.parameters() if id(p) not in known]
@@ -135,7 +135,7 @@ def whole(name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    """Return all tensors whose values are checked, with the sharding of their parameter."""
+    """Return all tensors whose values are checked, each with the sharding of its parameter."""
     shardings = shardings_of(states_below(model))
     for name, parameter in model.named_parameters():
         yield name, parameter, shardings.get(id(parameter))
@@ -148,7 +148,7 @@ def tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tu
 
 @torch.no_grad()
 def fill(model: Everything, optimizer: Optimizer | None = None) -> None:
-    """Set everything to its expected value. ``temperature`` has no optimizer state, as if it were never used."""
+    """Set all state to the expected values. ``temperature`` has no optimizer state, like an unused parameter."""
     for parameter in model.parameters() if optimizer is not None else ():
         if parameter is not model.temperature:
             assert optimizer is not None
@@ -174,7 +174,7 @@ def zeroed(model: Everything) -> Everything:
 
 @torch.no_grad()
 def assert_holds(model: Everything, optimizer: Optimizer | None = None) -> None:
-    """Check that all values are bitwise those of :func:`fill`, and state is placed like its parameter. Collective."""
+    """Check that all values equal those of :func:`fill` bitwise and states are placed like parameters. Collective."""
     for name, tensor, sharding in tensors(model, optimizer):
         found = gather(tensor, sharding)
         assert torch.equal(found, whole(name, tensor)), f"{name}\n{found}\n{whole(name, tensor)}"
@@ -206,7 +206,7 @@ class Gate:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: range, ranks: int = 1) -> None:
-    """Train; four batches are divided evenly between the data-parallel ranks."""
+    """Train on four batches, divided evenly between the data-parallel ranks."""
     own = range(dist.get_rank() * 4 // ranks, (dist.get_rank() + 1) * 4 // ranks)
     for step in steps:
         optimizer.zero_grad()

@@ -24,7 +24,7 @@ VALUES = st.floats(width=32, allow_nan=False, allow_infinity=False) | EXTREMES
 
 @st.composite
 def finite_rows(draw: st.DrawFn) -> torch.Tensor:
-    """Draw a few values, or many of random magnitudes in lengths near the block size."""
+    """Draw either a few values, or rows near the block size in length with values of random magnitudes."""
     if draw(st.booleans()):
         numel = draw(st.integers(0, 40))
         rows = draw(st.lists(st.lists(VALUES, min_size=numel, max_size=numel), min_size=1, max_size=3))

@@ -1,4 +1,4 @@
-"""Counts of bytes and calls by collective, taken where communicators are called."""
+"""Counts the bytes and calls of each collective in the methods of the communicators."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from tests._internals import GlooCommunicator, SharedMemoryCommunicator
 __all__ = ["COMMUNICATORS", "counted_collectives"]
 
 COMMUNICATORS = (GlooCommunicator, SharedMemoryCommunicator)
-"""What may serve an axis of several ranks."""
+"""The communicator classes that an axis of several ranks may use."""
 
 
 @contextmanager
 def counted_collectives() -> Iterator[Counter[str]]:
-    """Count the calls of each collective of all groups while entered. Those that compare ranks are counted separately.
+    """Count the calls of each collective of all groups inside the context.
+
+    Collectives that compare ranks are counted separately.
 
     ``"reduced"`` counts the messages of all reduce-scatters.
     """

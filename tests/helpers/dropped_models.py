@@ -1,4 +1,4 @@
-"""Models that are built, used and dropped, and the objects that remain in memory."""
+"""Builds, uses and drops models, and finds the objects that remain in memory."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from tests.helpers.extension_tensors import Pair, with_weights
 __all__ = ["CASES", "survivors"]
 
 CASES: dict[str, Callable[[], tuple[object, ...]]] = {}
-"""Each builds models, uses them, and returns what it drops with them."""
+"""Each case builds models, uses them, and returns the models and other objects that must be freed."""
 
 X = torch.ones(4, 8)
 
 
 def survivors(case: Callable[[], tuple[object, ...]]) -> list[str]:
-    """Return the objects built by ``case`` that stay in memory once dropped, without Python's garbage collector.
+    """Return the objects of ``case`` that remain in memory after they are dropped, with the garbage collector disabled.
 
-    These are modules, the library's state of them, the memory of shards, and other objects that the case returns. A
-    case with survivors runs again, because memory that torch keeps from the first run is not counted.
+    The objects are modules, the library's state of the modules, the memory of shards, and other objects that the case
+    returns. If any remain, the case runs again, because torch may keep memory from the first run.
     """
     return _survivors(case) and _survivors(case)
 
@@ -133,7 +133,7 @@ def forwards_without_backward() -> tuple[object, ...]:
 
 @case
 def a_graph_that_outlives_the_model() -> tuple[object, ...]:
-    """Backward runs, and gives the gradients."""
+    """Check that backward runs and computes gradients after the model is dropped."""
     model = sharded(layers())
     step(model)
     weight = model[0].weight
@@ -147,7 +147,7 @@ def a_graph_that_outlives_the_model() -> tuple[object, ...]:
 
 
 class KeepsOutput(nn.Module):
-    """Keeps its output, and with it the autograd graph, as layers with an auxiliary loss do."""
+    """Keeps its output and therefore the autograd graph, like layers with an auxiliary loss."""
 
     output: torch.Tensor
 
@@ -169,7 +169,7 @@ def a_module_that_keeps_its_graph() -> tuple[object, ...]:
 
 
 class TwoInputs(nn.Module):
-    """Uses one input, passes the other on, and returns a view of the third."""
+    """Uses one input, returns the second unchanged, and returns a view of the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def a_list_of_modules() -> tuple[object, ...]:
 
 
 @case
-def parts_that_ran_before_the_whole() -> tuple[object, ...]:
+def submodules_that_ran_before_the_root() -> tuple[object, ...]:
     model = layers()
     for part in (fully_shard(model[0]), fully_shard(model[1]), fully_shard(model)):
         step(part)
@@ -206,7 +206,7 @@ def parts_that_ran_before_the_whole() -> tuple[object, ...]:
 
 
 @case
-def a_part_that_outlives_the_whole() -> tuple[object, ...]:
+def a_submodule_that_outlives_the_root() -> tuple[object, ...]:
     model = sharded(layers())
     step(model)
     part = model[0]
@@ -240,7 +240,7 @@ def shared_parameters() -> tuple[object, ...]:
 
 
 class Recurrent(nn.Module):
-    """Intercepts the assignment of its parameters, as ``nn.LSTM`` does, and has a method besides ``forward``."""
+    """Intercepts the assignment of its parameters like ``nn.LSTM``, and has a second public method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def _fail_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> 
 
 
 @case
-def whole_parameters_copies_and_conversions() -> tuple[object, ...]:
+def full_parameters_copies_and_conversions() -> tuple[object, ...]:
     model = sharded(layers())
     step(model)
     with unsharded_params(model):

@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """A dense layer and experts: one parameter group with parameters on two meshes."""
+    """A dense layer and experts in one parameter group, with parameters on two meshes."""
 
     def __init__(self) -> None:
         super().__init__()

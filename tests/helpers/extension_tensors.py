@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_map
 __all__ = ["Pair", "Scaled", "batch_of", "calls", "with_weights"]
 
 calls: list[str] = []
-"""What the hooks were called with, in words, newest last."""
+"""Descriptions of the calls of the hooks, in order."""
 
 
 class Pair(torch.Tensor):
-    """A tensor that is the sum of two others; both are sent. Supports sharding, training and optimizers."""
+    """A tensor that is the sum of two others, which are both sent. Supports sharding, training and optimizers."""
 
     @staticmethod
     def __new__(cls, left: torch.Tensor, right: torch.Tensor) -> Any:
@@ -81,7 +81,7 @@ _SUMMED = {
 
 
 class Scaled:
-    """All-gather hooks for a plain local tensor: sent as int8 with one scale per row, received in fp32."""
+    """All-gather hooks for a plain local tensor. It is sent as int8 with one scale per row and received in fp32."""
 
     def __init__(self, local: torch.Tensor) -> None:
         self._local = local

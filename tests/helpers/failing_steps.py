@@ -40,15 +40,16 @@ class Plan:
     """A point at which a step fails, and how the model is trained.
 
     Args:
-        point: what fails: ``"before"`` or ``"after"`` the forward of a layer, ``"backward"`` at its output, a hook on
-            its ``"gradient"``, ``"encode"`` or ``"decode"`` of a codec, an ``"operation"`` that is launched, an
-            ``"allocation"`` of full parameters.
-        index: of the layer, the call, the operation or the allocation; counted round.
-        microbatch: in which it happens, of those of the step.
-        alone: whether only the last rank has its own failure.
-        encoded: whether parameters and gradients are sent encoded.
-        feedback: whether gradients are sent encoded with error feedback; accumulation is then by shards.
-        hybrid: whether shards are replicated, on four ranks.
+        point: the operation that fails. ``"before"`` and ``"after"`` are hooks around the forward of a layer,
+            ``"backward"`` is a hook on its output, and ``"gradient"`` a hook on its gradients. ``"encode"`` and
+            ``"decode"`` are calls of a codec, ``"operation"`` is a launch, and ``"allocation"`` allocates full
+            parameters.
+        index: the index of the layer, call, operation or allocation, modulo their number.
+        microbatch: the microbatch that fails, modulo the number of microbatches.
+        alone: if true, the failure is injected on the last rank only.
+        encoded: if true, parameters and gradients are encoded.
+        feedback: if true, gradients are encoded with error feedback, and shards of gradients are accumulated.
+        hybrid: if true, four ranks train, and shards are replicated.
     """
 
     point: str
@@ -83,7 +84,7 @@ def build(plan: Plan) -> Any:
 
 
 def pair(plan: Plan) -> tuple[Any, Any, list[torch.optim.Optimizer]]:
-    """Return a model that will fail, one that will not, and the optimizer of each."""
+    """Return a model for failing steps, a model for successful steps, and the optimizer of each."""
     models = build(plan), build(plan)
     return *models, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
 
@@ -100,7 +101,7 @@ def batch(number: int, microbatch: int) -> torch.Tensor:
 
 
 def step(model: Any, plan: Plan, number: int, around: Callable[[], Any] | None = None) -> None:
-    """Compute the gradients of one step on all ranks or none. ``around`` is a context for the plan's microbatch."""
+    """Compute the gradients of one step on all ranks or on none. The plan's microbatch runs inside ``around``."""
     gradients(model, plan, number, around)
     find_nonfinite(model)
 
@@ -109,7 +110,7 @@ def gradients(model: Any, plan: Plan, number: int, around: Callable[[], Any] | N
     for microbatch in range(plan.microbatches):
         is_last = microbatch == plan.microbatches - 1
         model.set_requires_gradient_sync(is_last or plan.feedback)
-        if plan.feedback:  # every microbatch leaves partial gradients; the last one all-reduces
+        if plan.feedback:  # every microbatch reduce-scatters; only the last one all-reduces
             model.set_requires_all_reduce(is_last)
         if around is not None and microbatch == plan.microbatch % plan.microbatches:
             with around():
@@ -144,7 +145,7 @@ def failing_layer(layer: nn.Module, point: str) -> Iterator[None]:
 
 @contextmanager
 def counting(owner: Any, name: str, failing: int | None = None) -> Iterator[list[None]]:
-    """Record each call of a function; call number ``failing`` raises."""
+    """Record each call of a function, and raise in call number ``failing``."""
     calls: list[None] = []
     original = getattr(owner, name)
 
@@ -168,7 +169,7 @@ COUNTED: dict[str, tuple[Any, str]] = {
 
 @contextmanager
 def counting_all(model: Any, counts: dict[str, int]) -> Iterator[None]:
-    """Count how often each point of a plan is passed."""
+    """Count how often each point of a plan is reached."""
     with inject_faults(model) as labels, ExitStack() as stack:
         calls = {point: stack.enter_context(counting(*where)) for point, where in COUNTED.items()}
         yield
@@ -176,7 +177,7 @@ def counting_all(model: Any, counts: dict[str, int]) -> Iterator[None]:
 
 
 def fault_of(plan: Plan, model: Any, counts: dict[str, int]) -> Callable[[], Any] | None:
-    """Return a context in which a microbatch fails, or None if the plan has no such point."""
+    """Return a context in which a microbatch fails, or None if the plan's point does not exist."""
     if plan.point not in counts:
         layer = model.layers[plan.index % DEPTH]
         synchronises = plan.microbatch % plan.microbatches == plan.microbatches - 1

@@ -1,7 +1,7 @@
-"""Expected texts in a file, which tests compare with. ``COMPOSABLE_FSDP_GOLDEN=write`` rewrites the file.
+"""Compares texts with the expected texts in a file. ``COMPOSABLE_FSDP_GOLDEN=write`` rewrites the file.
 
-Letters replace what varies from run to run: ``P`` a process, ``N`` a number of operations or steps, ``T`` a time, and
-``...`` a message of gloo or the system.
+Placeholders replace the parts that vary between runs: ``P`` is a process, ``N`` a number of operations or steps, ``T``
+a time, and ``...`` a message of gloo or the system.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def normalised(text: str) -> str:
 
 
 def read_golden() -> dict[str, str]:
-    """Return the texts by name."""
+    """Return the expected texts by name."""
     parts = _HEADING.split(FAULTS.read_text()) if FAULTS.exists() else [""]
     return {name: text.strip("\n") for name, text in zip(parts[1::2], parts[2::2], strict=True)}
 

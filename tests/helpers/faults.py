@@ -1,4 +1,4 @@
-"""Faults of one rank, by name, and the errors that other ranks raise.
+"""Injects named faults into one rank and records the errors that other ranks raise.
 
 Run as a program, this file is one rank of a job without a launcher.
 """
@@ -44,9 +44,9 @@ __all__ = [
 ]
 
 PATIENT, SHORT = 60.0, 3.0
-"""Timeouts of the process group in seconds: one that no test reaches, and one that stragglers do."""
+"""Timeouts of the process group in seconds. No test reaches the first; stragglers exceed the second."""
 AWAY = SHORT + 4.0
-"""Seconds for which a straggler is: it does not come back while the others ask for it."""
+"""The delay of a straggler in seconds. It is longer than the other ranks wait for an answer."""
 
 
 class Layers(nn.Module):
@@ -68,7 +68,7 @@ class Layers(nn.Module):
 
 
 def build(timeout: float = PATIENT) -> Any:
-    """Return a sharded model over a process group with a timeout of ``timeout`` seconds."""
+    """Return a model that is sharded over a process group with a timeout of ``timeout`` seconds."""
     group = dist.new_group(timeout=timedelta(seconds=timeout))
     mesh = DeviceMesh.from_group(group, "cpu")
     model: Any = Layers()
@@ -94,13 +94,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> No
 
 
 @contextmanager
-def _injected(model: nn.Module, effect: Effect, label: str) -> Iterator[None]:
+def _inject(model: nn.Module, effect: Effect, label: str) -> Iterator[None]:
     with inject_faults(model, Fault(effect, label, rank=dist.get_world_size() - 1)):
         yield
 
 
 @contextmanager
-def _on_last(change: Callable[[], Callable[[], None]]) -> Iterator[None]:
+def _change_on_last(change: Callable[[], Callable[[], None]]) -> Iterator[None]:
     undo = change() if is_last() else None
     yield
     if undo is not None:
@@ -111,36 +111,36 @@ def _fail(*_: object) -> None:
     raise ArithmeticError("no luck")
 
 
-def _raises_in_forward(model: Any) -> Callable[[], None]:
+def _raise_in_forward(model: Any) -> Callable[[], None]:
     return cast(Callable[[], None], model.layers[1].register_forward_pre_hook(_fail).remove)
 
 
-def _raises_in_backward(model: Any) -> Callable[[], None]:
+def _raise_in_backward(model: Any) -> Callable[[], None]:
     def watchdog(module: nn.Module, args: object, output: torch.Tensor) -> None:
         output.register_hook(_fail)
 
     return cast(Callable[[], None], model.layers[0].register_forward_hook(watchdog).remove)
 
 
-def _routed(model: Any, *route: int) -> Callable[[], None]:
+def _change_route(model: Any, *route: int) -> Callable[[], None]:
     before, model.route = model.route, list(route)
     return lambda: setattr(model, "route", before)
 
 
-def _leaves_out_gradients(model: Any) -> Callable[[], None]:
+def _skip_gradients(model: Any) -> Callable[[], None]:
     model.unused = (1,)
     return lambda: setattr(model, "unused", ())
 
 
-def _stopped(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
-    """Stop the process; a shell that it has started continues it later."""
+def _stop(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+    """Stop the process. A shell that it has started resumes it later."""
     with subprocess.Popen(["/bin/sh", "-c", f"sleep {AWAY}; kill -CONT {os.getpid()}"]):
         os.kill(os.getpid(), signal.SIGSTOP)
     return launch()
 
 
-def _cut_off(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
-    """Close the connections of this process to other ranks and to the store; it keeps running."""
+def _cut_connections(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+    """Close the connections of this process to other ranks and to the store, but keep it running."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family == socket.AF_INET or connection.type == socket.SOCK_SEQPACKET:
@@ -151,18 +151,18 @@ def _cut_off(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Wor
 FORWARD, REDUCTION = "all-gather of layers.1 in forward", "reduce-scatter of layers.1"
 
 INFLICTED: dict[str, Callable[[Any], Any]] = {
-    "killed in forward": lambda model: _injected(model, Kill(), FORWARD),
-    "killed in backward": lambda model: _injected(model, Kill(), REDUCTION),
-    "stopped": lambda model: _injected(model, _stopped, REDUCTION),
-    "cut off": lambda model: _injected(model, _cut_off, REDUCTION),
-    "late": lambda model: _injected(model, Delay(AWAY), REDUCTION),
-    "leaves out a collective": lambda model: _injected(model, Drop(), FORWARD),
-    "fails to launch": lambda model: _injected(model, Raise(MemoryError("no memory for a message")), REDUCTION),
-    "raises in forward": lambda model: _on_last(lambda: _raises_in_forward(model)),
-    "raises in backward": lambda model: _on_last(lambda: _raises_in_backward(model)),
-    "swaps modules": lambda model: _on_last(lambda: _routed(model, 1, 0, 2)),
-    "skips a module": lambda model: _on_last(lambda: _routed(model, 0, 2)),
-    "has other gradients": lambda model: _on_last(lambda: _leaves_out_gradients(model)),
+    "killed in forward": lambda model: _inject(model, Kill(), FORWARD),
+    "killed in backward": lambda model: _inject(model, Kill(), REDUCTION),
+    "stopped": lambda model: _inject(model, _stop, REDUCTION),
+    "cut off": lambda model: _inject(model, _cut_connections, REDUCTION),
+    "late": lambda model: _inject(model, Delay(AWAY), REDUCTION),
+    "leaves out a collective": lambda model: _inject(model, Drop(), FORWARD),
+    "fails to launch": lambda model: _inject(model, Raise(MemoryError("no memory for a message")), REDUCTION),
+    "raises in forward": lambda model: _change_on_last(lambda: _raise_in_forward(model)),
+    "raises in backward": lambda model: _change_on_last(lambda: _raise_in_backward(model)),
+    "swaps modules": lambda model: _change_on_last(lambda: _change_route(model, 1, 0, 2)),
+    "skips a module": lambda model: _change_on_last(lambda: _change_route(model, 0, 2)),
+    "has other gradients": lambda model: _change_on_last(lambda: _skip_gradients(model)),
 }
 
 
@@ -176,7 +176,7 @@ def inflict(fault: str, model: Any) -> Any:
 
 @dataclass(frozen=True)
 class Told:
-    """The error that a rank raised in the step of the fault, and after how many seconds."""
+    """The error that a rank raised in the step with the fault, and the seconds until then."""
 
     kind: str
     text: str
@@ -184,7 +184,7 @@ class Told:
 
 
 def suffer(fault: str, timeout: float = PATIENT) -> Told:
-    """Run two good steps, then one with ``fault``."""
+    """Run two steps without a fault, then one with ``fault``."""
     model = build(timeout)
     for _ in range(2):
         step(model)
@@ -205,7 +205,7 @@ def told_by(play: Callable[[], None]) -> Told:
 
 
 def run_as_program(fault: str, rank: int, folder: Path) -> None:
-    """Run one of two ranks. The error that it raises is written to a file of ``folder``."""
+    """Run one of two ranks, and write its error to a file in ``folder``."""
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     model = build()
     for _ in range(2):

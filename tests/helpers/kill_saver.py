@@ -1,13 +1,13 @@
-"""Kills savers at random moments, repeatedly in the same folder, and checks the remaining files.
+"""Kills saving processes at random moments, repeatedly in the same folder, and checks the remaining files.
 
     python -m tests.helpers.kill_saver FOLDER KILLS SEED
 
-Two ranks save step after step, sometimes the same step twice, until both or one of them are killed. They are forked
-from this process, which has imported everything and has no process group, so that one kill takes less than a second.
-After every kill the newest checkpoint must load, have been saved, and be no older than the last one that any rank had
-seen complete. The savers continue from there.
+Two ranks save repeatedly, and save each step twice, until one or both are killed. They are forked from this process,
+which has imported everything and has no process group, so that one kill takes less than a second. After every kill, the
+newest checkpoint must load, must have a version that was saved, and must not be older than the last checkpoint that a
+rank knew to be complete. The next saving processes continue from it.
 
-At the end two ranks begin an asynchronous save and exit, which must finish the save.
+Finally, two ranks begin an asynchronous save and exit. The exit must finish the save.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def set_to(model: nn.Module, value: float) -> None:
         parameter.fill_(value)
 
 
-def saver(rank: int, folder: Path, round_: int, begun: int) -> None:
-    """Save forever. Append every finished save to a file."""
+def save_forever(rank: int, folder: Path, round_: int, begun: int) -> None:
+    """Save in an endless loop, and append every finished save to a file."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(folder / f"store-{round_}"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=20))
@@ -73,8 +73,8 @@ def latest_version(folder: Path) -> int | None:
     return version
 
 
-def seen(folder: Path) -> int:
-    """Return the last version that some rank knew to be complete."""
+def last_complete_version(folder: Path) -> int:
+    """Return the last version that any rank knew to be complete."""
     files = folder.glob("done-*")
     return max((int(line) for file in files for line in file.read_text().split("\n")[:-1]), default=0)
 
@@ -84,17 +84,17 @@ def fork(rank: int, folder: Path, round_: int) -> int:
     if child:
         return child
     try:
-        saver(rank, folder, round_, round_)
+        save_forever(rank, folder, round_, round_)
     except BaseException:
         traceback.print_exc(file=(folder / f"error-{round_}-{rank}").open("w"))
     os._exit(1)
 
 
 def kill_once(folder: Path, round_: int, chance: random.Random) -> None:
-    before = seen(folder)
+    before = last_complete_version(folder)
     children = [fork(rank, folder, round_) for rank in range(RANKS)]
     begin = time.monotonic()
-    while seen(folder) == before:  # the kill must come during a save, not during the start
+    while last_complete_version(folder) == before:  # the kill must happen during a save, not during startup
         assert time.monotonic() < begin + 60, "no save in a minute"
         time.sleep(0.005)
     time.sleep(chance.uniform(0, 0.15))
@@ -107,7 +107,7 @@ def kill_once(folder: Path, round_: int, chance: random.Random) -> None:
 
 
 def warm_up(folder: Path) -> None:
-    """Import all that saving imports, so that no fork has to; the process group has no threads."""
+    """Import all modules that saving needs before the first fork. The process group starts no threads."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     model = build()
     fully_shard(model)
@@ -115,8 +115,8 @@ def warm_up(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def last_words(rank: int, folder: Path) -> None:
-    """Begin a save, and exit."""
+def begin_save_and_exit(rank: int, folder: Path) -> None:
+    """Begin an asynchronous save and exit."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(folder / "store-last"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -135,17 +135,17 @@ def main() -> None:
     chance, unfinished = random.Random(seed), 0
     for round_ in range(kills):
         kill_once(folder, round_, chance)
-        known, found = seen(folder), latest_version(folder)
+        known, found = last_complete_version(folder), latest_version(folder)
         assert found is not None
         assert found in (known, known + 1), f"after kill {round_}: {found}, though {known} was complete"
         unfinished += any(name.endswith((".partial", ".old", ".deleted")) for name in os.listdir(folder / "run"))
-    print(f"{kills} kills, {seen(folder)} saves, {unfinished} of them unfinished at a kill")  # noqa: T201
+    print(f"{kills} kills, {last_complete_version(folder)} saves, {unfinished} of them unfinished at a kill")  # noqa: T201
     sys.stdout.flush()
     children = []
     for rank in range(RANKS):
         child = os.fork()
         if not child:
-            last_words(rank, folder)
+            begin_save_and_exit(rank, folder)
             return
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * RANKS

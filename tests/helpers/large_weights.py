@@ -16,7 +16,7 @@ WIDTH = 740  # 2,190,400 bytes a weight: more than a gradient bucket needs
 
 
 class Tower(nn.Module):
-    """Four large weights in one group; ``used`` are those that a forward uses."""
+    """Four large weights in one group. A forward uses those in ``used``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def use_different_weights() -> None:
-    """Use different weights on each rank: on one, the first bucket is never complete, so all are reduced at the end."""
+    """Use different weights on each rank. One rank never completes the first bucket, so all reduce at the end."""
     model, rank, size = Tower(), dist.get_rank(), dist.get_world_size()
     fully_shard(model)
     reference = Tower()

@@ -1,4 +1,4 @@
-"""Strategies of hypothesis for layouts, and their invariants."""
+"""Hypothesis strategies for layouts, and checks of invariants of layouts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DIRECT_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_ZERO_COPY])
 
 
 def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], numel: int, itemsize: int) -> None:
-    """Check that segments are aligned, disjoint and within ``range(numel)``, whose end is aligned too."""
+    """Check that segments are aligned, disjoint and inside ``range(numel)``, and that ``numel`` is aligned."""
     assert len(offsets) == len(lengths)
     end = 0
     for offset, length in sorted(zip(offsets, lengths, strict=True)):
@@ -56,7 +56,7 @@ def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], 
 
 
 def assert_packed_first(layout: GatherLayout | ReduceLayout, itemsize: int) -> None:
-    """Check that ``range(packed_numel)`` has exactly the packed segments, each in a column of aligned width."""
+    """Check that ``range(packed_numel)`` holds only the packed segments, each in a column of aligned width."""
     offsets = (layout.store if isinstance(layout, GatherLayout) else layout.output).offsets
     lengths = [s.padded_numel for s in layout.shards]
     step = ALIGNMENT_BYTES // itemsize

@@ -1,7 +1,7 @@
-"""Models that are placed on a tensor-parallel mesh before they are sharded, and the expected results.
+"""Models that are parallelized over a tensor-parallel mesh before they are sharded, and the expected results.
 
-The expected shards are computed here by the rule of ``torch.chunk``, tensor parallelism first, independently of
-DTensor's placements and of the library's.
+The expected shards are computed with ``torch.chunk``, tensor parallelism first. They do not depend on the placements
+of DTensor or the library.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Cut = tuple[str, int]
-"""Mesh dim and the tensor dim that it cuts."""
+"""A mesh dim, and the tensor dim that is sharded over it."""
 
 
 class Pair(nn.Module):
@@ -58,7 +58,7 @@ class Pair(nn.Module):
 
 
 class Pairs(nn.Module):
-    """Pairs with sizes 7, 5, 3 and 1, all odd. The head and ``scale`` are not tensor-parallel."""
+    """Pairs with the odd sizes 7, 5, 3 and 1. The head and ``scale`` are not tensor-parallel."""
 
     def __init__(self, width: int = 5, hidden: Sequence[int] = (7, 1)) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ PAIRS = Task(seeded(Pairs), vectors(5, 3), squared_error)
 
 
 def parallelize_pairs(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Parallelize column-wise, then row-wise. The tensor in between stays a DTensor, because it is uneven."""
+    """Parallelize column-wise, then row-wise. The intermediate tensor stays a DTensor because it is uneven."""
     for layer in model.get_submodule("layers").children():
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         parallelize_module(layer, mesh, plan)
@@ -93,7 +93,7 @@ def cut_pairs(model: nn.Module) -> dict[str, list[Cut]]:
 
 
 class Layer(nn.Module):
-    """A norm, then a pair. With sequence parallelism the norm gets some of the tokens, so its gradient is partial."""
+    """A norm, then a pair. With sequence parallelism the norm gets part of the tokens, so its gradient is partial."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, norm and head, for tensor and sequence parallelism as in torch's tutorial."""
+    """A model with embedding, layers, norm and head, for tensor and sequence parallelism as in torch's tutorial."""
 
     def __init__(self, vocabulary: int = 23, width: int = 6, depth: int = 2) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ DECODER = Task(seeded(Decoder), sequences(23), cross_entropy)
 
 
 def parallelize_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Apply tensor parallelism in the layers, sequence parallelism between them."""
+    """Apply tensor parallelism inside the layers and sequence parallelism between them."""
     parallelize_module(
         model,
         mesh,
@@ -151,7 +151,7 @@ def parallelize_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def named_mesh(**sizes: int) -> DeviceMesh:
-    """Return a mesh over all ranks with these dims."""
+    """Return a mesh over all ranks with dims of these names and sizes."""
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
@@ -175,7 +175,7 @@ def whole_run(run: Run) -> Run:
 def assert_cut(
     module: nn.Module, values: Mapping[str, torch.Tensor], mesh: DeviceMesh, cuts: Mapping[str, Sequence[Cut]]
 ) -> None:
-    """Check that this rank holds the part of each value that ``cuts`` over dims of ``mesh``, in turn, leave it."""
+    """Check that this rank's shard of each value is the result of applying ``cuts`` over dims of ``mesh`` in order."""
     parameters = dict(module.named_parameters())
     assert list(parameters) == list(values)
     for name, parameter in parameters.items():
@@ -201,7 +201,7 @@ def assert_trains_alike(
     what: str = "",
     **options: Any,
 ) -> Run:
-    """Check that ``model``, trained as rank ``rank`` of ``size``, equals ``reference`` trained on the mean over all."""
+    """Check that ``model``, trained as rank ``rank`` of ``size``, equals ``reference``, trained on all ranks' data."""
     ours = train(model, run, make_optimizer, ranks=[rank], watched=rank, **options)
     expected = train(
         reference, reference_run or run, make_optimizer, ranks=range(size), watched=rank, divide=size, **options

@@ -1,7 +1,7 @@
 """Small models, their batches and their losses. Importable by worker processes, so everything is at module level.
 
-A :class:`Task` is all that a training run needs. Batches depend on step and rank alone, so that any process can make
-those of all ranks, and run the unsharded reference on them.
+A :class:`Task` contains all that a training run needs. Batches depend only on step and rank, so any process can make
+the batches of all ranks and run the unsharded reference on them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Batch = tuple[torch.Tensor, ...]
 
 
 class UnevenMLP(nn.Module):
-    """Three layers with sizes not divisible by 2 or 4; the last one has fewer than 4 rows."""
+    """Three layers with sizes that are not divisible by 2 or 4. The last one has fewer than 4 rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class UnevenMLP(nn.Module):
 
 
 class Chain(nn.Module):
-    """Equal linear layers only, so that the root's own group is empty."""
+    """A chain of equal linear layers. The root's own group is empty."""
 
     def __init__(self, width: int = 8, depth: int = 4) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Chain(nn.Module):
 
 
 class Routed(nn.Module):
-    """Layers that run in the order of ``route``, then ``side`` on the inputs, which need no gradient."""
+    """Runs its layers in the order of ``route``, then ``side`` on the inputs, which need no gradient."""
 
     def __init__(self, width: int = 8, depth: int = 4) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Routed(nn.Module):
 
 
 class Wide(nn.Module):
-    """Zero-copy weights of more than 3 MiB, one even and one uneven, between small ones, which are packed."""
+    """Has zero-copy weights of more than 3 MiB, one even and one uneven, and small packed weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Wide(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block. Keys have no bias: its true gradient is zero, and Adam would follow rounding."""
+    """A pre-norm transformer block. Keys have no bias: its true gradient is zero, and Adam would amplify rounding."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder with ``depth`` blocks; the head may be the embedding's own weight."""
+    """A decoder with ``depth`` blocks. The head may share the embedding's weight."""
 
     def __init__(self, *, tied: bool, vocabulary: int = 23, width: int = 12, depth: int = 2) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
 
 
 class Adapters(nn.Module):
-    """bf16 base weights, frozen, with fp32 adapters beside them: two dtypes within one group."""
+    """Has frozen bf16 base weights and fp32 adapters, so that one group has two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Adapters(nn.Module):
 
 
 class AdaptedLinear(nn.Module):
-    """A bf16 linear plus a trainable fp32 product of two thin matrices."""
+    """Adds a trainable fp32 product of two low-rank matrices to a bf16 linear layer."""
 
     def __init__(self, inputs: int, outputs: int, rank: int = 3) -> None:
         super().__init__()
@@ -160,11 +160,11 @@ class Task:
     """A model with its data and loss.
 
     Args:
-        build: makes the model; the same one every time, on every rank.
-        batch: inputs, then the target, out of a seeded generator.
-        criterion: of output and target.
-        eps: of AdamW, which blows the rounding of gradients near zero up by ``lr / eps``. Of some 100,000 gradients a
-            few are so near that on some processors this is more than parameters may differ by.
+        build: a function that makes the model, with the same values in every call on every rank.
+        batch: a function from a seeded generator to the inputs and the target.
+        criterion: a function from output and target to the loss.
+        eps: AdamW's ``eps``. AdamW amplifies the rounding of gradients near zero by up to ``lr / eps``. With some
+            100,000 gradients, a smaller ``eps`` exceeds the tolerance of parameters on some processors.
     """
 
     build: Callable[[], nn.Module]
@@ -173,17 +173,17 @@ class Task:
     eps: float = 1e-5
 
     def batch_of(self, step: int, rank: int) -> Batch:
-        """Return the batch of ``rank`` at ``step``: different for every pair."""
+        """Return the batch of ``rank`` at ``step``. Every rank and step has a different batch."""
         return self.batch(torch.Generator().manual_seed(1000 * step + rank + 1))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the loss of ``model`` on ``batch``, on the device where the model computes."""
+        """Return the loss of ``model`` on ``batch``, on the device of the model's output."""
         output = model(*batch[:-1])
         return self.criterion(output, batch[-1].to(output.device))
 
 
 def seeded(make: Callable[..., nn.Module], **arguments: Any) -> Callable[[], nn.Module]:
-    """Return ``make(**arguments)`` with the same initial values every time."""
+    """Return a function that calls ``make(**arguments)`` with a fixed seed."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -202,7 +202,7 @@ def vectors(inputs: int, outputs: int, batch_size: int = 4) -> Callable[[torch.G
 
 
 def sequences(vocabulary: int, length: int = 6) -> Callable[[torch.Generator], Batch]:
-    """Return batches of random tokens and their successors."""
+    """Return batches of random tokens, with the next tokens as targets."""
 
     def batch(generator: torch.Generator) -> Batch:
         tokens = torch.randint(vocabulary, (2, length + 1), generator=generator)
@@ -235,7 +235,7 @@ def shard_layers(
 ) -> nn.Module:
     """Apply ``fully_shard`` to every module in ``model.layers``, then to the model.
 
-    All groups are so small that they would be fused; without ``fuses`` they are not.
+    The groups are small enough to be fused. Fusing is disabled unless ``fuses`` is true.
     """
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, **options)

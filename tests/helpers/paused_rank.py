@@ -1,4 +1,4 @@
-"""One of two ranks that train; the second one pauses after three steps.
+"""Runs one of two training ranks. The second rank pauses after three steps.
 
 python -m tests.helpers.paused_rank STORE
 """

@@ -1,4 +1,4 @@
-"""Peak memory of a training step or another part of a program, and live storages."""
+"""Measures the peak memory of a training step or another part of a program, and finds live storages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["FULL", "LiveStorages", "Peak", "peak_above_idle"]
 
 
 def peak_above_idle(model: nn.Module, x: Tensor) -> int:
-    """Return the peak bytes of a step above the bytes allocated before it, by torch's allocations."""
-    for _ in range(2):  # until the order is known
+    """Return the peak bytes that torch allocates during a step, minus the bytes allocated before it."""
+    for _ in range(2):  # the first steps record the order
         model(x).sum().backward()
         model.zero_grad()
     gc.collect()
@@ -32,7 +32,7 @@ def peak_above_idle(model: nn.Module, x: Tensor) -> int:
 
 
 class Peak(TorchDispatchMode):
-    """The peak bytes of plain tensors made while this mode is active."""
+    """Measures the peak bytes of plain tensors that are made while this mode is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,15 +51,15 @@ class Peak(TorchDispatchMode):
 
 
 def size_of(reference: StorageWeakRef) -> int:
-    """Now: an unsharded buffer is resized to nothing as soon as it has been laid out."""
+    """Return a storage's current size. Unsharded buffers are resized to zero as soon as they are laid out."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()
 
 
 class LiveStorages:
-    """Storages that appeared since this object was made, and that a tensor still uses. Sizes in bytes.
+    """Finds storages that were allocated after this object and that a tensor still uses. Sizes are in bytes.
 
-    Staging of messages is not counted: it is mapped from files, is shared by all groups, and only written pages take
-    memory; ``test_shared_memory_transport.py`` shows that it is bounded.
+    Staging memory of messages is not counted. It is mapped from files and shared by all groups, and only written pages
+    take memory. ``test_shared_memory_transport.py`` shows that it is bounded.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class LiveStorages:
         gc.freeze()  # existing storages are not counted
 
     def check(self, where: str, *, least: int, expected: list[int]) -> None:
-        """Check that the storages of at least ``least`` bytes have these sizes; a bias may add 8 KiB to each."""
+        """Check the sizes of the storages of at least ``least`` bytes. A bias may add 8 KiB to each."""
         deadline = time.monotonic() + 5
         while True:
             actual = self._sizes(least)
@@ -81,7 +81,7 @@ class LiveStorages:
         gc.collect()
         storages = {}
         for thing in gc.get_objects():
-            kind = type(thing)  # isinstance would ask lazy objects, some of which warn
+            kind = type(thing)  # isinstance would load lazy objects, and some of them warn
             if issubclass(kind, torch.Tensor) and not issubclass(kind, DTensor):
                 storage = thing.untyped_storage()
                 if not storage.filename:
@@ -89,5 +89,5 @@ class LiveStorages:
         return sorted(nbytes for nbytes in storages.values() if nbytes >= least)
 
 
-# Every full weight of this task has more bytes than this, every shard fewer.
+# Every full weight of this task is larger than this, and every shard is smaller.
 FULL = 3_000_000

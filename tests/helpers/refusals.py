@@ -1,4 +1,4 @@
-"""Calls of fully_shard that are refused and must leave the module unchanged."""
+"""Checks that a fully_shard call that raises leaves the module unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def assert_refused(
     error: type[Exception], match: str, module: Any, *, within: nn.Module | None = None, **options: Any
 ) -> None:
-    """Check that ``fully_shard(module, **options)`` raises and changes neither it nor the model ``within``."""
+    """Check that ``fully_shard(module, **options)`` raises and changes neither the module nor the model ``within``."""
     tree = within if within is not None else module
     before = state_of(tree) if isinstance(tree, nn.Module) else None
     with pytest.raises(error, match=match):

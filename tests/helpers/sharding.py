@@ -1,6 +1,6 @@
-"""Helpers for tests of sharding: the expected shards, and a reference trained in parallel with the sharded model.
+"""Computes expected shards, and trains a reference in parallel with the sharded model.
 
-Nothing here reads layouts of the library, so that a wrong layout is noticed.
+These helpers do not use the library's layouts, so that tests detect a wrong layout.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of all parameters by name, with every name of a shared one. Collective for sharded modules."""
+    """Return copies of all parameters by name. A shared parameter has several names. Collective for sharded modules."""
     return {name: whole(p) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def expected_shard(value: torch.Tensor, rank: int, num_ranks: int, dim: int = 0) -> torch.Tensor:
-    """Return the expected shard of ``value`` on ``rank``, by ``torch.chunk``; the last ranks have less or nothing."""
+    """Return ``rank``'s shard of ``value`` according to ``torch.chunk``. The last shards may be smaller or empty."""
     chunks = value.chunk(num_ranks, dim) if value.size(dim) else ()
     return chunks[rank] if rank < len(chunks) else value.narrow(dim, 0, 0)
 
@@ -72,13 +72,13 @@ def expected_shard(value: torch.Tensor, rank: int, num_ranks: int, dim: int = 0)
 def assert_sharded(
     module: nn.Module, values: Mapping[str, torch.Tensor], mesh: DeviceMesh, dims: Mapping[str, int] | None = None
 ) -> None:
-    """Check that every parameter is a DTensor on ``mesh``, sharded on its dim (default 0) over the last mesh dim.
+    """Check that every parameter is a DTensor, sharded on its dim (default 0) over the last dim of ``mesh``.
 
     Args:
         module: the sharded module.
-        values: its parameters before, in their order.
-        mesh: 1-d, or 2-d with the replicas on the first dim.
-        dims: parameters that are sharded on another dim, counted from the front.
+        values: the parameters before sharding, in order.
+        mesh: a 1-d mesh, or a 2-d mesh whose first dim replicates.
+        dims: the non-negative dims of parameters that are not sharded on dim 0.
     """
     fulls = values_of(module)
     assert list(fulls) == list(values)
@@ -97,12 +97,12 @@ def assert_sharded(
 
 
 def exactly(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Check that values, shape and dtype are bitwise equal."""
+    """Check that values are bitwise equal, and that shapes and dtypes are equal."""
     assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f"{name}: {text}")
 
 
 def initialise(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's shard of each full value into the sharded parameter of that name."""
+    """Copy this rank's shard of each full value into the parameter with the same name."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             assert isinstance(parameter, DTensor)
@@ -128,9 +128,9 @@ def train_alike(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Train ``model`` on this rank's batches, ``reference`` on the gradient averaged over all ranks' batches.
+    """Train ``model`` on this rank's batches, and ``reference`` on the average gradient of all ranks' batches.
 
-    Losses and gradients must agree at every step, parameters at the end; by default within the tolerance of the dtype.
+    Losses and gradients must be equal at every step, and parameters at the end. The default tolerance is the dtype's.
     """
 
     def alike(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Trained models of one process, their states, and damage to checkpoint files."""
+"""Trains models in one process, returns their states, and damages checkpoint files."""
 
 from __future__ import annotations
 

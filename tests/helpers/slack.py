@@ -1,4 +1,4 @@
-"""The factor by which a loaded machine is slower than an idle one."""
+"""Estimates how much slower a loaded machine is than an idle one."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ __all__ = ["Small", "assert_alike", "filled"]
 
 
 class Small(nn.Module):
-    """Has a tied pair, a buffer in the state dict, one that is not, and an expanded one."""
+    """Has tied weights, a persistent buffer, a non-persistent buffer and an expanded buffer."""
 
     spread: torch.Tensor
 

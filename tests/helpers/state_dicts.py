@@ -1,4 +1,4 @@
-"""Models, trainings and comparisons for the tests of state dicts."""
+"""Models, training functions and comparisons for the tests of state dicts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class Counted(nn.Linear):
-    """Has extra state: how often it was called."""
+    """Counts its calls and saves the count as extra state."""
 
     calls = 0
 
@@ -58,9 +58,9 @@ class Counted(nn.Linear):
 
 
 class Everything(nn.Module):
-    """Uneven layers, a tied weight, a shared module, an ignored one, buffers of both kinds, and extra state.
+    """Has uneven layers, a tied weight, a shared module, an ignored one, buffers of both kinds, and extra state.
 
-    ``flag`` has one row: with more than one rank some have an empty shard.
+    ``flag`` has one row, so that with several ranks some shards are empty.
     """
 
     def __init__(self) -> None:
@@ -86,11 +86,11 @@ build = seeded(Everything)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh | None = None, *, wrap: str = "", **options: Any) -> nn.Module:
-    """``fully_shard`` on a pair of layers, on another one, and on the root.
+    """Apply ``fully_shard`` to a pair of layers, to another layer, and to the root.
 
     Args:
-        wrap: ``before`` or ``after``: activation checkpointing on two layers, before or after they are sharded; or
-            ``compiled``: two of them are replaced by what ``torch.compile`` makes of them.
+        wrap: ``before`` and ``after`` apply activation checkpointing to two layers, before or after they are sharded.
+            ``compiled`` replaces two layers by the results of ``torch.compile``.
     """
     layers: Any = model.get_submodule("layers")
 
@@ -112,7 +112,7 @@ def shard(model: nn.Module, mesh: DeviceMesh | None = None, *, wrap: str = "", *
 
 
 def backward(model: nn.Module, step: int = 0) -> torch.Tensor:
-    """Run forward and backward on the same batch on every rank, so that buffers and ignored parameters stay equal."""
+    """Run forward and backward on the same batch on every rank. Buffers and ignored parameters stay equal."""
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
     loss: torch.Tensor = model(x).float().square().mean()
     loss.backward()
@@ -127,7 +127,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range = range(2)) -> No
 
 
 def wholes_of(model: nn.Module) -> dict[str, Any]:
-    """Return copies of ``model.state_dict()`` with full tensors, independently of the forms under test."""
+    """Return copies of ``model.state_dict()`` with full tensors. Does not use the forms under test."""
     shardings, state = shardings_of(states_below(model)), model.state_dict(keep_vars=True)
     return {
         plain_name(name): gather(value, shardings.get(id(value))).detach().clone()
@@ -139,14 +139,14 @@ def wholes_of(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def scramble(model: nn.Module) -> nn.Module:
-    """Set everything to other values."""
+    """Overwrite all state with different values."""
     for tensor in (*model.parameters(), *(b for b in model.buffers())):
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(9)
     return model
 
 
 def same_values(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Check that names, their order and the plain values are bitwise equal."""
+    """Check that names and their order are equal, and that plain values are bitwise equal."""
     assert list(actual) == list(expected)
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
@@ -169,11 +169,11 @@ FORMS: tuple[Form, ...] = (
 
 
 SAFE: list[Any] = [DTensor, DeviceMesh, DTensorSpec, TensorMeta, Shard, Replicate]
-"""What sharded values are made of, for ``torch.load(..., weights_only=True)``."""
+"""The classes that sharded values contain, for ``torch.load(..., weights_only=True)``."""
 
 
 COUNT = "norm.num_batches_tracked"
-"""Not missing in a state dict of no version: ``nn.BatchNorm1d`` adds it then."""
+"""A state dict without a version may lack this key, because ``nn.BatchNorm1d`` adds it."""
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -187,7 +187,7 @@ def message(call: Callable[[], object], kind: type[Exception] = CheckpointError)
 
 
 class LocalMomentum(Optimizer):
-    """Keeps plain state of the local shard's shape, a plain vector of another shape, and a number."""
+    """Keeps a plain tensor with the local shard's shape, a plain vector of another shape, and a number."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, {"lr": 0.1})

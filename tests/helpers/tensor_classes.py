@@ -1,4 +1,4 @@
-"""Tensor subclasses for the tests of checkpoints, and a model with a parameter of each."""
+"""Tensor subclasses for the tests of checkpoints, and a model with one parameter of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class Tagged(torch.Tensor):
-    """A class without ``__torch_dispatch__``: its values are in its own memory."""
+    """A class without ``__torch_dispatch__``. Its values are in its own memory."""
 
 
 class Closed(torch.Tensor):
@@ -40,9 +40,9 @@ class Closed(torch.Tensor):
 
 
 class Coded(torch.Tensor):
-    """Codes, a scale for each row, one for each column, packed blocks across rows, and sometimes a note.
+    """Holds codes, a scale for each row and each column, packed blocks across rows, and an optional note.
 
-    Blocks span rows: a shard with an odd number of rows packs them again.
+    Blocks span rows, so a shard with an odd number of rows packs its blocks again.
     """
 
     @staticmethod
@@ -145,7 +145,7 @@ CLASSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def model_of(kinds: list[str], seed: int, shape: tuple[int, int] = (6, 3)) -> nn.Module:
-    """Return a model with a weight of each of ``kinds``. On two ranks shards are square."""
+    """Return a model with one weight of each of ``kinds``. Shards of two ranks are square."""
     torch.manual_seed(seed)
     model = nn.ModuleDict()
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Concurrent calls in threads of one process."""
+"""Runs functions concurrently in threads of one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def together(calls: Sequence[Callable[[], T]], turn: float) -> list[T]:
-    """Return the results of all calls, each in a thread, with this switch interval in seconds (Python's is 5 ms)."""
+    """Run each call in its own thread and return the results. The switch interval is in seconds (Python's: 5 ms)."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
     begin = threading.Barrier(len(calls))

@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(program: str | Path, *flags: str, launcher: tuple[str, ...] = (), timeout: float = 200) -> str:
-    """Return what ``program`` printed to both outputs. Its exit code must be 0.
+    """Run ``program``, check that its exit code is 0, and return its stdout and stderr.
 
     Args:
-        program: relative to the root.
-        flags: of the program.
-        launcher: flags of torchrun itself, such as ``("--max-restarts", "2")``.
-        timeout: seconds after which all of its processes are killed.
+        program: the path of the program, relative to the root.
+        flags: the arguments of the program.
+        launcher: the arguments of torchrun, such as ``("--max-restarts", "2")``.
+        timeout: the seconds after which all processes of the program are killed.
     """
     done = finished(program, *flags, launcher=launcher, timeout=timeout)
     assert done.returncode == 0, done.stdout
@@ -30,7 +30,7 @@ def torchrun(program: str | Path, *flags: str, launcher: tuple[str, ...] = (), t
 def finished(
     program: str | Path, *flags: str, launcher: tuple[str, ...] = (), timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that may fail. Both of its outputs are in ``stdout``."""
+    """Run a program that may fail. The result's ``stdout`` includes stderr."""
     start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *launcher)
     command = [*start, str(program), *flags]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -41,7 +41,7 @@ def finished(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # so that a timeout ends the ranks as well
+        start_new_session=True,  # so that a timeout also kills the ranks
     )
     try:
         output, _ = process.communicate(timeout=timeout)

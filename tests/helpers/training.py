@@ -1,7 +1,7 @@
-"""Training runs that are compared: sharded ones with the unsharded reference, ours with torch's own FSDP2.
+"""Compares training runs: sharded runs with the unsharded reference, and this library with torch's FSDP2.
 
-A run is described by a *play*: a function that runs the forwards and backwards of one step on one rank's data. The
-reference runs the plays of all ranks in turn on one unsharded model and divides the summed gradients by their number.
+A *play* is a function that runs the forwards and backwards of one step on one rank's data. The reference runs the plays
+of all ranks in turn on one unsharded model and divides the summed gradients by the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tests.helpers.models import TASKS, shard_layers
 __all__ = ["OPTIMIZERS", "Run", "assert_equal_runs", "check_parity", "play_task", "train"]
 
 Play = Callable[[nn.Module, int, int], torch.Tensor]
-"""``(model, step, rank) -> loss``, after its backward."""
+"""``(model, step, rank) -> loss``: runs forward and backward, and returns the loss."""
 
 Between = Callable[[nn.Module, int], None]
-"""``(model, step)``: what happens after the backwards of a step and before the optimizer's."""
+"""``(model, step)``: runs between the last backward of a step and the optimizer's step."""
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]
-"""Makes something with ``step`` and ``zero_grad``."""
+"""Makes an object with the methods ``step`` and ``zero_grad``."""
 
-# Adam divides by the magnitude of the gradient. If that is only rounding, eps keeps the two runs from diverging.
+# Adam divides by the magnitude of the gradient. If the gradient is only rounding, eps prevents divergence.
 _ADAM: dict[str, Any] = {"lr": 3e-3, "eps": 1e-5}
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
@@ -51,7 +51,7 @@ class Run:
 
 
 def play_task(name: str) -> Play:
-    """Return the play of a task of ``TASKS``: one forward and one backward."""
+    """Return the play of a task of ``TASKS``, which has one forward and one backward."""
     task = TASKS[name]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -77,11 +77,11 @@ def train(
     """Train ``model`` and keep the losses of rank ``watched``.
 
     Args:
-        ranks: the ranks whose plays run on this model: one on a sharded model, all on a reference.
+        ranks: the ranks whose plays run on this model. A sharded model runs one play, a reference runs all.
         watched: the rank whose losses are kept.
         divide: the divisor of gradients before the optimizer's step.
     """
-    parameters = dict(model.named_parameters())  # parameters that are kept unsharded appear as other objects in between
+    parameters = dict(model.named_parameters())  # modules return other objects while parameters are unsharded
     optimizer, run = make_optimizer(parameters.values()), Run()
     for step in range(steps):
         optimizer.zero_grad()
@@ -102,7 +102,7 @@ def train(
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on CPU; of a DTensor, this rank's shard as a DTensor."""
+    """Return a copy on CPU. The copy of a DTensor is a DTensor with this rank's shard."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         local = tensor.to_local().cpu().clone()
@@ -125,9 +125,9 @@ def local_part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equal_runs(actual: Run, expected: Run, *, what: str = "", exact: bool = False) -> None:
-    """Check that losses, parameters and gradients are equal: within fp32 tolerances, or bitwise if ``exact``.
+    """Check that losses, parameters and gradients are equal within fp32 tolerances, or bitwise if ``exact``.
 
-    Of sharded tensors each rank compares its own shard with the one that ``torch.chunk`` gives.
+    Each rank compares its shards of sharded tensors with the shards that ``torch.chunk`` gives.
     """
     tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
     for step, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True)):
@@ -164,9 +164,10 @@ def check_parity(
     """Train the sharded model and the unsharded reference on this rank, compare them, and return the sharded one.
 
     Args:
-        shard: how to shard; by default every module in ``model.layers`` and the model, with ``options``.
-        between: called in both runs, between the last backward of a step and the optimizer's step.
-        device: of the reference.
+        shard: a function that shards the model. The default shards every module in ``model.layers`` and the model,
+            with ``options``.
+        between: a function that both runs call between the last backward of a step and the optimizer's step.
+        device: the device of the reference.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build()

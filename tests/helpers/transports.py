@@ -13,13 +13,13 @@ __all__ = ["COPIES", "IN_COMMON", "SOCKETS", "TRANSPORTS", "Environment", "over_
 Environment = Mapping[str, str]
 
 IN_COMMON: Environment = {}
-"""Shared memory, with shards in memory that ranks have in common where that can be: what users get."""
+"""Communicates through shared memory, and also keeps shards there where possible. This is the default for users."""
 
 COPIES: Environment = {"COMPOSABLE_FSDP_SHARED_MEMORY": "copy"}
-"""Shared memory, from which every rank copies what it needs."""
+"""Communicates through shared memory. Every rank copies the data that it needs."""
 
 SOCKETS: Environment = {"COMPOSABLE_FSDP_SHARED_MEMORY": "0"}
-"""Gloo, as between hosts."""
+"""Communicates over gloo, like ranks on different hosts."""
 
 TRANSPORTS = {"in common": IN_COMMON, "copies": COPIES, "sockets": SOCKETS}
 

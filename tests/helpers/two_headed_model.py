@@ -1,4 +1,4 @@
-"""A model with two outputs and a layer that a forward may leave out."""
+"""A model with two outputs and a layer that a forward may skip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH = 6
 
 
 class Heads(nn.Module):
-    """A trunk that is used twice, two heads, and a layer that only the first microbatch of a step uses."""
+    """Has a trunk that runs twice, two heads, and a layer that only the first microbatch of a step uses."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model of two layers that run in either order, and faults of one rank in a step."""
+"""A model of two layers that can run in both orders, and functions that make one rank fail in a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FAULTS", "build", "sgd", "step"]
 
 
 class Two(nn.Module):
-    """Two layers of the same size, which run in either order."""
+    """Two layers of the same size that can run in both orders."""
 
     def __init__(self) -> None:
         super().__init__()

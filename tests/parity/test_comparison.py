@@ -11,11 +11,11 @@ from composable_fsdp.testing import RanksError, run_ranks
 from tests.helpers.comparison.catalogue import ROWS, play
 
 SECONDS = 8.0
-"""How long a program may take, on a busy machine. Those of torch that hang take all of it."""
+"""The timeout of a program, sufficient on a busy machine. Programs that hang on torch use all of it."""
 
 
 def reports(name: str, library: str) -> str:
-    """Return the reports of the ranks for a row's program, or how their processes ended."""
+    """Run a row's program and return the reports of the ranks, or the error if their processes fail."""
     try:
         return " | ".join(run_ranks(play, ROWS[name].ranks, name, library, timeout=SECONDS))
     except RanksError as error:

@@ -27,7 +27,7 @@ def group() -> Iterator[None]:
 
 
 class OwnAllGather:
-    """A custom all-gather without effect: these tests never run it."""
+    """A custom all-gather that does nothing. These tests never run it."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Programs that torch's FSDP2 fails, in more settings than ``test_comparison.py`` has."""
+"""Programs that fail on torch's FSDP2, in more settings than in ``test_comparison.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 class Branches(nn.Module):
-    """A trunk, and a branch that runs on request."""
+    """Has a trunk and an optional branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def seeded(build: Callable[[], nn.Module]) -> Any:
 
 
 def mean_gradients(reference: nn.Module, losses: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """Return the gradients of the mean of all ranks' losses."""
+    """Compute the gradients of the mean of all ranks' losses."""
     reference.zero_grad()
     for rank in range(dist.get_world_size()):
         (losses(rank) / dist.get_world_size()).backward()
@@ -78,7 +78,7 @@ def first_used_in_the_last_microbatch() -> None:
     assert_gradients(model, expected, rtol=2e-2, atol=2e-1)
 
 
-def frozen_at_first_and_thawed_later() -> None:
+def train_after_frozen_forward() -> None:
     model = fully_shard(seeded(Branches), mp_policy=BF16)
     model.requires_grad_(False)
     model(batch_of(0, dist.get_rank()))
@@ -94,7 +94,7 @@ def test_a_parameter_first_used_in_the_last_microbatch_is_summed_in_the_reduce_d
 
 @pytest.mark.behaviour("C-05", "D-01")
 def test_parameters_frozen_in_the_first_forward_and_thawed_later_train() -> None:
-    run_ranks(frozen_at_first_and_thawed_later, 2)
+    run_ranks(train_after_frozen_forward, 2)
 
 
 # -- gradients: scale, hooks, recovery
@@ -110,7 +110,7 @@ def gradients_of_sum(factor: float | None, sum_only: bool, policy: MixedPrecisio
     return full
 
 
-def divides_once() -> None:
+def check_divide_factors() -> None:
     world_size, fp16 = dist.get_world_size(), MixedPrecisionPolicy(reduce_dtype=torch.float16)
     for policy in (MixedPrecisionPolicy(), fp16):
         for sum_only in (False, True):
@@ -123,10 +123,10 @@ def divides_once() -> None:
 @pytest.mark.behaviour("C-09")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_gradients_are_divided_once_by_any_factor_on_gloo_and_on_one_rank(world_size: int) -> None:
-    run_ranks(divides_once, world_size)
+    run_ranks(check_divide_factors, world_size)
 
 
-def resets_before_anything_ran_and_in_an_accumulation() -> None:
+def reset_before_first_run_and_while_accumulating() -> None:
     rank = dist.get_rank()
     model, reference = fully_shard(seeded(Branches)), seeded(Branches)
     model.reset_iter_state()
@@ -140,7 +140,7 @@ def resets_before_anything_ran_and_in_an_accumulation() -> None:
 
 @pytest.mark.behaviour("C-07", "H-01")
 def test_a_reset_discards_accumulated_gradients_and_is_legal_before_the_first_forward() -> None:
-    run_ranks(resets_before_anything_ran_and_in_an_accumulation, 2)
+    run_ranks(reset_before_first_run_and_while_accumulating, 2)
 
 
 # -- layouts
@@ -170,7 +170,7 @@ def test_uneven_columns_kept_on_a_smaller_mesh_are_right_between_forward_and_bac
     run_ranks(columns_on_a_smaller_mesh, 4)
 
 
-def forwards_once_more_before_the_step() -> None:
+def run_extra_forward_before_step() -> None:
     rank = dist.get_rank()
 
     def build() -> nn.Module:
@@ -182,7 +182,7 @@ def forwards_once_more_before_the_step() -> None:
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(batch_of(0, rank)).square().sum().backward()
-    model(batch_of(9, rank))  # leaves slices of the old parameters
+    model(batch_of(9, rank))  # creates slices of the old parameters
     optimizer.step()
     mean_gradients(reference, lambda other: reference(batch_of(0, other)).square().sum())
     torch.optim.SGD(reference.parameters(), lr=0.5).step()
@@ -191,4 +191,4 @@ def forwards_once_more_before_the_step() -> None:
 
 @pytest.mark.behaviour("C-01")
 def test_slices_kept_on_a_smaller_mesh_are_not_stale_after_an_optimizer_step() -> None:
-    run_ranks(forwards_once_more_before_the_step, 4)
+    run_ranks(run_extra_forward_before_step, 4)

@@ -1,15 +1,15 @@
-"""Programs drawn at random train sharded as they do unsharded.
+"""Checks that randomly drawn programs train equally with and without sharding.
 
 CI draws the same programs as long as the sources are unchanged. For more programs, different in every run:
 
     FUZZ_PROGRAMS=10000 python -m pytest tests/parity/test_fuzz.py -k train --timeout=0
 
-At the end it prints how many programs used each feature. It prints its seed, and ``FUZZ_SEED`` repeats a run. Some
+The test prints its seed, and finally the number of programs that used each feature. ``FUZZ_SEED`` repeats a run. Some
 programs run in parallel with another one, in two threads of each rank. A failure shows the smallest program that
-hypothesis could find, to be pasted into ``alone(...)``.
+hypothesis found. ``run_alone(...)`` runs it again.
 
-All programs are drawn first and run in batches, since a call of ``run_ranks`` costs as much as a program. If one
-fails, hypothesis draws the same programs again, with the known outcomes, and shrinks the failure.
+All programs are drawn first and run in batches, since a call of ``run_ranks`` takes as long as a program. If a program
+fails, hypothesis draws the same programs again, uses the known results, and shrinks the failing program.
 """
 
 from __future__ import annotations
@@ -47,27 +47,28 @@ from tests.helpers.fuzz.reference import differences
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 ROUND = 1000
-"""Programs that are drawn from one seed."""
+"""The number of programs that are drawn from one seed."""
 
 BATCH = 150
-"""Programs in one call of ``run_ranks``."""
+"""The number of programs in one call of ``run_ranks``."""
 
 SHRINKING = 60.0
-"""Seconds that hypothesis may take to find a smaller program."""
+"""The time limit for shrinking, in seconds."""
 
 ONE_IN = 8
-"""Of so many programs one is trained beside another: the one before it, in a second thread of each rank.
+"""One in so many programs is trained in parallel with the program before it, in a second thread of each rank.
 
-Not where DTensors communicate: torch looks up how by meshes that are equal, and uses the process groups of another one.
+Programs whose DTensors communicate are excluded: torch caches communication by equal meshes, so that one thread would
+use the process groups of the other thread's mesh.
 """
 
 IN_CI = {2: 300, 4: 30}
-"""Programs by number of ranks; those of longer runs are shared out likewise."""
+"""The number of programs by number of ranks. Longer runs use the same proportions."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Some programs, always the same ones for the same seed; ``None`` is the seed of CI."""
+    """Programs that are drawn from one seed. The same seed gives the same programs; CI uses ``None``."""
 
     size: int
     world_size: int
@@ -92,10 +93,10 @@ class Round:
 
     def programs(self) -> list[Program]:
         """Return the first ``size`` different programs, some of them as parallel pairs."""
-        return list(self.by_drawn().values())
+        return list(self.map_drawn().values())
 
-    def by_drawn(self) -> dict[Program, Program]:
-        """Return the programs that run, by the drawn ones."""
+    def map_drawn(self) -> dict[Program, Program]:
+        """Map each drawn program to the program that runs."""
         found: dict[Program, None] = {}
         self.each(found.setdefault)
         drawn = {program: program for program in list(found)[: self.size]}
@@ -104,15 +105,15 @@ class Round:
 
 
 def beside(program: Program, other: Program) -> Program:
-    """Return both programs, to run in two threads of each rank."""
+    """Return a program that runs both programs in two threads of each rank."""
     return replace(program.undisturbed, beside=other.undisturbed)
 
 
 drawn = lru_cache(Round.programs)
 
 
-def alone(program: Program, timeout: float = 20.0) -> str:
-    """Run one program and return its failure or None."""
+def run_alone(program: Program, timeout: float = 20.0) -> str:
+    """Run one program and return its failure, or an empty text."""
     try:
         found = on_ranks([program], timeout)
     except RanksError as error:
@@ -133,19 +134,19 @@ def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
 
 
 def failures(all_programs: Sequence[Program]) -> dict[Program, str]:
-    """Run programs in batches, and run failed ones again alone."""
+    """Run programs in batches, then run each failed program alone, and return the failures."""
     found: dict[Program, str] = {}
     for start in range(0, len(all_programs), BATCH):
         batch = all_programs[start : start + BATCH]
-        suspects = together(batch)
-        texts = {program: alone(program) for program in suspects}
+        suspects = run_together(batch)
+        texts = {program: run_alone(program) for program in suspects}
         if suspects and not any(texts.values()):
             raise AssertionError(f"these failed, but none of them by itself: {suspects}")
         found |= {program: text for program, text in texts.items() if text}
     return found
 
 
-def together(batch: Sequence[Program]) -> dict[Program, str]:
+def run_together(batch: Sequence[Program]) -> dict[Program, str]:
     """Run programs in one call. If it dies or hangs, run each half to find the cause."""
     try:
         found = on_ranks(batch, timeout=20.0 + 0.5 * len(batch))
@@ -153,14 +154,14 @@ def together(batch: Sequence[Program]) -> dict[Program, str]:
         if len(batch) == 1:
             return {batch[0]: str(error)}
         middle = len(batch) // 2
-        return together(batch[:middle]) | together(batch[middle:])
+        return run_together(batch[:middle]) | run_together(batch[middle:])
     return {batch[i]: text for i, text in found.items()}
 
 
-def smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
-    """Return the smallest failing program that is found in limited time, and its failure."""
+def find_smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
+    """Shrink a failing program for a limited time, and return the smallest failing program and its failure."""
     known = dict.fromkeys(round_.programs(), "") | failed
-    by_drawn = round_.by_drawn()
+    by_drawn = round_.map_drawn()
     best, deadline = min(failed, key=lambda program: len(repr(program))), time.monotonic() + SHRINKING
 
     def check(program: Program) -> None:
@@ -168,7 +169,7 @@ def smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
         other = best.beside
         program = by_drawn.get(program, program if other is None else beside(program, other))
         if program not in known and time.monotonic() < deadline:
-            known[program] = alone(program)
+            known[program] = run_alone(program)
         if known.get(program):
             best = min(best, program, key=lambda program: len(repr(program)))
             raise AssertionError
@@ -179,7 +180,7 @@ def smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
 
 
 def rounds(world_size: int) -> Iterator[Round]:
-    """Return the rounds to run, as the environment says."""
+    """Return the rounds that the environment variables request."""
     wanted = int(os.environ.get("FUZZ_PROGRAMS", "0")) * IN_CI[world_size] // sum(IN_CI.values())
     if not wanted:
         yield Round(IN_CI[world_size], world_size)
@@ -193,7 +194,7 @@ def rounds(world_size: int) -> Iterator[Round]:
 @pytest.mark.behaviour("C-13", "D-01", "D-03", "A-06", "C-16", "J-02")
 @pytest.mark.parametrize("world_size", IN_CI)
 def test_programs_train_like_the_unsharded_model(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         with capsys.disabled():
             sys.stdout.write(f"{line}\n")
 
@@ -206,14 +207,14 @@ def test_programs_train_like_the_unsharded_model(world_size: int, capsys: pytest
         if round_.seed is not None:
             number += len(found)
             used.update(name for program in found for name in features(program))
-            say(
+            print_line(
                 f"\nseed {round_.seed}: {number} programs on {world_size} ranks, {sum(len(b) for _, b in failed)} "
                 f"failed, {time.monotonic() - begin:.0f} s"
             )
     for name, count in used.most_common():
-        say(f"{count:7} {name}")
+        print_line(f"{count:7} {name}")
     if failed:
-        program, text = smallest(*failed[0])
+        program, text = find_smallest(*failed[0])
         many = sum(len(bad) for _, bad in failed)
         raise AssertionError(f"{many} programs failed. The smallest found:\n\n{program}\n\n{text}")
 
@@ -245,12 +246,12 @@ FOUND = {
     ),
     "the same, freed after forward": _reentrant(3, Leaf(), Leaf(kind="scale"), reshard=True),
 }
-"""Programs that failed once."""
+"""Programs that failed in the past."""
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_failed_once_pass(name: str) -> None:
-    assert alone(FOUND[name]) == ""
+    assert run_alone(FOUND[name]) == ""
 
 
 # -- a library that is broken on purpose
@@ -262,14 +263,14 @@ def forget_to_divide(self: BucketReduceScatter, *args: object) -> object:
     return WHOLE["finish"](self, scatter, Reduction(reduction.op, reduction.pre_divide, 1.0))
 
 
-def forget_what_is_kept(self: Iteration, *args: object) -> object:
+def forget_kept_groups(self: Iteration, *args: object) -> object:
     WHOLE["end_backward"](self, *args)
     for state in self.states.values():
         state.kept_version = None
     return None
 
 
-def forget_what_was_held(self: ParamGroupGradients, *args: object) -> object:
+def forget_held_gradients(self: ParamGroupGradients, *args: object) -> object:
     WHOLE["hold"](self, *args)
     for parameter in self._tensors.parameters:
         parameter.drop_gradient()
@@ -279,7 +280,7 @@ def forget_what_was_held(self: ParamGroupGradients, *args: object) -> object:
 def leave_out_a_rank(self: Bucket, *args: object) -> object:
     gather = WHOLE["prepare_gather"](self, *args)
     if self._shard.rank and gather.payloads:
-        # Not in place: that would change the shard, which only this rank would notice.
+        # Replace it: a change in place would change the shard, and the other ranks would not notice.
         gather.payloads[0] = torch.zeros_like(gather.payloads[0])
     return gather
 
@@ -300,13 +301,13 @@ STEPS = SimpleNamespace()
 
 BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
     "finish": (BucketReduceScatter, forget_to_divide, "backward all", SOCKETS),
-    "end_backward": (Iteration, forget_what_is_kept, "keep always", SOCKETS),
-    "hold": (ParamGroupGradients, forget_what_was_held, "hold all", SOCKETS),
+    "end_backward": (Iteration, forget_kept_groups, "keep always", SOCKETS),
+    "hold": (ParamGroupGradients, forget_held_gradients, "hold all", SOCKETS),
     "prepare_gather": (Bucket, leave_out_a_rank, "backward all", SOCKETS),
     "local_gradient": (ModelParallel, divide_replicated_gradients, "dp_mesh_dims, gradients replicated", SOCKETS),
     "__init__": (OptimizerSteps, count_steps_of_all_threads, "two threads", IN_COMMON),
 }
-"""By the method that is replaced: by what, the feature with which that shows, and the transport."""
+"""Maps each replaced method to its class, the replacement, a feature that exposes it, and the transport."""
 
 WHOLE = {name: getattr(owner, name) for name, (owner, *_) in BREAKAGES.items()}
 

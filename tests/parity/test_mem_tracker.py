@@ -24,11 +24,11 @@ BLOCKS = 3
 BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 MODEL_BYTES = BLOCKS * BLOCK_BYTES
 ALIGNMENT = 4096
-"""Bytes that the places of parameters in messages take beyond the parameters themselves."""
+"""An upper bound of the padding between parameters in messages, in bytes."""
 Snapshots = dict[str, list[dict[str, int]]]
 
 
-def built(shard: Callable[..., Any]) -> Any:
+def build_model(shard: Callable[..., Any]) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)])
     for block in model:
@@ -40,11 +40,11 @@ def inputs() -> torch.Tensor:
     return torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
 
 
-def tracked(
+def track_step(
     shard: Callable[..., Any], before_step: Callable[[FSDPMemTracker], None] | None = None
 ) -> tuple[dict[str, int], dict[str, Snapshots]]:
-    """Return the peak bytes of one step by kind, and those of each block in each state."""
-    model = built(shard)
+    """Return the peak bytes of one step by kind, and the bytes of each block in each state by kind."""
+    model = build_model(shard)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     tracker = FSDPMemTracker(model, optimizer)
     x = inputs()
@@ -59,15 +59,15 @@ def tracked(
         stats.mod_fqn: {state.value: [named(each) for each in taken] for state, taken in stats.snapshots.items()}
         for stats in tracker.memory_tracking.values()
     }
-    trains_as_before(model, optimizer)
+    train_after_tracking(model, optimizer)
     return peak, modules
 
 
 def await_gloo(tracker: FSDPMemTracker) -> None:
     """Wait until gloo has released the message of torch's last reduce-scatter.
 
-    Its thread does so some time after the wait is over. On a busy machine that was during the optimizer's step, so that
-    the peak included this message.
+    Gloo's thread releases it some time after the wait returns. On a busy machine this happened during the optimizer's
+    step, so that the peak included the message.
     """
     end = time.monotonic() + 10.0
     while named(tracker.get_tracker_snapshot("current"))["Temp"]:
@@ -80,8 +80,8 @@ def named(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
     return {getattr(kind, "value", kind): size for kind, size in of_cpu.items()}
 
 
-def trains_as_before(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Check training after the tracker is removed, also after a forward that raises."""
+def train_after_tracking(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Check training after the tracker is removed, and after a forward that raises."""
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(2, WIDTH + 1))
@@ -90,9 +90,9 @@ def trains_as_before(model: Any, optimizer: torch.optim.Optimizer) -> None:
     assert all(type(p.grad).__name__ == "DTensor" for p in model.parameters())
 
 
-def sees_what_torch_has() -> None:
-    peak, modules = tracked(ours.fully_shard)
-    torchs_peak, torchs_modules = tracked(peer.fully_shard, await_gloo)
+def check_same_report() -> None:
+    peak, modules = track_step(ours.fully_shard)
+    torchs_peak, torchs_modules = track_step(peer.fully_shard, await_gloo)
     assert modules.keys() == torchs_modules.keys()
     for kind in ("Sharded Param", "Unsharded Param", "OptState", "Inputs"):
         assert peak[kind] == torchs_peak[kind], kind
@@ -103,13 +103,13 @@ def sees_what_torch_has() -> None:
         assert [s["Unsharded Param"] for s in states["After Pre-Forward"]] == [BLOCK_BYTES], name
         assert [s["Unsharded Param"] for s in states["After Post-Forward"]] == [0], name
         assert states["Before Post-Backward"][0]["Unsharded Grad"] >= BLOCK_BYTES, name
-        arriving = BLOCK_BYTES // 2  # the other rank's rows, which are in memory until they are summed
+        arriving = BLOCK_BYTES // 2  # received rows of the other rank, which are freed after they are summed
         peak_of_torch = torchs_modules[name]["Peak Backward"][0]["Total"]
         assert states["Peak Backward"][0]["Total"] <= peak_of_torch + arriving + ALIGNMENT, name
 
 
-def gradients_are_the_same() -> None:
-    plain, watched = built(ours.fully_shard), built(ours.fully_shard)
+def compare_gradients() -> None:
+    plain, watched = build_model(ours.fully_shard), build_model(ours.fully_shard)
     plain(inputs()).sum().backward()
     with FSDPMemTracker(watched):
         watched(inputs()).sum().backward()
@@ -118,24 +118,24 @@ def gradients_are_the_same() -> None:
 
 
 def test_the_memory_tracker_changes_no_gradient() -> None:
-    run_ranks(gradients_are_the_same, 2)
+    run_ranks(compare_gradients, 2)
 
 
 def test_the_memory_tracker_reports_as_for_fsdp2() -> None:
-    run_ranks(sees_what_torch_has, 2, environment=SOCKETS)
+    run_ranks(check_same_report, 2, environment=SOCKETS)
 
 
-def runs() -> None:
-    peak, modules = tracked(ours.fully_shard)
+def check_shared_memory() -> None:
+    peak, modules = track_step(ours.fully_shard)
     assert peak["Sharded Param"] == MODEL_BYTES // 2
     assert len(modules) == BLOCKS
 
 
 def test_the_memory_tracker_runs_with_parameters_in_shared_memory() -> None:
-    run_ranks(runs, 2, environment=IN_COMMON)
+    run_ranks(check_shared_memory, 2, environment=IN_COMMON)
 
 
-def a_list_is_tracked_once() -> None:
+def track_list_once() -> None:
     model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
     ours.fully_shard([model[0], model[1]])
     ours.fully_shard(model)
@@ -153,4 +153,4 @@ def a_list_is_tracked_once() -> None:
 
 
 def test_a_group_of_several_modules_is_tracked_once_and_again() -> None:
-    run_ranks(a_list_is_tracked_once, 2)
+    run_ranks(track_list_once, 2)

@@ -24,12 +24,12 @@ COMBINATIONS = (
 )
 
 PEER_COMBINATIONS = (COMBINATIONS[0], *COMBINATIONS[-3:])
-"""Those that torch's FSDP2 is asked for too. Optimizers see the same gradients from both, so one a model is enough."""
+"""The combinations that also run on torch's FSDP2. Both give equal gradients, so one optimizer per model is enough."""
 
 
 @lru_cache
 def reference(task: str, optimizer: str, rank: int, world_size: int) -> Run:
-    """Return the reference run, cached for other resharding options, since workers are reused."""
+    """Return the reference run. It is cached for other resharding options, because workers are reused."""
     everyone = range(world_size)
     model = TASKS[task].build()
     return train(model, play_task(task), OPTIMIZERS[optimizer], ranks=everyone, watched=rank, divide=world_size)
@@ -43,8 +43,8 @@ def sharded(
     return train(model, play_task(task), OPTIMIZERS[optimizer], ranks=[rank], watched=rank)
 
 
-def check_how_parameters_travel() -> None:
-    """Check that this model has zero-copy parameters, even and uneven, and packed ones, as the tests below need."""
+def check_zero_copy_and_packed_parameters() -> None:
+    """Check that the task ``wide`` has zero-copy parameters, even and uneven, and packed parameters."""
     model = shard_layers(TASKS["wide"].build(), composable_fsdp.fully_shard)
     even, uneven = (state_of(model.get_submodule(f"layers.{i}")).group.plan.buckets[0] for i in (0, 1))
     for bucket in (even, uneven):
@@ -54,14 +54,14 @@ def check_how_parameters_travel() -> None:
 
 def compare_with_reference_and_peer(reshard_after_forward: bool | int | None) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_how_parameters_travel()
+    check_zero_copy_and_packed_parameters()
     for task, optimizer in COMBINATIONS:
         what = f"{task}, {optimizer}"
         ours = sharded(composable_fsdp.fully_shard, task, optimizer, reshard_after_forward)
         assert_equal_runs(ours, reference(task, optimizer, rank, world_size), what=f"{what}, reference")
         if (task, optimizer) in PEER_COMBINATIONS:
             theirs = sharded(peer.fully_shard, task, optimizer, reshard_after_forward)
-            # A sum of two does not depend on the order; gloo sums four in an order that depends on the message.
+            # A sum of two values does not depend on the order. For four values gloo's order depends on the message.
             assert_equal_runs(ours, theirs, what=f"{what}, torch", exact=world_size == 2)
 
 

@@ -1,7 +1,7 @@
-"""torch's pipelining, unmodified: stages that are sharded here train as those that torch's FSDP2 shards.
+"""Checks torch's unmodified pipelining: stages that this library or torch's FSDP2 shards train equally.
 
-Two pipeline ranks times two data-parallel ones. Stages reduce nothing until the last microbatch; then the schedule
-itself asks the groups to, through the private names of torch's state.
+The tests use two pipeline ranks times two data-parallel ranks. Stages reduce no gradients until the last microbatch.
+The pipeline schedule then starts the reductions through private attributes of torch's FSDP state.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def batch_of(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stages_of(model: Any, shard: Shard, mesh: DeviceMesh, per_rank: int, reshard: bool | None) -> list[nn.Sequential]:
-    """Return this rank's stages, sharded by block. Rank 0 of 2 has the first and third of four."""
+    """Return this rank's stages with sharded blocks. Rank 0 of 2 has the first and third of four stages."""
     count = 2 * per_rank
     size = len(model) // count
     stages = []
@@ -84,7 +84,7 @@ def stages_of(model: Any, shard: Shard, mesh: DeviceMesh, per_rank: int, reshard
 def train(
     shard: Shard, schedule: str, mesh: DeviceMesh, *, reshard: bool | None = False
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Return the losses, on the rank of the last stage, and the trained parameters of this rank's stages."""
+    """Train and return the losses (on the rank of the last stage) and the parameters of this rank's stages."""
     kind = SCHEDULES[schedule]
     per_rank = 2 if issubclass(kind, PipelineScheduleMulti) else 1
     modules = stages_of(seeded(chain)(), shard, mesh, per_rank, reshard)
@@ -106,7 +106,7 @@ def train(
     return losses, [p.full_tensor() for module in modules for p in module.parameters()]  # type: ignore[attr-defined]
 
 
-def trains_as_with_torch(schedule: str) -> None:
+def compare_with_torch(schedule: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with trace.Recorder() as recorder:
         losses, parameters = train(ours.fully_shard, schedule, mesh)
@@ -120,11 +120,11 @@ def trains_as_with_torch(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipeline_of_sharded_stages_trains_as_with_torch(schedule: str) -> None:
-    run_ranks(trains_as_with_torch, 4, schedule)
+    run_ranks(compare_with_torch, 4, schedule)
 
 
-def warns_of_lost_gradients() -> None:
-    """Expect the warning for groups that lost the gradients of all microbatches, here those of the last stage."""
+def check_lost_gradient_warning() -> None:
+    """Check that groups that lost the gradients of all microbatches warn, here the groups of the last stage."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -137,10 +137,10 @@ def warns_of_lost_gradients() -> None:
 
 
 def test_weights_that_a_schedule_does_not_find_are_reported() -> None:
-    run_ranks(warns_of_lost_gradients, 4)
+    run_ranks(check_lost_gradient_warning, 4)
 
 
-def kept_or_freed(schedule: str) -> None:
+def check_kept_and_freed(schedule: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     kept, freed = (train(ours.fully_shard, schedule, mesh, reshard=reshard) for reshard in (False, True))
     assert kept[0] == freed[0]
@@ -149,4 +149,4 @@ def kept_or_freed(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "interleaved 1F1B"])
 def test_stages_may_be_freed_after_forward(schedule: str) -> None:
-    run_ranks(kept_or_freed, 4, schedule)
+    run_ranks(check_kept_and_freed, 4, schedule)

@@ -47,24 +47,24 @@ def labels_of(shard: Any) -> set[str]:
     return {event.key for event in recorded.key_averages() if event.key.startswith("FSDP::")}
 
 
-def words_of(labels: set[str]) -> set[str]:
+def first_words(labels: set[str]) -> set[str]:
     return {label.partition(" ")[0].removeprefix("FSDP::") for label in labels}
 
 
-def have_the_same_words() -> None:
+def check_first_words() -> None:
     mine, torchs = labels_of(ours.fully_shard), labels_of(torch_fsdp.fully_shard)
-    assert words_of(mine) <= words_of(torchs)
+    assert first_words(mine) <= first_words(torchs)
     for word in ("pre_forward", "all_gather", "all_gather_copy_out", "post_forward", "pre_backward"):
         assert f"FSDP::{word} (1)" in torchs
         assert any(label.startswith(f"FSDP::{word} (") for label in mine)
     for word in ("pre_forward", "post_forward", "pre_backward"):
         assert {f"FSDP::{word} (0)", f"FSDP::{word} (1)"} <= mine & torchs
     assert "FSDP::all_gather (root)" not in mine  # the root has no parameters of its own, so it gathers nothing
-    assert words_of(mine) >= {"post_backward_reduce", "root_post_backward_callback"}
+    assert first_words(mine) >= {"post_backward_reduce", "root_post_backward_callback"}
 
 
 def test_labels_are_torchs_words_with_the_names_of_modules() -> None:
-    run_ranks(have_the_same_words, 2)
+    run_ranks(check_first_words, 2)
 
 
 def test_the_log_of_torchs_fsdp_shows_ours(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,7 +109,7 @@ def test_logging_enabled_between_steps_begins_with_the_next_step(caplog: pytest.
     assert not caplog.text
 
 
-def are_counted_for_the_modules_that_run() -> None:
+def check_counts_per_module() -> None:
     model = chain(ours.fully_shard)
     model.set_max_fused_bytes(0)
     x = torch.ones(2, 3, requires_grad=True)
@@ -134,7 +134,7 @@ def are_counted_for_the_modules_that_run() -> None:
 
 @pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_the_communication_debug_mode_counts_collectives_for_modules(environment: Environment) -> None:
-    run_ranks(are_counted_for_the_modules_that_run, 2, environment=environment)
+    run_ranks(check_counts_per_module, 2, environment=environment)
 
 
 def collectives_of(shard: Any) -> list[tuple[str, str, int]]:
@@ -160,24 +160,24 @@ def collectives_of(shard: Any) -> list[tuple[str, str, int]]:
     return sorted(found)
 
 
-def are_named_with_group_and_bytes(gathers: bool) -> None:
+def check_names_and_bytes(gathers: bool) -> None:
     mine = collectives_of(ours.fully_shard)
     reductions = [each for each in mine if each[0] == "c10d::_reduce_scatter_base_"]
     assert [group for _, group, _ in reductions] == ["0", "1"]
-    if dist.get_world_size() == 1:  # torch copies instead
+    if dist.get_world_size() == 1:  # torch copies instead of communicating
         assert all(nbytes == 4 * (9 + 3) for *_, nbytes in reductions)
         return
     torchs = collectives_of(torch_fsdp.fully_shard)
     assert [(name, group) for name, group, _ in torchs if "reduce" in name] == [each[:2] for each in reductions]
     assert all(nbytes >= 4 * (9 + 3) for *_, nbytes in reductions)
-    if gathers:  # with shared memory there may be no collective
+    if gathers:  # with shared memory there may be no collectives
         assert [each[:2] for each in mine] == [each[:2] for each in torchs]
 
 
 @pytest.mark.parametrize(("transport", "environment"), TRANSPORTS.items(), ids=TRANSPORTS)
 def test_profiles_name_collectives_as_torch_does_with_group_and_bytes(transport: str, environment: Environment) -> None:
-    run_ranks(are_named_with_group_and_bytes, 2, transport != "in common", environment=environment)
+    run_ranks(check_names_and_bytes, 2, transport != "in common", environment=environment)
 
 
 def test_profiles_name_the_reductions_of_one_rank_too() -> None:
-    run_ranks(are_named_with_group_and_bytes, 1, False)
+    run_ranks(check_names_and_bytes, 1, False)

@@ -1,7 +1,7 @@
-"""torchao's tensors, unmodified: training is bitwise equal to torch's FSDP2.
+"""Checks that training with torchao's unmodified tensors is bitwise equal to torch's FSDP2.
 
-The recipes are those of torchao's documentation. Matrix products are emulated or computed by torch's int8 kernels;
-both run on a CPU.
+The recipes come from torchao's documentation. Matrix products are emulated or computed by torch's int8 kernels. Both
+run on a CPU.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ pytestmark = [
     ),
 ]
 
-WIDTH = 256  # NF4 wants 64 * 256 values in every shard
+WIDTH = 256  # NF4 requires at least 64 * 256 values in every shard
 STEPS = 5
-BATCH = 24  # torch's int8 product wants more than 16 rows
+BATCH = 24  # torch's int8 product requires more than 16 rows
 
 
 # -- the recipes
@@ -88,7 +88,7 @@ def precompute_bitnet_scales(model: nn.Module) -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen NF4 matrix with an adapter of low rank beside it."""
+    """A frozen NF4 matrix with a low-rank adapter."""
 
     def __init__(self, linear: nn.Linear) -> None:
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
@@ -112,7 +112,7 @@ def nf4_adapters(model: Any) -> nn.Module:
     return adapted
 
 
-def nothing(model: nn.Module) -> None:
+def do_nothing(model: nn.Module) -> None:
     pass
 
 
@@ -121,17 +121,17 @@ class Recipe:
     """One way to use torchao.
 
     Args:
-        convert: the model, before it is sharded.
-        rests_as: name of the class of a converted shard.
-        computes_as: class of a gathered parameter.
-        after_step: called after each step of the optimizer.
-        quantizes: whether its values differ from those of the model that was converted.
+        convert: a function that converts the model before it is sharded.
+        rests_as: the name of the class of a converted shard.
+        computes_as: the name of the class of a gathered parameter.
+        after_step: a function that is called after each step of the optimizer.
+        quantizes: if true, conversion changes the values of the model.
     """
 
     convert: Callable[[nn.Module], nn.Module]
     rests_as: str
     computes_as: str
-    after_step: Callable[[nn.Module], None] = nothing
+    after_step: Callable[[nn.Module], None] = do_nothing
     quantizes: bool = True
 
 
@@ -145,8 +145,8 @@ RECIPES = {
     "float8": Recipe(float8, CAST, "Float8TrainingTensor"),
     "float8, scales precomputed": Recipe(float8, CAST, "Float8TrainingTensor", precompute_float8_scales),
     "int8 weights": Recipe(int8_weights, INT8, INT8),
-    # torchao 0.18 registers the int8 product of this class where it does not look for it: on either library it computes
-    # with plain weights.
+    # torchao 0.18 registers the int8 product of this class in a table that it never reads. The class computes with
+    # plain weights on both libraries.
     "int8 mixed precision": Recipe(int8_mixed_precision, MIXED, MIXED, quantizes=False),
     "int8 mixed precision of modules": Recipe(int8_modules, "Tensor", "Parameter"),
     "bitnet": Recipe(bitnet, BITNET, PACKED),
@@ -160,7 +160,7 @@ RECIPES = {
 
 @dataclass
 class Run:
-    """What one rank saw: losses and norms of gradients, the last step's gradients, and the tensors' classes."""
+    """The results of one rank: losses and gradient norms, the last step's gradients, and the tensors' classes."""
 
     numbers: list[float] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
@@ -196,7 +196,7 @@ def play(
     microbatches: int = 1,
     watched: Callable[[Any], Any] = lambda model: model[0][0],
 ) -> Run:
-    """Trains ``model`` as data-parallel rank ``rank``."""
+    """Train ``model`` as data-parallel rank ``rank``."""
     run = Run()
     optimizer = optimizer_of([p for p in model.parameters() if p.requires_grad])
     watched(model).register_forward_pre_hook(lambda m, _: run.computes_as.append(type(_inner(m.weight)).__name__))
@@ -231,7 +231,7 @@ def assert_same(mine: Run, theirs: Run, recipe: Recipe, what: str) -> None:
     assert set(mine.computes_as) == set(theirs.computes_as) == {recipe.computes_as}, what
 
 
-def trains_as_on_the_peer(name: str) -> None:
+def compare_with_peer(name: str) -> None:
     recipe, rank = RECIPES[name], dist.get_rank()
     seen = set()
     for dtype in (None, torch.bfloat16):
@@ -252,13 +252,13 @@ def trains_as_on_the_peer(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_torchao_trains_bitwise_like_fsdp2(name: str) -> None:
-    run_ranks(trains_as_on_the_peer, 2, name)
+    run_ranks(compare_with_peer, 2, name)
 
 
-# -- more of what a job does
+# -- checkpoints, meshes and other features of training jobs
 
 
-def pairs_of_runs(name: str, prepare: Callable[[Any, Any], tuple[Any, int]], **options: Any) -> tuple[Run, Run]:
+def run_on_both(name: str, prepare: Callable[[Any, Any], tuple[Any, int]], **options: Any) -> tuple[Run, Run]:
     runs = [play(*prepare(library, RECIPES[name]), RECIPES[name], **options) for library in (ours, peer)]
     return runs[0], runs[1]
 
@@ -274,7 +274,7 @@ def from_meta(library: Any, recipe: Recipe) -> tuple[Any, int]:
     with torch.device("meta"):
         model = sharded(library, recipe.convert(build()))
     model.to_empty(device="cpu")
-    torch.manual_seed(8 + dist.get_rank())  # every rank fills its own shards
+    torch.manual_seed(8 + dist.get_rank())  # every rank initializes its own shards
     with torch.no_grad():
         for parameter in model.parameters():
             parameter._local_tensor.copy_(torch.rand(parameter._local_tensor.shape) / 5 - 0.1)
@@ -296,7 +296,7 @@ def tensor_parallel(library: Any, recipe: Recipe) -> tuple[Any, int]:
 
 
 def checkpoint_and_accumulate(name: str) -> None:
-    runs = pairs_of_runs(name, checkpointed, microbatches=2, watched=lambda m: m[0]._checkpoint_wrapped_module[0])
+    runs = run_on_both(name, checkpointed, microbatches=2, watched=lambda m: m[0]._checkpoint_wrapped_module[0])
     assert_same(*runs, RECIPES[name], f"{name}, checkpointed")
 
 
@@ -306,7 +306,7 @@ def test_torchao_trains_with_activation_checkpointing_and_microbatches(name: str
 
 
 def materialise(name: str) -> None:
-    assert_same(*pairs_of_runs(name, from_meta), RECIPES[name], f"{name}, from meta")
+    assert_same(*run_on_both(name, from_meta), RECIPES[name], f"{name}, from meta")
 
 
 @pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 mixed precision", "bitnet"])
@@ -315,9 +315,9 @@ def test_torchao_parameters_are_materialised_from_the_meta_device(name: str) -> 
 
 
 def shard_hybrid(name: str) -> None:
-    """Also ``reshard_after_forward=2`` on four ranks, which torch's FSDP2 refuses."""
+    """Compare training on a hybrid mesh. Also train with ``reshard_after_forward=2``, which torch's FSDP2 refuses."""
     recipe, rank = RECIPES[name], dist.get_rank()
-    assert_same(*pairs_of_runs(name, hybrid), recipe, f"{name}, hybrid")
+    assert_same(*run_on_both(name, hybrid), recipe, f"{name}, hybrid")
     runs = [
         play(sharded(ours, recipe.convert(build()), reshard_after_forward=reshard), rank, recipe)
         for reshard in (2, True)
@@ -331,7 +331,7 @@ def test_torchao_trains_on_a_hybrid_mesh_and_from_a_smaller_one(name: str) -> No
 
 
 def shard_tensor_parallel() -> None:
-    assert_same(*pairs_of_runs("float8", tensor_parallel), RECIPES["float8"], "tensor-parallel")
+    assert_same(*run_on_both("float8", tensor_parallel), RECIPES["float8"], "tensor-parallel")
 
 
 def test_float8_with_torchaos_tensor_parallel_styles() -> None:
@@ -342,8 +342,8 @@ def step_in_8_bit() -> None:
     from torchao.optim import AdamW8bit
 
     recipe = RECIPES["float8, scales precomputed"]
-    with torch.compiler.set_stance("force_eager"):  # compiling its step takes half a minute
-        runs = pairs_of_runs(
+    with torch.compiler.set_stance("force_eager"):  # compilation of its step takes half a minute
+        runs = run_on_both(
             "float8, scales precomputed",
             lambda library, recipe: (sharded(library, recipe.convert(build())), dist.get_rank()),
             optimizer_of=lambda parameters: AdamW8bit(parameters, lr=1e-3),
@@ -377,7 +377,7 @@ def test_torchao_state_dicts_restore_the_saved_values(name: str) -> None:
 
 
 def save_and_load_on_disk(folder: Path) -> None:
-    """A fresh model that loads a checkpoint computes what the saved one computes, and so do their next gathers."""
+    """Check that a model that loads a checkpoint gives the same outputs and gathers as the saved model."""
     rank = dist.get_rank()
     for i, name in enumerate(("float8, scales precomputed", "int8 weights", "bitnet", "nf4 with adapters")):
         recipe = RECIPES[name]
@@ -400,7 +400,7 @@ def test_torchao_checkpoints_restore_the_saved_values(tmp_path: Path) -> None:
 
 
 def load_plain_files(folder: Path) -> None:
-    """What converted shards stand for is in the files, as the plain values that others read."""
+    """Check that safetensors files of converted models hold plain values that other libraries can read."""
     plain = build()
     save_safetensors(plain, folder / "plain")
     for name in ("float8", "int8 mixed precision", "bitnet", "int8 weights"):
@@ -423,12 +423,14 @@ def test_torchao_safetensors_have_plain_values(tmp_path: Path) -> None:
     run_ranks(load_plain_files, 2, tmp_path)
 
 
-# -- rows that do not divide evenly, with which ranks of torch's FSDP2 wait for each other for good
+# -- uneven rows, with which torch's FSDP2 deadlocks
 
 
 def shard_unevenly(name: str) -> None:
-    """Ranks quantize their rows as one would all: int8 by row, float8 by a scale that they agree on. The last ranks may
-    have no rows at all, which torchao's float8 cannot take the largest value of.
+    """Check that shards with uneven rows are quantized like the full tensor.
+
+    Int8 has one scale per row; float8 has one scale for all ranks. The last ranks may have no rows. Torchao's float8
+    cannot compute the maximum of an empty tensor.
     """
     recipe, rank, world_size = RECIPES[name], dist.get_rank(), dist.get_world_size()
     for hidden in (251, 7, world_size - 1):

@@ -1,4 +1,4 @@
-"""transformers, unmodified: a pretrained model is loaded, trained and saved again."""
+"""Loads, trains and saves a pretrained model of the unmodified transformers library."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ def sharded(model: Any) -> Any:
 
 
 def from_meta(path: Path, *, tied: bool, convert_dtype: bool) -> Any:
-    """Return a sharded Llama with the values at ``path`` that never had memory for more than its shards."""
+    """Load a sharded Llama from ``path`` without allocating more memory than for its shards."""
     with torch.device("meta"):
         model = llama(tied=tied)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # has buffers that no checkpoint has
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # its buffers are not in checkpoints
     ours.to_empty(sharded(model), device="cpu")
     assert load_safetensors(model, path, convert_dtype=convert_dtype) == ([], [])
     return model
 
 
 def train(model: nn.Module, ranks: range) -> list[float]:
-    """Train and return losses. The gradient is the mean over ``ranks``; a sharded model averages itself."""
+    """Train and return losses. Gradients are averaged over ``ranks``. A sharded model also averages itself."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     losses = []
     for step in range(STEPS):
@@ -84,7 +84,7 @@ def train(model: nn.Module, ranks: range) -> list[float]:
     return losses
 
 
-def loads_trains_and_saves(folder: Path, *, tied: bool, half: bool) -> None:
+def load_train_and_save(folder: Path, *, tied: bool, half: bool) -> None:
     from transformers import LlamaForCausalLM
 
     rank, ranks, before, after = dist.get_rank(), dist.get_world_size(), folder / "before", folder / "after"
@@ -113,20 +113,20 @@ def loads_trains_and_saves(folder: Path, *, tied: bool, half: bool) -> None:
 
 def assert_same(model: nn.Module, other: nn.Module) -> None:
     """Check that all values are bitwise equal."""
-    ours, theirs = whole_state(model), whole_state(other)
+    ours, theirs = full_state(model), full_state(other)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         exactly(theirs[name], value, name)
 
 
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
 
 
-def goes_both_ways(folder: Path) -> None:
-    loads_trains_and_saves(folder / "plain", tied=False, half=False)
-    loads_trains_and_saves(folder / "tied", tied=True, half=True)
+def check_round_trips(folder: Path) -> None:
+    load_train_and_save(folder / "plain", tied=False, half=False)
+    load_train_and_save(folder / "tied", tied=True, half=True)
 
 
 def test_a_llama_goes_from_save_pretrained_through_training_to_from_pretrained(tmp_path: Path) -> None:
-    run_ranks(goes_both_ways, 2, tmp_path, environment=OFFLINE, timeout=120)
+    run_ranks(check_round_trips, 2, tmp_path, environment=OFFLINE, timeout=120)

@@ -1,4 +1,4 @@
-"""Wrap policies on models of transformers, also with a tied weight."""
+"""Wrap policies for models of transformers, with and without tied weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = {
     "pad_token_id": None,
 }
 
-# Class, configuration, and prefix of the names of blocks.
+# Each row has a class, a configuration, and the prefix of the names of blocks.
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "decoder": ("LlamaForCausalLM", "LlamaConfig", SMALL, [f"model.layers.{i}" for i in range(3)]),
     "experts": ("MixtralForCausalLM", "MixtralConfig", SMALL, [f"model.layers.{i}" for i in range(3)]),
@@ -87,7 +87,7 @@ def play(model: Any, step: int, rank: int) -> torch.Tensor:
     return loss.detach()
 
 
-def by_hand(model: Any) -> nn.Module:
+def shard_by_hand(model: Any) -> nn.Module:
     tie_groups([model.get_input_embeddings(), model.get_output_embeddings()])
     for module in (*model.model.layers, model.get_output_embeddings()):
         fully_shard(module)
@@ -104,7 +104,7 @@ def train_tied() -> None:
         model = check_parity(tied_llama, play, shard=partial(fully_shard, policy=policy), what=what)
         tied = {names for group in describe(model).groups for names in group.tied}
         assert tied == {("model.embed_tokens.weight", "lm_head.weight")}, what
-    check_parity(tied_llama, play, shard=by_hand, what="by hand")
+    check_parity(tied_llama, play, shard=shard_by_hand, what="by hand")
 
 
 @pytest.mark.behaviour("A-10")

@@ -1,4 +1,4 @@
-"""Results of all-gather hooks, and the operations that a tensor subclass supports."""
+"""Test results of all-gather hooks, and the operations that a tensor subclass supports."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from composable_fsdp import (
 from composable_fsdp.testing import run_ranks
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of
 
-# -- what hooks return
+# -- the results of hooks
 
 
 class Travelling(torch.Tensor):
-    """A plain tensor with hooks, of a class that its operations keep."""
+    """A plain tensor with hooks. Its operations preserve its class."""
 
     fsdp_pre_all_gather: Any
     fsdp_post_all_gather: Any
 
 
-def kept_in(kind: Any) -> Any:
-    """A linear layer, 3 to 9, with a weight of class ``kind``."""
+def build_linear(kind: Any) -> Any:
+    """Return a linear layer from 3 to 9 features whose weight has the class ``kind``."""
     torch.manual_seed(6)
     layer: Any = nn.Linear(3, 9, bias=False)
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(kind))
@@ -41,7 +41,7 @@ def kept_in(kind: Any) -> Any:
 
 
 class PadsRows(Travelling):
-    """Pads its rows, sends them in bf16, and returns all of them in the compute dtype."""
+    """Pads its rows, sends them in bf16, and returns the padded rows in the compute dtype."""
 
     def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         rows = torch.zeros(-(-size[0] // mesh.size()), *size[1:], dtype=torch.bfloat16)
@@ -59,7 +59,7 @@ class PadsRows(Travelling):
 
 
 class PadsFurther(PadsRows):
-    """Returns the padded rows as they were gathered, and four more."""
+    """Returns the gathered padded rows and four more rows."""
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
         padded = torch.cat([outputs[0], outputs[0].new_zeros(4, *outputs[0].shape[1:])]).to(dtype)
@@ -70,7 +70,7 @@ class PadsFurther(PadsRows):
 
 
 class ReturnsFlat(PadsRows):
-    """Returns what was gathered as one row of values."""
+    """Returns the gathered values as one flat tensor."""
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
         flat = outputs[0].view(-1).to(dtype)
@@ -81,7 +81,7 @@ class ReturnsFlat(PadsRows):
 
 
 class PadsColumns(Travelling):
-    """The same on dim 1: sends columns as rows."""
+    """Like ``PadsRows`` on dim 1: sends columns as rows."""
 
     def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         columns = torch.zeros(-(-size[1] // mesh.size()), size[0], dtype=torch.bfloat16)
@@ -96,8 +96,8 @@ class PadsColumns(Travelling):
         return None
 
 
-def plain_full(tensor: Any) -> torch.Tensor:
-    """The whole of a DTensor of a class that torch's functional collectives cannot return."""
+def gather_plain(tensor: Any) -> torch.Tensor:
+    """Return the full tensor of a DTensor whose class torch's functional collectives cannot return."""
     local, spec = tensor._local_tensor.detach().as_subclass(torch.Tensor), tensor._spec
     return DTensor(local, spec, requires_grad=False).full_tensor()
 
@@ -111,7 +111,7 @@ def pad_outputs(world_size: int) -> None:
     kinds = ((PadsRows, 0), (PadsFurther, 0), (ReturnsFlat, 0), (PadsColumns, 1))
     for (kind, dim), dtype, reshard in product(kinds, (None, torch.bfloat16), (True, False, world_size // 2)):
         what = f"{kind.__name__}, {dtype}, {reshard}"
-        model, reference = kept_in(kind), kept_in(torch.Tensor)
+        model, reference = build_linear(kind), build_linear(torch.Tensor)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         placement_of = partial(place, dim)
         fully_shard(model, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement_of)
@@ -125,12 +125,12 @@ def pad_outputs(world_size: int) -> None:
             loss.backward()
             reference.zero_grad()
             torch.stack(losses).mean().backward()
-            gradient = plain_full(model.weight.grad)
+            gradient = gather_plain(model.weight.grad)
             torch.testing.assert_close(gradient, reference.weight.grad, rtol=2e-2, atol=1e-3)
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                reference.weight.copy_(plain_full(model.weight))
+                reference.weight.copy_(gather_plain(model.weight))
 
 
 @pytest.mark.behaviour("E-01", "E-03", "E-04")
@@ -140,7 +140,7 @@ def test_a_padded_result_of_the_second_hook_is_cut(world_size: int) -> None:
 
 
 class Fills(Travelling):
-    """Sends its rows as they are and makes a tensor of its own of them."""
+    """Sends its rows unchanged and copies the gathered rows into a tensor of its own."""
 
     later = "copies"
 
@@ -148,7 +148,7 @@ class Fills(Travelling):
         return (self.as_subclass(torch.Tensor),), None
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-        if self.later == "keeps":  # memory of the hook's own, which it neither frees nor fills again
+        if self.later == "keeps":  # The hook owns this memory. It neither frees it nor fills it again.
             self.cached[0] = self.cached[0] if out is not None else outputs[0].clone()
             return (self.cached[0], ()) if out is None else None
         made = outputs[0].clone()
@@ -169,7 +169,7 @@ class Fills(Travelling):
 
 
 class FillsOne(Pair):
-    """Fills one of the two tensors that it is made of."""
+    """Fills only one of its two tensors."""
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
         if out is not None:
@@ -180,12 +180,12 @@ class FillsOne(Pair):
 
 
 def ignore_out() -> None:
-    """Whatever way is taken to fill ``out`` counts, and nothing but that."""
-    marked = torch.full((9, 3), 0xA5A5A5A5, dtype=torch.uint32).view(torch.float32)  # as the check itself marks memory
+    """Check that every way to fill ``out`` is accepted, and that a hook that does not fill it raises an error."""
+    marked = torch.full((9, 3), 0xA5A5A5A5, dtype=torch.uint32).view(torch.float32)  # marks unfilled memory
     fills = ("copies", "copies by data, returns another", "returns views", "keeps")
     for later in (*fills, "returns nothing", "returns another", "forgets, returns another"):
         for weight in (None, marked):
-            model = kept_in(type("Fills", (Fills,), {"later": later, "cached": {}}))
+            model = build_linear(type("Fills", (Fills,), {"later": later, "cached": {}}))
             if weight is not None:
                 model.weight.data.copy_(weight)
             exact = model.weight.detach().as_subclass(torch.Tensor).clone()
@@ -218,7 +218,7 @@ def test_a_hook_that_does_not_fill_its_tensor_again_is_an_error() -> None:
 
 
 class Largest(Travelling):
-    """Scales by the largest value of all ranks, which no empty shard has."""
+    """Scales by the maximum over all ranks. An empty shard has no maximum."""
 
     fails = False
 
@@ -249,7 +249,7 @@ def scale_nothing() -> None:
         model.weight = nn.Parameter(exact.as_subclass(kind))
         fully_shard(model, reshard_after_forward=True)
         assert model.weight.to_local().numel() == 4 * (dist.get_rank() == 0)
-        if kind.fails:  # an error of the hook's own is not hidden, on a rank with rows and on one without
+        if kind.fails:  # the hook's own error is visible, on a rank with rows and on a rank without rows
             with pytest.raises(KeyError, match="no such scale"):
                 model.unshard()
             continue
@@ -265,11 +265,11 @@ def test_a_hook_that_cannot_take_an_empty_shard_gets_a_row_of_zeros() -> None:
     run_ranks(scale_nothing, 2)
 
 
-# -- which operations a class knows
+# -- the operations that a class supports
 
 
 class Few(Pair):
-    """Like torchao's ``MXTensor``, it is neither split nor filled: it can be narrowed and cloned."""
+    """Like torchao's ``MXTensor``, supports narrow and clone but not split, new_zeros or copy_."""
 
     refused: ClassVar[tuple[str, ...]] = ("split", "new_zeros", "copy_")
 
@@ -288,7 +288,7 @@ class Hookless(Uncut):
     fsdp_pre_all_gather = fsdp_post_all_gather = property()
 
 
-def cut_by_what_is_known() -> None:
+def shard_by_supported_operations() -> None:
     torch.manual_seed(4)
     for rows in (4, 3, 1):
         value = torch.randn(rows, 2)
@@ -308,11 +308,11 @@ def cut_by_what_is_known() -> None:
 
 @pytest.mark.behaviour("A-16", "H-02")
 def test_a_tensor_class_is_sharded_by_its_operations_or_named_in_an_error() -> None:
-    run_ranks(cut_by_what_is_known, 2)
+    run_ranks(shard_by_supported_operations, 2)
 
 
 class Forgetful(Pair):
-    """Its ``new_zeros`` is a plain tensor."""
+    """A pair whose ``new_zeros`` returns a plain tensor."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -324,7 +324,7 @@ class Forgetful(Pair):
 
 
 class HookedParameter(nn.Parameter):
-    """Torch's operations make plain tensors of any subclass of ``nn.Parameter``."""
+    """A parameter subclass with hooks. Torch's operations on it return plain tensors."""
 
     fsdp_pre_all_gather = Fills.fsdp_pre_all_gather
     fsdp_post_all_gather = Fills.fsdp_post_all_gather

@@ -1,4 +1,4 @@
-"""All-gather extensions: tensor subclasses that decide what is sent."""
+"""Test all-gather extensions: tensor subclasses that choose the tensors to send."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def sharded(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def whole(parameter: Any) -> torch.Tensor:
-    """The value of a sharded parameter whose local tensor is a pair, or of any other."""
+def gather_value(parameter: Any) -> torch.Tensor:
+    """Return the full value of a sharded parameter. Its local tensor may be a ``Pair``."""
     local = parameter._local_tensor
     if not isinstance(local, Pair):
         plain: torch.Tensor = parameter.full_tensor().detach()
@@ -59,7 +59,7 @@ def train_pairs(width: int, reshard: bool | int | None, replicate: int = 1) -> N
     mesh = init_device_mesh("cpu", (replicate, world_size // replicate))
     reference = build(width)
     model = sharded(with_weights(copy.deepcopy(reference), Pair), mesh=mesh, reshard_after_forward=reshard)
-    # A pair's halves both get the step, so that the sum moves by twice as much.
+    # Both halves of a pair get the step, so the learning rate of a half is half as large.
     halves = [p for p in model.parameters() if isinstance(p._local_tensor, Pair)]
     others = [p for p in model.parameters() if not isinstance(p._local_tensor, Pair)]
     optimizer = torch.optim.SGD([{"params": halves, "lr": 0.05}, {"params": others, "lr": 0.1}], foreach=False)
@@ -74,7 +74,7 @@ def train_pairs(width: int, reshard: bool | int | None, replicate: int = 1) -> N
             each.step()
             each.zero_grad()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(p), q.detach(), msg=f"{name}, width {width}, {reshard}")
+        torch.testing.assert_close(gather_value(p), q.detach(), msg=f"{name}, width {width}, {reshard}")
 
 
 @pytest.mark.behaviour("E-01", "E-03", "E-04", "E-05")
@@ -93,7 +93,7 @@ def test_a_two_tensor_subclass_trains_in_hybrid_sharding_and_from_a_smaller_mesh
 
 
 def train_pairs_from_meta(width: int, reshard: bool) -> None:
-    """Shards of 32 bits, computation in 16, against a reference that rounds its weights itself."""
+    """Train with fp32 shards and 16-bit computation, against a reference that rounds its own weights."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     reference = build(width)
     with torch.device("meta"):
@@ -129,7 +129,7 @@ def train_pairs_from_meta(width: int, reshard: bool) -> None:
             each.step()
             each.zero_grad()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close({name: whole(p)}, {name: q.detach()}, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close({name: gather_value(p)}, {name: q.detach()}, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.behaviour("D-01", "E-01", "E-05")
@@ -141,7 +141,7 @@ def test_a_two_tensor_subclass_trains_from_the_meta_device_in_mixed_precision(wo
 
 
 def evaluate_then_step() -> None:
-    """With these options the full tensors stay from an evaluation until the optimizer has stepped."""
+    """Check that a step makes full tensors stale that were kept unsharded since an evaluation."""
     rank = dist.get_rank()
     for foreach in (False, None):
         model: Any = fully_shard(with_weights(build(7), Pair), reshard_after_forward=False)
@@ -153,7 +153,7 @@ def evaluate_then_step() -> None:
         optimizer.step()
         after = model(batch_of(1, rank))
         model.reshard()
-        values = {name: whole(p) for name, p in model.named_parameters()}
+        values = {name: gather_value(p) for name, p in model.named_parameters()}
         torch.testing.assert_close(after, functional_call(build(7), values, batch_of(1, rank)))
         assert not torch.allclose(after, before)
 
@@ -206,7 +206,7 @@ def patch_after_to_empty(width: int, mixed: bool) -> None:
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
     kinds = [isinstance(b, ExtendedBucket) for b in state_of(model[0]).group.buckets]
-    assert sorted(kinds) == [False, True]  # the bias beside the weight
+    assert sorted(kinds) == [False, True]  # one bucket of the bias and one of the weight
 
 
 def _like(sharded_parameter: Any, full: torch.Tensor) -> Any:
@@ -221,7 +221,7 @@ def test_hooks_on_local_tensors_quantize_uneven_rows_and_scales(world_size: int)
 
 
 def gather_mixed() -> None:
-    """Plain fp32, plain bf16 and extended parameters of one group."""
+    """Check that plain fp32, plain bf16 and extended parameters of one group share one message."""
     model: Any = with_weights(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, dtype=torch.bfloat16)), Pair)
     fully_shard(model)
     group = state_of(model).group
@@ -244,15 +244,15 @@ def test_all_packed_tensors_of_a_group_share_one_message() -> None:
     run_ranks(gather_mixed, 2)
 
 
-# -- beside tensor parallelism
+# -- with tensor parallelism
 
 
 asked: list[tuple[DeviceMesh, tuple[int, ...], tuple[int, ...]]] = []
-"""Mesh, outer size and strides that hooks were given."""
+"""The mesh, outer size and outer strides that the hooks received."""
 
 
 class Watched(Pair):
-    """Keeps what its first hook is told."""
+    """Records the arguments of its first hook."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -267,7 +267,7 @@ def parallel_weights(model: nn.Module) -> dict[str, DTensor]:
 
 
 def make_pairs(model: nn.Module) -> None:
-    """The local tensors of tensor-parallel matrices become sums of two halves."""
+    """Replace the local tensors of tensor-parallel matrices by sums of two halves."""
     for name, weight in parallel_weights(model).items():
         half = weight.to_local().detach() / 2
         local: Any = Watched(half, half.clone())
@@ -285,7 +285,7 @@ def assert_gradients(model: nn.Module, reference: nn.Module, what: str) -> None:
 
 
 def compare_gradients(model: nn.Module, reference: nn.Module, rank: int, step: int, what: str) -> None:
-    """One forward and backward of data-parallel rank ``rank`` of two."""
+    """Run one forward and backward on data-parallel rank ``rank`` of two and compare the gradients."""
     loss = PAIRS.loss(model, PAIRS.batch_of(step, rank))
     losses = [PAIRS.loss(reference, PAIRS.batch_of(step, other)) for other in range(2)]
     torch.testing.assert_close(loss, losses[rank], msg=lambda text: f"{what}: {text}")
@@ -294,7 +294,7 @@ def compare_gradients(model: nn.Module, reference: nn.Module, rank: int, step: i
     assert_gradients(model, reference, what)
 
 
-def pairs_beside_tensor_parallelism() -> None:
+def train_pairs_with_tensor_parallelism() -> None:
     mesh = named_mesh(dp=2, tp=2)
     rank, tp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
     for reshard in (True, False, None):
@@ -315,7 +315,7 @@ def pairs_beside_tensor_parallelism() -> None:
                 each.zero_grad()
         assert all(each is mesh["dp"] or each == mesh["dp"] for each, _, _ in asked)
         assert {each.ndim for each, _, _ in asked} == {1}
-        up, down = (7, 5), (5, 7)  # of the first layer; the second is (1, 5) and (5, 1)
+        up, down = (7, 5), (5, 7)  # sizes in the first layer; those in the second layer are (1, 5) and (5, 1)
         parts = [expected_shard(torch.empty(up), tp_rank, 2, 0), expected_shard(torch.empty(down), tp_rank, 2, 1)]
         parts += [torch.empty(1 - tp_rank, 5), torch.empty(5, 1 - tp_rank)]
         assert {size for _, size, _ in asked} == {tuple(part.shape) for part in parts}
@@ -324,16 +324,16 @@ def pairs_beside_tensor_parallelism() -> None:
 
 @pytest.mark.behaviour("A-06", "E-01", "E-02", "E-03", "E-05", "E-07")
 def test_hooks_with_tensor_parallelism_get_the_shard_axis_and_the_local_shard() -> None:
-    run_ranks(pairs_beside_tensor_parallelism, 4)
+    run_ranks(train_pairs_with_tensor_parallelism, 4)
 
 
-def rounded_by_row(part: torch.Tensor) -> torch.Tensor:
+def round_by_row(part: torch.Tensor) -> torch.Tensor:
     scale = part.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
     return (part / scale).round() * scale
 
 
-def patches_beside_tensor_parallelism() -> None:
-    """Each rank has scales for the rows of its part: of whole rows, or where columns are cut, of the columns it has."""
+def train_patched_with_tensor_parallelism() -> None:
+    """Train with scales for the rows of each rank's part, which has all columns or a slice of them."""
     mesh = named_mesh(dp=2, tp=2)
     for reshard in (True, False):
         model, reference = seeded(Pairs, hidden=(7, 3))(), seeded(Pairs, hidden=(7, 3))()
@@ -346,8 +346,8 @@ def patches_beside_tensor_parallelism() -> None:
         for name in names:
             dim = 1 if "down" in name else 0
             value = reference.get_parameter(name).data
-            value.copy_(torch.cat([rounded_by_row(part) for part in value.chunk(2, dim)], dim))
-        for step in range(2):  # the second time the full tensors are filled again
+            value.copy_(torch.cat([round_by_row(part) for part in value.chunk(2, dim)], dim))
+        for step in range(2):  # the second step fills the full tensors again
             model.zero_grad()
             reference.zero_grad()
             compare_gradients(model, reference, mesh.get_local_rank("dp"), step, f"{reshard}, step {step}")
@@ -355,11 +355,11 @@ def patches_beside_tensor_parallelism() -> None:
 
 @pytest.mark.behaviour("A-06", "E-03", "E-06", "E-07")
 def test_hooks_on_local_tensors_compose_with_tensor_parallelism() -> None:
-    run_ranks(patches_beside_tensor_parallelism, 4)
+    run_ranks(train_patched_with_tensor_parallelism, 4)
 
 
 class OwnProduct(nn.Module):
-    """Multiplies with its rank's rows by itself, so that autograd saves the local tensor."""
+    """Multiplies by its rank's rows, so that autograd saves the local tensor."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -376,12 +376,12 @@ def save_local_tensors() -> None:
     fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
     Scaled(cast(Any, model.weight)._local_tensor).hang_on()
     for _ in range(2):
-        fsdp(model).reshard()  # so that backward fills what autograd saved
+        fsdp(model).reshard()  # so that backward fills the tensors that autograd saved
         x = torch.ones(2, 3, requires_grad=True)
         out = model(x)
         fsdp(model).reshard()
         out.sum().backward()
-        torch.testing.assert_close(x.grad, rounded_by_row(exact).sum(0).expand(2, 3))
+        torch.testing.assert_close(x.grad, round_by_row(exact).sum(0).expand(2, 3))
 
 
 @pytest.mark.behaviour("A-06", "E-03", "E-06")
@@ -389,8 +389,11 @@ def test_saved_local_tensors_are_refilled_with_tensor_parallelism() -> None:
     run_ranks(save_local_tensors, 4)
 
 
-def codecs_beside_tensor_parallelism() -> None:
-    """What tensor parallelism cuts is encoded by each rank. Copies must stay alike, so blocks must not mix the two."""
+def encode_with_tensor_parallelism() -> None:
+    """Check that each tensor-parallel rank encodes its own part and that replicated parameters stay equal.
+
+    An encoded block must not contain values of both kinds.
+    """
     mesh = named_mesh(dp=2, tp=2)
     for reshard in (True, False):
         model, reference = PAIRS.build(), PAIRS.build()
@@ -419,7 +422,7 @@ def codecs_beside_tensor_parallelism() -> None:
 
 
 def assert_alike(local: Any, mesh: DeviceMesh, name: str) -> None:
-    """Every rank of ``mesh`` has the same values."""
+    """Assert that every rank of ``mesh`` has the same values."""
     for axis in mesh.mesh_dim_names or ():
         copies = [torch.empty_like(local) for _ in range(mesh[axis].size())]
         dist.all_gather(copies, local.detach().contiguous(), group=mesh.get_group(axis))
@@ -428,11 +431,11 @@ def assert_alike(local: Any, mesh: DeviceMesh, name: str) -> None:
 
 @pytest.mark.behaviour("A-06", "E-08")
 def test_codecs_beside_tensor_parallelism() -> None:
-    run_ranks(codecs_beside_tensor_parallelism, 4)
+    run_ranks(encode_with_tensor_parallelism, 4)
 
 
 class Padded(Pair):
-    """Wants its shard as long as that of the first rank."""
+    """Requests a shard padded to the length of the first rank's shard."""
 
     fsdp_pads_shards = True
 
@@ -468,7 +471,7 @@ def test_a_class_that_wants_padded_shards_gets_them(world_size: int) -> None:
     run_ranks(pad, world_size)
 
 
-# -- what makes no sense
+# -- invalid hooks
 
 
 class OnlyPre(Pair):

@@ -1,6 +1,6 @@
-"""Faults of one rank: the error on every other rank, the time until it is raised, and no process is left behind.
+"""Test faults of one rank: the error on every other rank, its delay, and the end of all processes.
 
-The texts are in ``tests/helpers/fault_texts.txt``. Training on after a fault is in ``test_recovery.py``.
+The texts are in ``tests/helpers/fault_texts.txt``. ``test_recovery.py`` tests training after a fault.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 ROOT = Path(__file__).parents[2]
 LIMIT, LIMIT_OF_LOSS = 5.0, 3.0
-"""Seconds until all know that a rank is elsewhere, and that it is gone."""
+"""Seconds until all ranks know that a rank is in another operation, and until they know that a rank is gone."""
 
 OPERATION = re.compile(r"(all-gather|reduce-scatter) of layers\.\d( in (forward|backward))?")
 
@@ -42,11 +42,11 @@ def check(name: str, told: Told, limit: float) -> None:
     assert_golden(name, f"{told.kind}: {told.text}")
 
 
-# Faults after which the rank is gone, or was given up
+# Faults after which the rank is gone or has been given up
 
 
 def check_lost(fault: str, transport: str, told: Told, limit: float) -> None:
-    # Of several operations under way, which one is the first to fail is chance, and whether after a second of waiting.
+    # It is random which of several pending operations fails first, and whether this takes a second of waiting.
     text = OPERATION.sub("OPERATION", told.text)
     text = re.sub(r"rank 0 is at work since (OPERATION \(.*?\))", r"rank 0 waits in \1, for 0.0 s", text)
     check(f"{fault}, {transport}", replace(told, text=text), limit)
@@ -80,10 +80,10 @@ def test_all_surviving_ranks_name_the_killed_rank(transport: str) -> None:
         assert told.kind == "PeerError"
         assert "rank 3" in told.text
         assert "layers." in told.text
-        assert told.seconds < LIMIT * slack()  # twice as many ranks as cores
+        assert told.seconds < LIMIT * slack()  # there are twice as many ranks as cores
 
 
-# Faults after which the rank is still there
+# Faults after which the rank still exists
 
 STAYS = {
     "raises in forward": "raised ArithmeticError: no luck in the forward of layers.1",
@@ -115,11 +115,11 @@ def test_a_rank_with_another_operation_is_named(fault: str, transport: str) -> N
         assert "no luck" in own.text or "no memory for a message" in own.text
 
 
-# Programs that come to their end
+# Programs that end
 
 
 class Programs:
-    """Two ranks without a launcher."""
+    """Two ranks that run without a launcher."""
 
     def __init__(self, fault: str, folder: Path, environment: Environment) -> None:
         self.folder = folder
@@ -135,8 +135,8 @@ class Programs:
             for rank in range(2)
         ]
 
-    def told(self, rank: int) -> Told:
-        """What a rank was told before its program ended."""
+    def read_report(self, rank: int) -> Told:
+        """Return the error that a rank received before its program ended."""
         _, errors = self.processes[rank].communicate(timeout=60)
         path = self.folder / f"told {rank}"
         assert path.exists(), errors
@@ -156,7 +156,7 @@ def programs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Program
     started.end()
 
 
-def ending(*faults: str) -> pytest.MarkDecorator:
+def parametrize_programs(*faults: str) -> pytest.MarkDecorator:
     cases = [(fault, transport) for fault in faults for transport in BOTH]
     return pytest.mark.parametrize("programs", cases, indirect=True, ids=map(", ".join, cases))
 
@@ -169,12 +169,12 @@ ENDINGS = {
 
 
 @pytest.mark.behaviour("H-03", "H-05")
-@ending(*ENDINGS)
+@parametrize_programs(*ENDINGS)
 def test_a_rank_whose_program_ended_is_named_with_what_ended_it(
     programs: Programs, request: pytest.FixtureRequest
 ) -> None:
     fault, transport = request.node.callspec.params["programs"]
-    told = programs.told(0)
+    told = programs.read_report(0)
     check(f"{fault} and ends, {transport}", told, LIMIT_OF_LOSS)
     assert told.kind == "PeerError"
     assert f"cannot be done: rank 1 {ENDINGS[fault]}" in told.text
@@ -182,7 +182,7 @@ def test_a_rank_whose_program_ended_is_named_with_what_ended_it(
 
 
 @pytest.mark.behaviour("H-06")
-@ending("keeps another waiting")
+@parametrize_programs("keeps another waiting")
 def test_ctrl_c_ends_a_wait(programs: Programs) -> None:
     deadline = time.monotonic() + 60
     while not (programs.folder / "waiting").exists() and time.monotonic() < deadline:
@@ -190,6 +190,6 @@ def test_ctrl_c_ends_a_wait(programs: Programs) -> None:
     time.sleep(0.5)
     programs.processes[0].send_signal(signal.SIGINT)
     begin = time.monotonic()
-    told = programs.told(0)
+    told = programs.read_report(0)
     assert told.kind == "KeyboardInterrupt"
-    assert time.monotonic() - begin < 2.0 * slack() + 1.0  # the interpreter's own end included
+    assert time.monotonic() - begin < 2.0 * slack() + 1.0  # includes the time that the interpreter needs to exit

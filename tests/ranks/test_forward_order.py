@@ -1,4 +1,4 @@
-"""The order of groups in forward, compared across ranks: the error, its time, and the next steps."""
+"""Test the order of groups in forward, which ranks compare: the error, its delay, and the next steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Env
 from tests.helpers.two_layers import FAULTS, build, sgd, step
 
 SECONDS = 5.0
-"""Within which every rank must know."""
+"""The time within which every rank must raise the error."""
 
 
-# -- faults, of which only the last rank has one
+# -- faults of the last rank
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def failing_within(seconds: float, kind: type[Exception], match: str) -> Iterato
 
 
 def fail_and_go_on(fault: str, at_step: int) -> None:
-    """The step of the fault does nothing on any rank; those before and after it are as if it had not been there."""
+    """Check that a failed step changes nothing on any rank and that the other steps are unaffected."""
     inflict, kind, match = FAULTS[fault]
     last = dist.get_rank() == dist.get_world_size() - 1
     model, undisturbed = build(), build()
@@ -71,7 +71,7 @@ def test_a_fault_in_the_first_step_is_an_error_on_four_ranks(transport: Environm
     run_ranks(fail_and_go_on, 4, "order", 0, environment=transport)
 
 
-def both_modules_are_named() -> None:
+def name_both_modules() -> None:
     model = build()
     model.swapped = dist.get_rank() == 1
     with pytest.raises(DivergenceError) as caught:
@@ -84,14 +84,14 @@ def both_modules_are_named() -> None:
 @pytest.mark.behaviour("G-01")
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 def test_a_difference_in_order_names_what_each_rank_is_about_to_gather(transport: Environment) -> None:
-    run_ranks(both_modules_are_named, 2, environment=transport)
+    run_ranks(name_both_modules, 2, environment=transport)
 
 
-# -- what is no fault
+# -- differences that are no faults
 
 
-def comparisons(model: nn.Module, play: Callable[[int], None], steps: int) -> list[int]:
-    """How often ranks compare what they are about to do, by step."""
+def count_comparisons(model: nn.Module, play: Callable[[int], None], steps: int) -> list[int]:
+    """Return the number of comparisons between ranks in each step."""
     optimizer, group = sgd(model), dist.group.WORLD
     assert group is not None
     counts: list[int] = []
@@ -111,19 +111,19 @@ def train_and_evaluate() -> None:
             with torch.no_grad():
                 model(torch.ones(1, 64))
 
-    counts = comparisons(model, evaluate, 8)
-    assert max(counts[4:]) <= 4, counts  # where evaluation comes after a step, and a step after that
+    counts = count_comparisons(model, evaluate, 8)
+    assert max(counts[4:]) <= 4, counts  # when an evaluation follows a step, and when a step follows an evaluation
 
 
 def train() -> None:
     model = build()
-    counts = comparisons(model, lambda number: None, 6)
+    counts = count_comparisons(model, lambda number: None, 6)
     assert counts[0] > 0
     assert counts[3:] == [0, 0, 0]
     model.set_order_check("always")
-    assert min(comparisons(model, lambda number: None, 2)) > 0
+    assert min(count_comparisons(model, lambda number: None, 2)) > 0
     model.set_order_check("off")
-    assert comparisons(model, lambda number: None, 2) == [0, 0]
+    assert count_comparisons(model, lambda number: None, 2) == [0, 0]
     model.set_order_check("first")
 
 
@@ -134,8 +134,8 @@ def test_ranks_compare_only_new_sequences(ranks: int) -> None:
     run_ranks(train_and_evaluate, ranks, environment=SOCKETS)
 
 
-def drift() -> None:
-    """All ranks change their order alike: they go on, and each warns once."""
+def change_order_on_all_ranks() -> None:
+    """Change the order on all ranks alike: training continues and each rank warns once."""
     model = build()
     optimizer = sgd(model)
     step(model, optimizer)
@@ -157,14 +157,14 @@ def drift() -> None:
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_order_that_changes_on_all_ranks_is_warned_of_once(ranks: int, transport: Environment) -> None:
-    run_ranks(drift, ranks, environment=transport)
+    run_ranks(change_order_on_all_ranks, ranks, environment=transport)
 
 
-def wrong_level() -> None:
+def set_wrong_level() -> None:
     model: FSDPModule = build()
     with pytest.raises(ValueError, match="the order check is one of 'off', 'first', 'always', not 'sometimes'"):
         model.set_order_check("sometimes")
 
 
 def test_an_unknown_level_is_an_error() -> None:
-    run_ranks(wrong_level, 2)
+    run_ranks(set_wrong_level, 2)

@@ -1,4 +1,4 @@
-"""``shard_from_rank0``: rank 0 has the values, and other ranks never hold more than their shards."""
+"""Test ``shard_from_rank0``: rank 0 has the values, and other ranks never hold more than their shards."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from tests.helpers.sharding import assert_sharded, exactly, train_alike, values_
 from tests.helpers.transports import SOCKETS
 
 
-def on_rank0(build: Callable[[], nn.Module]) -> nn.Module:
+def build_on_rank0(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         return build()
 
 
-def layers_of(model: nn.Module, **options: Any) -> None:
+def shard_all_layers(model: nn.Module, **options: Any) -> None:
     shard_layers(model, fully_shard, **options)
 
 
-def trains(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+def train_from_rank0(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", shape)
     reference = TASKS[task].build()
-    model = on_rank0(TASKS[task].build)
-    assert shard_from_rank0(model, layers_of, mesh=mesh, **options) is model
+    model = build_on_rank0(TASKS[task].build)
+    assert shard_from_rank0(model, shard_all_layers, mesh=mesh, **options) is model
     assert_sharded(model, values_of(reference), mesh)
     train_alike(model, reference, TASKS[task])
 
@@ -61,11 +61,11 @@ def trains(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     ids=str,
 )
 def test_all_ranks_train_from_the_values_of_rank_0(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    run_ranks(trains, prod(shape), task, shape, options)
+    run_ranks(train_from_rank0, prod(shape), task, shape, options)
 
 
 class Everything(nn.Module):
-    """What must come along besides plain weights, and what is ignored."""
+    """Has all kinds of tensors and attributes that other ranks must receive, and an ignored module."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Everything(nn.Module):
         self.narrow = nn.Parameter(torch.full((3,), 3.0 + seed, dtype=torch.bfloat16))
         self.register_buffer("mean", torch.full((3,), 4.0 + seed))
         self.register_buffer("count", torch.tensor(5 + seed))
-        # A constructor may fill it on a real device whatever the default one is.
+        # A constructor may create a buffer on a real device whatever the default device is.
         self.register_buffer("table", torch.full((2,), 6.0 + seed, device="cpu"), persistent=False)
         self.ignored = nn.Linear(3, 3)
         self.ignored.register_buffer("mean", self.get_buffer("mean"))
@@ -87,7 +87,7 @@ class Everything(nn.Module):
         return out
 
 
-def everything_comes_along() -> None:
+def shard_everything() -> None:
     rank = dist.get_rank()
     first = Everything(0)
     with torch.device("cpu" if rank == 0 else "meta"):
@@ -113,11 +113,11 @@ def everything_comes_along() -> None:
 
 @pytest.mark.behaviour("A-11", "A-15")
 def test_shard_from_rank0_keeps_shared_tensors_buffers_attributes_and_ignored_modules() -> None:
-    run_ranks(everything_comes_along, 2)
+    run_ranks(shard_everything, 2)
 
 
-def parts_of_a_plain_model() -> None:
-    """Only lists and single modules are sharded; what is around them stays plain, and has rank 0's values too."""
+def shard_parts_of_a_model() -> None:
+    """Check that a partly sharded model has rank 0's values in its sharded and its plain parts."""
     reference = TASKS["transformer"].build()
     values = values_of(reference)
 
@@ -125,7 +125,7 @@ def parts_of_a_plain_model() -> None:
         fully_shard(model.get_submodule("layers.0"))
         fully_shard([model.get_submodule("norm"), model.get_submodule("head")])
 
-    model = shard_from_rank0(on_rank0(TASKS["transformer"].build), shard)
+    model = shard_from_rank0(build_on_rank0(TASKS["transformer"].build), shard)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) == name.startswith(("layers.0", "norm", "head")), name
         exactly(whole(parameter), values[name], name)
@@ -135,20 +135,20 @@ def parts_of_a_plain_model() -> None:
 
 @pytest.mark.behaviour("A-09", "A-15")
 def test_a_model_may_be_sharded_in_parts() -> None:
-    run_ranks(parts_of_a_plain_model, 2)
+    run_ranks(shard_parts_of_a_model, 2)
 
 
-def tensor_parallel() -> None:
+def shard_tensor_parallel() -> None:
     mesh = named_mesh(dp=2, tp=2)
     torch.manual_seed(0)
     reference = Pairs()
     values = values_of(reference)
     torch.manual_seed(0)
-    model = on_rank0(Pairs)
+    model = build_on_rank0(Pairs)
 
     def shard(model: nn.Module) -> None:
         parallelize_pairs(model, mesh["tp"])
-        layers_of(model, mesh=mesh["dp"])
+        shard_all_layers(model, mesh=mesh["dp"])
 
     shard_from_rank0(model, shard)
     for name, value in state_dict(model, Full()).items():
@@ -157,7 +157,7 @@ def tensor_parallel() -> None:
 
 @pytest.mark.behaviour("A-06", "A-15")
 def test_parameters_may_be_placed_on_a_tensor_parallel_mesh_on_the_way() -> None:
-    run_ranks(tensor_parallel, 4)
+    run_ranks(shard_tensor_parallel, 4)
 
 
 def measure() -> tuple[int, int, int]:
@@ -166,10 +166,10 @@ def measure() -> tuple[int, int, int]:
         model.add_module("layers", nn.ModuleList(nn.Linear(256, 256) for _ in range(8)))
         return model
 
-    model = on_rank0(build)
+    model = build_on_rank0(build)
     gc.collect()
     with Peak() as peak:
-        shard_from_rank0(model, layers_of)
+        shard_from_rank0(model, shard_all_layers)
     shards = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     return peak.bytes, shards, max(p.nbytes for p in model.parameters())
 
@@ -181,7 +181,7 @@ def test_other_ranks_hold_their_shards_and_one_tensor() -> None:
         assert shards < peak < shards + largest + 4096, (peak, shards, largest)
 
 
-def refusals() -> list[str]:
+def collect_refusals() -> list[str]:
     texts = []
     rank = dist.get_rank()
 
@@ -192,15 +192,15 @@ def refusals() -> list[str]:
 
     refused(ParameterError, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     refused(ParameterError, nn.Sequential(nn.Linear(2, 2, device="meta"), nn.BatchNorm1d(2, device="meta")))
-    refused(DivergenceError, on_rank0(lambda: nn.Sequential(nn.Linear(2, 2 + rank), nn.Linear(2 + rank, 2))))
+    refused(DivergenceError, build_on_rank0(lambda: nn.Sequential(nn.Linear(2, 2 + rank), nn.Linear(2 + rank, 2))))
     refused(ConfigurationError, fully_shard(nn.Linear(2, 2)))
-    refused(ConfigurationError, on_rank0(lambda: nn.Linear(2, 2)), nn.Module.train)
+    refused(ConfigurationError, build_on_rank0(lambda: nn.Linear(2, 2)), nn.Module.train)
     return texts
 
 
 @pytest.mark.behaviour("A-15")
 def test_a_disagreement_is_an_error_on_all_ranks() -> None:
-    first, second = run_ranks(refusals, 2, environment=SOCKETS)
+    first, second = run_ranks(collect_refusals, 2, environment=SOCKETS)
     assert first == second
     too_many, too_few, other, sharded, nothing = first
     assert (

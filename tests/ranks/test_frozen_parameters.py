@@ -1,4 +1,4 @@
-"""Frozen parameters, in all or some groups, at any time; inputs with and without gradients."""
+"""Test parameters that are frozen in all or some groups at any time, and inputs with and without gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train_with_frozen_parameters(reshard_after_forward: bool | int | None) -> No
         assert frozen == [name for name, _ in model.named_parameters() if name.startswith(prefixes)]
         reduced = {e.group for e in recorder if e.operation is Operation.REDUCE}
         if what == "a whole group":
-            assert reduced == {"root", "layers.0", "layers.2"}  # nothing travels for it
+            assert reduced == {"root", "layers.0", "layers.2"}  # no collective runs for the frozen group
 
 
 @pytest.mark.behaviour("C-05")
@@ -60,7 +60,7 @@ def test_frozen_parameters_stay_as_they_are_and_the_others_train(world_size: int
 
 
 class Gan(nn.Module):
-    """Two networks that are trained in turns, each on what the other does."""
+    """Two networks that are trained alternately, each on the outputs of the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ def test_two_networks_that_freeze_each_other_in_turns_train(nested: bool) -> Non
     run_ranks(train_in_turns, 2, nested)
 
 
-def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
-    """All frozen in the first forward, then one layer more is thawed in every step, then all are frozen again."""
+def unfreeze_layer_by_layer(precision: MixedPrecisionPolicy) -> None:
+    """Freeze all parameters in the first forward, unfreeze one more layer in every step, then freeze all again."""
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         model.requires_grad_(False)
@@ -120,11 +120,11 @@ def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
     if precision == MixedPrecisionPolicy():
         check_parity(task.build, play, steps=7)
         return
-    # In bf16 there is no exact reference, but freezing must not make a difference: thawed from the beginning, and
-    # gradients dropped where they would have been frozen, training is the same.
+    # In bf16 there is no exact reference, so compare with a model that is never frozen. It drops the gradients of
+    # parameters that would have been frozen. Training must be the same.
     rank = dist.get_rank()
 
-    def play_thawed(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    def play_unfrozen(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         loss = task.loss(model, task.batch_of(step, rank))
         loss.backward()
         thawed = list(model.get_submodule("layers").children())[::-1][: step % 5]
@@ -136,7 +136,7 @@ def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
 
     runs = [
         train(shard_layers(task.build(), fully_shard, mp_policy=precision), p, ranks=[rank], watched=rank, steps=7)
-        for p in (play, play_thawed)
+        for p in (play, play_unfrozen)
     ]
     assert_equal_runs(*runs, exact=True)
 
@@ -155,11 +155,11 @@ def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
 def test_a_model_frozen_in_its_first_forward_can_be_unfrozen_and_frozen_again(
     precision: MixedPrecisionPolicy,
 ) -> None:
-    run_ranks(thaw_bit_by_bit, 2, precision)
+    run_ranks(unfreeze_layer_by_layer, 2, precision)
 
 
 def keep_frozen_groups() -> None:
-    """What is at rest is changed in place before the third step, which the copy in memory must follow."""
+    """Change kept frozen parameters in place before the third step and check that the unsharded copy follows."""
     task, gathered = TASKS["transformer"], []
     at_rest: dict[nn.Module, list[nn.Parameter]] = {}
     build = partial(frozen_transformer, "layers.0.", "layers.1.")
@@ -193,7 +193,7 @@ def test_frozen_groups_that_are_kept_are_gathered_once_and_after_changes() -> No
 
 
 def freeze_while_unsharded(reshard_after_backward: bool) -> None:
-    """After an evaluation that kept them, ``parameters()`` shows the unsharded ones; the optimizer has the others."""
+    """Freeze parameters while ``parameters()`` shows unsharded ones that the optimizer does not hold."""
     task = TASKS["chain"]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -219,7 +219,7 @@ def test_parameters_can_be_frozen_and_thawed_while_they_are_unsharded(reshard_af
     run_ranks(freeze_while_unsharded, 2, reshard_after_backward)
 
 
-def ask_for_gradients_of_inputs() -> None:
+def compare_input_gradients() -> None:
     rank = dist.get_rank()
     task, gradients = TASKS["transformer"], []
 
@@ -244,18 +244,18 @@ def ask_for_gradients_of_inputs() -> None:
 
     check_parity(task.build, play, shard=shard, steps=4)
     ours, reference = gradients[:2], gradients[2:]
-    # Inputs are each rank's own, so their gradients are not averaged.
+    # Each rank has its own inputs, so their gradients are not averaged.
     mine = [gradient for i, gradient in enumerate(reference) if i % dist.get_world_size() == rank]
     torch.testing.assert_close(ours, mine)
 
 
 @pytest.mark.behaviour("C-05")
 def test_inputs_get_their_gradients_where_they_need_them() -> None:
-    run_ranks(ask_for_gradients_of_inputs, 2)
+    run_ranks(compare_input_gradients, 2)
 
 
 class Layered(nn.Module):
-    """One group of two layers, and an input that needs a gradient."""
+    """One group of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,10 +272,10 @@ LOOKS: dict[str, Callable[[FSDPModule], object]] = {
     "a checkpoint": lambda model: checkpoint.state_dict(cast(nn.Module, model)),
     "load_state_dict": lambda model: cast(nn.Module, model).load_state_dict(cast(nn.Module, model).state_dict()),
 }
-"""Who sees first that parameters were frozen."""
+"""The first call that can detect that parameters were frozen."""
 
 
-def freeze_while_gradients_are_on_their_way(summed: str, look: str) -> None:
+def freeze_while_gradients_are_in_flight(summed: str, look: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = seeded(Layered)(), seeded(Layered)()
     fully_shard(model)
@@ -288,7 +288,7 @@ def freeze_while_gradients_are_on_their_way(summed: str, look: str) -> None:
     for microbatch in range(3):
         is_last = microbatch == 2
         model.set_is_last_backward(is_last)
-        if microbatch == 1:  # while the first one's gradients may be on their way
+        if microbatch == 1:  # the gradients of the first layer may still be in flight
             for frozen in (model, reference):
                 frozen.get_submodule("first").requires_grad_(False)
             LOOKS[look](model)
@@ -308,11 +308,14 @@ def freeze_while_gradients_are_on_their_way(summed: str, look: str) -> None:
 @pytest.mark.parametrize("summed", ["reduced", "sharded", "unsharded"])
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_parameters_can_be_frozen_while_gradients_are_in_flight(transport: Environment, summed: str, look: str) -> None:
-    run_ranks(freeze_while_gradients_are_on_their_way, 2, summed, look, environment=transport)
+    run_ranks(freeze_while_gradients_are_in_flight, 2, summed, look, environment=transport)
 
 
 def freeze_between_forward_and_backward(flips: bool) -> None:
-    """As torch has it: what is frozen when backward comes to it gets no gradient. What is thawed has none to get."""
+    """Check, as in torch, that backward skips parameters frozen since forward.
+
+    Parameters that are unfrozen after forward get no gradient either.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = seeded(Layered)(), seeded(Layered)()
     for layer in (*model.children(), model):

@@ -1,4 +1,4 @@
-"""``unsharded_params``: full parameters inside the context, and which changes are kept."""
+"""Test ``unsharded_params``: full parameters inside the context, and the changes that are kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backward(model: nn.Module, task: str, step: int = 0) -> None:
     TASKS[task].loss(model, TASKS[task].batch_of(step, dist.get_rank())).backward()
 
 
-def assert_whole(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+def assert_unsharded(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
     found = dict(model.named_parameters(remove_duplicate=False))
     assert list(found) == list(values)
     for name, parameter in found.items():
@@ -47,14 +47,14 @@ def assert_whole(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
         exactly(parameter.detach(), values[name], name)
 
 
-def shows_and_keeps(task: str, shape: tuple[int, ...]) -> None:
+def show_and_write_back(task: str, shape: tuple[int, ...]) -> None:
     for options in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
         model, reference = built(task, shape, **options), TASKS[task].build()
         backward(model, task)
         before = list(model.named_parameters(remove_duplicate=False))
         values = values_of(reference)
         with unsharded_params(model):
-            assert_whole(model, values)
+            assert_unsharded(model, values)
             assert len(list(model.parameters())) == len(list(reference.parameters())), "shared ones stay one"
             assert all(not isinstance(v, DTensor) for v in model.state_dict().values())
             with torch.no_grad():
@@ -74,16 +74,16 @@ def shows_and_keeps(task: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize(("task", "shape"), MESHES, ids=str)
 def test_unsharded_params_shows_full_parameters_and_keeps_writes_on_request(task: str, shape: tuple[int, ...]) -> None:
-    run_ranks(shows_and_keeps, prod(shape), task, shape)
+    run_ranks(show_and_write_back, prod(shape), task, shape)
 
 
-def trains_on() -> None:
-    """Between steps, with an optimizer that holds the sharded parameters and their state."""
+def train_after_writing() -> None:
+    """Use the context between steps while an optimizer holds the sharded parameters and their state."""
     task = TASKS["mlp"]
     model, reference = built("mlp", (2,)), task.build()
     train_alike(model, reference, task, steps=1)
     for module in (model, reference):
-        with unsharded_params(module), torch.no_grad():  # of a plain module: does nothing
+        with unsharded_params(module), torch.no_grad():  # has no effect on a plain module
             for parameter in module.parameters():
                 parameter.clamp_(-0.1, 0.1)
     train_alike(model, reference, task)
@@ -98,10 +98,10 @@ def trains_on() -> None:
 
 @pytest.mark.behaviour("C-14")
 def test_training_continues_from_the_written_values() -> None:
-    run_ranks(trains_on, 2)
+    run_ranks(train_after_writing, 2)
 
 
-def kept_unsharded_between_passes() -> None:
+def write_while_kept_unsharded() -> None:
     task = TASKS["mlp"]
     model, reference = built("mlp", (2,), reshard_after_forward=False), task.build()
     with torch.no_grad():
@@ -114,10 +114,10 @@ def kept_unsharded_between_passes() -> None:
 
 @pytest.mark.behaviour("C-14")
 def test_written_values_replace_parameters_kept_unsharded() -> None:
-    run_ranks(kept_unsharded_between_passes, 2)
+    run_ranks(write_while_kept_unsharded, 2)
 
 
-def gradients(shape: tuple[int, ...]) -> None:
+def write_gradients(shape: tuple[int, ...]) -> None:
     model = built("mlp", shape)
     backward(model, "mlp")
     rank = dist.get_rank()
@@ -129,7 +129,7 @@ def gradients(shape: tuple[int, ...]) -> None:
         lone.grad.to_local().zero_()
     expected = {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
     if rank != 0:
-        lone.grad = None  # as if only the first rank had one
+        lone.grad = None  # as if only the first rank had a gradient
     objects = {n: p.grad for n, p in model.named_parameters()}
     with unsharded_params(model):
         assert all(p.grad is None for p in model.parameters())
@@ -162,17 +162,17 @@ def gradients(shape: tuple[int, ...]) -> None:
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 def test_with_grads_shows_full_gradients_and_writes_them_back(shape: tuple[int, ...]) -> None:
-    run_ranks(gradients, prod(shape), shape)
+    run_ranks(write_gradients, prod(shape), shape)
 
 
-def of_the_first_rank(shape: tuple[int, ...]) -> None:
+def unshard_on_rank_0(shape: tuple[int, ...]) -> None:
     model, rank = built("mlp", shape), dist.get_rank()
     values = values_of(model)
     backward(model, "mlp")
     objects = dict(model.named_parameters())
     with unsharded_params(model, rank0_only=True, writeback=False):
         if rank == 0:
-            assert_whole(model, values)
+            assert_unsharded(model, values)
         else:
             assert all(p is objects[n] for n, p in model.named_parameters())
     for name, value in values_of(model).items():
@@ -196,14 +196,14 @@ def of_the_first_rank(shape: tuple[int, ...]) -> None:
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
 def test_rank_0_only_shows_and_writes_full_parameters(shape: tuple[int, ...]) -> None:
-    run_ranks(of_the_first_rank, prod(shape), shape)
+    run_ranks(unshard_on_rank_0, prod(shape), shape)
 
 
 class Stop(Exception):
     pass
 
 
-def raises_inside() -> None:
+def raise_inside() -> None:
     model = built("mlp", (2,))
     objects, values = dict(model.named_parameters()), values_of(model)
     for raising in ([0, 1], [0], [1]):
@@ -221,17 +221,17 @@ def raises_inside() -> None:
                 assert dist.get_rank() in raising
             assert all(p is objects[n] for n, p in model.named_parameters())
             if raising == [1]:
-                values["scale"] += 1  # what the first rank wrote counts
+                values["scale"] += 1  # the writes of the first rank are kept
             exactly(whole(objects["scale"]), values["scale"], "scale")
     backward(model, "mlp")
 
 
 @pytest.mark.behaviour("C-14")
 def test_raising_inside_restores_the_sharded_state_and_no_rank_hangs() -> None:
-    run_ranks(raises_inside, 2)
+    run_ranks(raise_inside, 2)
 
 
-def own_group_only() -> None:
+def unshard_own_group() -> None:
     model = built("mlp", (2,))
     with unsharded_params(model, recurse=False):
         shown = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
@@ -243,10 +243,10 @@ def own_group_only() -> None:
 
 @pytest.mark.behaviour("C-14")
 def test_without_recurse_only_one_group_is_unsharded() -> None:
-    run_ranks(own_group_only, 2)
+    run_ranks(unshard_own_group, 2)
 
 
-def columns_and_attributes() -> None:
+def check_columns_and_attributes() -> None:
     mesh = init_device_mesh("cpu", (4,))
     model = nn.LSTM(5, 3)
     vars(model.weight_ih_l0)["tag"] = "kept"
@@ -254,7 +254,7 @@ def columns_and_attributes() -> None:
     values = values_of(model)
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     with unsharded_params(model):
-        assert_whole(model, values)
+        assert_unsharded(model, values)
         assert vars(model.weight_ih_l0)["tag"] == "kept"
         assert not model.bias_hh_l0.requires_grad
         assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
@@ -279,10 +279,10 @@ def columns_and_attributes() -> None:
 
 @pytest.mark.behaviour("C-14")
 def test_other_dims_attributes_and_replaced_parameters() -> None:
-    run_ranks(columns_and_attributes, 4)
+    run_ranks(check_columns_and_attributes, 4)
 
 
-def refusals() -> list[str]:
+def collect_refusals() -> list[str]:
     model, messages = built("mlp", (2,)), []
     batch = TASKS["mlp"].batch_of(0, dist.get_rank())
 
@@ -302,7 +302,7 @@ def refusals() -> list[str]:
             with pytest.raises(LifecycleError, match="inside unsharded_params"):
                 call()
     with unsharded_params(model, rank0_only=True, writeback=False):
-        if dist.get_rank() == 0:  # refused before any collective
+        if dist.get_rank() == 0:  # raised before any collective
             with pytest.raises(LifecycleError, match="inside unsharded_params"):
                 model(*batch[:-1])
     backward(model, "mlp")
@@ -322,7 +322,7 @@ def refusals() -> list[str]:
 
 @pytest.mark.behaviour("C-14")
 def test_invalid_uses_of_unsharded_params_are_errors() -> None:
-    first, second = run_ranks(refusals, 2)
+    first, second = run_ranks(collect_refusals, 2)
     assert first == second
     forward, backward_, nested, shape, meta = first
     assert forward.startswith("unsharded_params was entered during a forward that 'layers.2' is part of")
@@ -335,8 +335,8 @@ def test_invalid_uses_of_unsharded_params_are_errors() -> None:
     assert "'layers.0.weight', 'layers.0.bias'" in meta
 
 
-def apart() -> str:
-    """Two modules on two meshes, neither of which has all the ranks of the other."""
+def unshard_on_two_meshes() -> str:
+    """Unshard two modules on two meshes. Neither mesh has all the ranks of the other."""
     rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, second = model
@@ -346,7 +346,7 @@ def apart() -> str:
     with pytest.raises(ConfigurationError) as error, unsharded_params(model, rank0_only=True):
         pass
     with unsharded_params(model):
-        assert_whole(model, values)
+        assert_unsharded(model, values)
         model.get_parameter("0.weight").data.add_(1)
     exactly(whole(model.get_parameter("0.weight")), values["0.weight"] + 1, "0.weight")
     return str(error.value)
@@ -354,12 +354,12 @@ def apart() -> str:
 
 @pytest.mark.behaviour("C-14")
 def test_modules_on_different_meshes() -> None:
-    messages = run_ranks(apart, 4)
+    messages = run_ranks(unshard_on_two_meshes, 4)
     assert all("no mesh has all ranks that hold parameters" in message for message in messages)
 
 
-def placements() -> None:
-    """What a rank keeps of a whole tensor is what torch gives it, whatever the placements; so both ways agree."""
+def compare_placements() -> None:
+    """Check for many placements that full tensors are sharded as torch shards them."""
     grid, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     cube = init_device_mesh("cpu", (1, 2, 2))
     strided = _StridedShard(0, split_factor=2)
@@ -382,8 +382,8 @@ def placements() -> None:
             exactly(gather(placed), value, f"{shape} from {places}")
 
 
-def uneven_within_tensor_parallel() -> None:
-    """Sizes that no placement describes: of 7 rows, tensor parallelism leaves 4 and 3; three ranks share each."""
+def unshard_uneven_tensor_parallel() -> None:
+    """Check sizes that no placement describes: tensor parallelism splits 7 rows into 4 and 3, each for three ranks."""
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Linear(5, 7)
@@ -401,9 +401,9 @@ def uneven_within_tensor_parallel() -> None:
 
 @pytest.mark.behaviour("C-14")
 def test_uneven_shards_of_tensor_parallel_parameters_are_unsharded_and_written_back() -> None:
-    run_ranks(uneven_within_tensor_parallel, 6)
+    run_ranks(unshard_uneven_tensor_parallel, 6)
 
 
 @pytest.mark.behaviour("C-14")
 def test_local_shards_equal_those_of_torch_for_every_placement() -> None:
-    run_ranks(placements, 4)
+    run_ranks(compare_placements, 4)

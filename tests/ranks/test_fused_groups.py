@@ -1,4 +1,4 @@
-"""Small groups next to each other share a gather and a reduction, and nothing else changes."""
+"""Test that small adjacent groups share one all-gather and one reduce-scatter with unchanged results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEPTH = 12
 
 
 class Stack(nn.Module):
-    """Layers of one row more than the last, so that hardly any divides evenly."""
+    """Layers with an increasing number of rows. Few of these numbers divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ def count_collectives() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     layers = list(model.get_submodule("layers").children())
 
-    def only_this_one_is_whole(layer: nn.Module, *_: object) -> None:
+    def check_only_this_one_is_unsharded(layer: nn.Module, *_: object) -> None:
         whole = [other for other in layers if not isinstance(other.weight, DTensor)]
         assert whole in ([], [layer])
 
     for layer in layers:
-        layer.register_forward_pre_hook(only_this_one_is_whole)
-        layer.register_forward_hook(only_this_one_is_whole)
+        layer.register_forward_pre_hook(check_only_this_one_is_unsharded)
+        layer.register_forward_hook(check_only_this_one_is_unsharded)
     gathers, reductions, messages = [], [], []
     for step in range(3):
         with counted_collectives() as counts:
@@ -64,7 +64,7 @@ def count_collectives() -> None:
     assert gathers[1] == gathers[2] <= 4, "one each way, and the ends of both passes"
 
 
-def fuse_nothing_by_option() -> None:
+def disable_fusion() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     assert isinstance(model, FSDPModule)
     model.set_max_fused_bytes(0)
@@ -75,7 +75,7 @@ def fuse_nothing_by_option() -> None:
 
 
 def test_a_limit_of_zero_fuses_no_groups() -> None:
-    run_ranks(fuse_nothing_by_option, 2)
+    run_ranks(disable_fusion, 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
@@ -124,7 +124,7 @@ def test_unused_groups_of_a_fusion_keep_no_gradient() -> None:
 
 
 def train_with(choose: Callable[[Sequence[FSDPModule], int], None], messages: Sequence[int]) -> None:
-    """What all layers send together is to the bit what each sends by itself, whatever ``choose`` does in each step."""
+    """Check that fused gradients are bitwise equal to unfused ones. ``choose`` changes settings before each step."""
     mesh = init_device_mesh("cpu", (2, 2) if dist.get_world_size() == 4 else (2,))
     fused, alone = (shard_layers(STACK.build(), functools.partial(fully_shard, mesh=mesh)) for _ in range(2))
     assert isinstance(alone, FSDPModule)
@@ -176,7 +176,7 @@ def test_a_setting_of_one_group_applies_to_that_group_only(
 
 
 class Gated(nn.Module):
-    """All layers run; of those that are not ``used`` the output counts for nothing."""
+    """Runs all layers. The output of a layer that is not in ``used`` has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,8 +192,8 @@ class Gated(nn.Module):
         return x
 
 
-def use_different_neighbours() -> None:
-    """Each rank leaves out other layers of groups that travel together; the last is left out by both."""
+def use_different_groups() -> None:
+    """Use different layers of fused groups on each rank. Neither rank uses the last layer."""
     rank, task = dist.get_rank(), TASKS["chain"]
     used = {0: [0, 1], 1: [1, 2]}
     model, reference = shard_layers(Gated(), fully_shard), Gated()
@@ -206,7 +206,7 @@ def use_different_neighbours() -> None:
         for name, parameter in reference.named_parameters():
             if parameter.grad is not None:
                 expected[name] = expected.get(name, torch.zeros_like(parameter)) + parameter.grad / 2
-    task.loss(model, task.batch_of(0, rank)).backward()  # shows the order
+    task.loss(model, task.batch_of(0, rank)).backward()  # records the order
     model.zero_grad()
     model.used = used[rank]
     task.loss(model, task.batch_of(1, rank)).backward()
@@ -218,7 +218,7 @@ def use_different_neighbours() -> None:
 
 @pytest.mark.behaviour("C-17")
 def test_ranks_may_use_different_groups_of_a_fusion() -> None:
-    run_ranks(use_different_neighbours, 2)
+    run_ranks(use_different_groups, 2)
 
 
 def set_limits() -> None:

@@ -1,4 +1,4 @@
-"""Reductions over gloo add gradients in fp32 and in the order of ranks, by any algorithm."""
+"""Test that reductions over gloo add gradients in fp32 in rank order with every algorithm."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_up(numel: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_sums_are_made_in_fp32_in_the_order_of_ranks(world_size: int, dtype: torch.dtype) -> None:
-    for numel in (0, 1, 1000, 40_000, 600_000):  # nothing; in one message with others; by itself, in several runs
+    for numel in (0, 1, 1000, 40_000, 600_000):  # empty; packed with others; sent alone in several pieces
         run_ranks(add_up, world_size, numel, dtype)
 
 
@@ -66,7 +66,7 @@ def test_large_shards_are_received_at_their_offsets(world_size: int) -> None:
 
 
 def overlap() -> None:
-    """Gathers and reductions under way at the same time, waited for in another order, do not meet each other's."""
+    """Check that concurrent all-gathers and reduce-scatters, awaited in reverse order, do not mix their data."""
     group = dist.group.WORLD
     assert group is not None
     communicator = over_gloo(group)
@@ -99,7 +99,7 @@ def drop_one() -> None:
     communicator = over_gloo(group)
     rank, size = communicator.rank, communicator.size
     if rank:
-        time.sleep(0.5)  # so that what the first rank drops has not come by then
+        time.sleep(0.5)  # so that the works that the first rank drops have not finished
     for k in range(2):
         communicator.all_gather([Transfer(torch.empty(size * 1000), own(rank + 10 * k, 1000, torch.float32))])
         gc.collect()

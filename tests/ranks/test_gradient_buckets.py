@@ -1,4 +1,4 @@
-"""Large groups reduce gradients in buckets, ahead of the rest of the group, in one order on every rank."""
+"""Test that large groups reduce gradients in buckets during backward, in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def train_tower() -> None:
 
 
 def accumulate_in_grad_buckets(sharded: bool) -> None:
-    def several(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    def play_several(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         total = torch.zeros(())
         for i in range(3):
             if isinstance(model, FSDPModule) and i < 2:
@@ -72,7 +72,7 @@ def accumulate_in_grad_buckets(sharded: bool) -> None:
                 total += play(model, 3 * step + i, rank)
         return total
 
-    check_parity(Tower, several, shard=fully_shard, steps=2)
+    check_parity(Tower, play_several, shard=fully_shard, steps=2)
 
 
 @pytest.mark.behaviour("C-07")
@@ -105,14 +105,14 @@ def tower_with_a_trained_middle() -> Tower:
     return model
 
 
-def freeze_all_after_the_first_that_leaves() -> None:
+def train_middle_weight_only() -> None:
     check_parity(tower_with_a_trained_middle, play, shard=fully_shard, steps=2)
 
 
 @pytest.mark.behaviour("C-05")
 def test_frozen_parameters_are_in_no_gradient_bucket() -> None:
     run_ranks(freeze_all_of_a_grad_bucket, 2, environment=SOCKETS)
-    run_ranks(freeze_all_after_the_first_that_leaves, 2, environment=SOCKETS)
+    run_ranks(train_middle_weight_only, 2, environment=SOCKETS)
 
 
 @pytest.mark.behaviour("C-17")
@@ -125,7 +125,7 @@ def test_ranks_with_different_used_weights_reduce_equal_gradient_buckets(
 
 
 class Around(nn.Module):
-    """Runs a tower before and after another one; ``used`` are its weights in the first run."""
+    """Runs a tower before and after another one. ``used`` lists the weights of its first run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_a_group_that_runs_before_and_after_another_reduces_its_gradient_buckets
 
 
 class Pair(nn.Module):
-    """One tower after another; the first one uses the weights ``used``."""
+    """Two consecutive towers. The first one uses the weights ``used``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,8 +188,11 @@ class Pair(nn.Module):
         return cast(torch.Tensor, second(first(x * self.scale)))
 
 
-def two_forwards(model: nn.Module, rank: int) -> None:
-    """Then one backward. Of the towers' first gradient buckets, rank 0 has gradients only by the second forward."""
+def run_two_forwards(model: nn.Module, rank: int) -> None:
+    """Run two forwards, then one backward.
+
+    On rank 0 the first gradient buckets get all their gradients only from the second forward.
+    """
     used = [0, 1, 2, 3] if rank else [0, 1, 2]
     outputs = [model(batch(0, rank), used), model(batch(1, rank), [0, 1, 2, 3])]
     torch.cat(outputs).square().mean().backward()
@@ -202,17 +205,17 @@ def run_twice_before_backward() -> None:
         fully_shard(tower)
     fully_shard(model)
     for other in range(size):
-        two_forwards(reference, other)
+        run_two_forwards(reference, other)
     play_one(model, rank)
     for _ in range(2):
         model.zero_grad()
-        two_forwards(model, rank)
+        run_two_forwards(model, rank)
     check_gradients(model, reference, size)
     assert [state_of(tower).runs for tower in model.towers] == [0, 0], "so that the next step's batches leave ahead"
 
 
 def check_gradients(model: nn.Module, reference: nn.Module, size: int) -> None:
-    """Those of ``reference`` are the sums of what all ranks did."""
+    """Compare with the gradients of ``reference``, which are the sums over all ranks."""
     for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert isinstance(parameter.grad, DTensor), name
         assert whole.grad is not None
@@ -230,7 +233,7 @@ def test_gradient_buckets_wait_if_two_forwards_share_one_backward(transport: Env
 
 
 class Detour(nn.Module):
-    """One tower after another, of which the second's output need not be used."""
+    """Two consecutive towers. The output of the second one is optional."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +250,7 @@ def go_around_on_one_rank() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = Detour(), Detour()
     fully_shard(model.first)
-    fully_shard(model.second, reshard_after_forward=False)  # so that ranks gather alike, used or not
+    fully_shard(model.second, reshard_after_forward=False)  # so that all ranks gather the same groups, used or not
     fully_shard(model)
 
     def step(of: nn.Module, microbatch: int, of_rank: int) -> None:
@@ -271,24 +274,27 @@ def test_a_backward_skipped_on_one_rank_leaves_no_state(transport: Environment) 
     run_ranks(go_around_on_one_rank, 2, environment=transport)
 
 
-def cut_where_it_is_worth_it() -> None:
+def check_early_reductions() -> None:
     listed = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     fully_shard(listed)
     assert (len(state_of(listed[0]).group.plan.grad_buckets), state_of(listed[0]).reduces_grad_buckets) == (2, False)
     replicated = nn.Sequential(
         *(nn.Linear(WIDTH // 2, WIDTH) for _ in range(2))
-    )  # 1 MiB each, 2 are worth a gradient bucket
+    )  # 1 MiB each; a gradient bucket needs two of them
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(replicated, mesh=mesh)
     assert len(state_of(replicated).group.plan.grad_buckets) == 1, "as the all-reduce has it, not the axis of one rank"
 
 
 def test_gradient_buckets_are_reduced_early_only_if_ranks_cannot_diverge() -> None:
-    run_ranks(cut_where_it_is_worth_it, 2, environment=SOCKETS)
+    run_ranks(check_early_reductions, 2, environment=SOCKETS)
 
 
-def widen(microbatches: int) -> None:
-    """bf16 gradients travel as they are, unless they are sums of several, and are added up in fp32 in rank order."""
+def sum_bf16_gradients_in_fp32(microbatches: int) -> None:
+    """Check that bf16 gradients are sent in bf16 and summed in fp32 in rank order.
+
+    Accumulated gradients are sent in fp32.
+    """
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model, rank, size = Tower(), dist.get_rank(), dist.get_world_size()
     fully_shard(model, mp_policy=precision)
@@ -331,11 +337,11 @@ def play_bf16(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_16_bit_gradients_are_sent_uncast_and_summed_in_fp32(world_size: int, transport: Environment) -> None:
     for microbatches in (1, 3):
-        run_ranks(widen, world_size, microbatches, environment=transport)
+        run_ranks(sum_bf16_gradients_in_fp32, world_size, microbatches, environment=transport)
 
 
 class TwoHeads(nn.Module):
-    """Sharded layers in a root with large heads of its own, of which a forward uses one."""
+    """Sharded layers in a root that owns two large heads. Each forward uses one head."""
 
     def __init__(self) -> None:
         super().__init__()

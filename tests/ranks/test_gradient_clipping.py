@@ -1,4 +1,4 @@
-"""Gradient clipping and scaling on all meshes and placements, compared with torch on plain tensors."""
+"""Test gradient clipping and scaling on all meshes and placements, compared with torch on plain tensors."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NORM_TYPES = (2.0, 1.0, 3.5, inf)
 Where = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 
-def values(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """The same random tensors on every rank."""
+def make_values(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return the same random tensors on every rank."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def with_gradients(fulls: list[torch.Tensor], places: list[Where]) -> list[nn.Parameter]:
-    """Parameters with these gradients, each placed as said; ``None`` is a plain tensor."""
+def make_parameters(fulls: list[torch.Tensor], places: list[Where]) -> list[nn.Parameter]:
+    """Return parameters with the gradients ``fulls``, placed by ``places``. ``None`` means a plain tensor."""
     parameters = []
     for full, place in zip(fulls, places, strict=True):
         gradient = full.clone() if place is None else distribute_tensor(full, *place, src_data_rank=None)
@@ -40,7 +40,7 @@ def with_gradients(fulls: list[torch.Tensor], places: list[Where]) -> list[nn.Pa
     return parameters
 
 
-def on_every_rank(value: torch.Tensor) -> list[torch.Tensor]:
+def gather_from_every_rank(value: torch.Tensor) -> list[torch.Tensor]:
     everyone = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, value)
     return everyone
@@ -50,7 +50,7 @@ def check_against_torch(fulls: list[torch.Tensor], places: list[Where]) -> None:
     for norm_type in NORM_TYPES:
         for limit in (0.37, 1e6):
             for foreach in (None, False):
-                parameters, reference = with_gradients(fulls, places), with_gradients(fulls, [None] * len(fulls))
+                parameters, reference = make_parameters(fulls, places), make_parameters(fulls, [None] * len(fulls))
                 total = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
                 norm = clip_grad_norm_(parameters, limit, norm_type, foreach=foreach)
                 expected = nn.utils.clip_grad_norm_([p for p in reference if p.numel()], limit, norm_type)
@@ -58,7 +58,7 @@ def check_against_torch(fulls: list[torch.Tensor], places: list[Where]) -> None:
                 assert (norm.shape, norm.dtype) == ((), torch.float32)
                 assert_close(norm, expected)
                 assert torch.equal(total, norm)
-                assert all(torch.equal(norm, other) for other in on_every_rank(norm))
+                assert all(torch.equal(norm, other) for other in gather_from_every_rank(norm))
                 for ours, theirs, place in zip(parameters, reference, places, strict=True):
                     assert ours.grad is not None
                     assert theirs.grad is not None
@@ -66,25 +66,25 @@ def check_against_torch(fulls: list[torch.Tensor], places: list[Where]) -> None:
                     assert_close(whole(ours.grad), theirs.grad)
 
 
-def one_axis() -> None:
+def clip_on_one_axis() -> None:
     world = init_device_mesh("cpu", (dist.get_world_size(),))
-    fulls = values((8, 3), (5, 2), (1, 7), (3,), (2, 6), (0, 4), ())
+    fulls = make_values((8, 3), (5, 2), (1, 7), (3,), (2, 6), (0, 4), ())
     rows = (world, (Shard(0),))
     check_against_torch(fulls, [rows, rows, rows, rows, (world, (Shard(1),)), rows, (world, (Replicate(),))])
     check_against_torch(fulls, [rows, None, (world, (Replicate(),)), None, rows, None, None])
-    check_against_torch(fulls[2:3], [rows])  # all but the first rank have nothing at all
+    check_against_torch(fulls[2:3], [rows])  # only the first rank has a nonempty shard
     check_against_torch(fulls[:1], [None])
 
 
 @pytest.mark.behaviour("C-11")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_one_axis_with_uneven_and_empty_shards(world_size: int) -> None:
-    run_ranks(one_axis, world_size)
+    run_ranks(clip_on_one_axis, world_size)
 
 
-def many_meshes() -> None:
+def clip_on_many_meshes() -> None:
     world, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))  # the same ranks in groups of its own
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))  # the same ranks in other process groups
     tall = init_device_mesh("cpu", (4, 1), mesh_dim_names=("x", "y"))
     crossed = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]))
     keep, rows, columns = Replicate(), Shard(0), Shard(1)
@@ -106,17 +106,17 @@ def many_meshes() -> None:
         (grid, (keep, rows)),
     ]
     shapes = [(5, 3), (6, 2), (2, 3), (1, 4), (8, 2), (3, 5), (4,), (5, 5), (3, 3), (7,), (3, 2), (2, 2), (8, 3), (1,)]
-    fulls = values(*shapes)
+    fulls = make_values(*shapes)
     check_against_torch(fulls, places)
     check_against_torch(fulls[::-1], places[::-1])
 
 
 @pytest.mark.behaviour("C-11")
 def test_tensors_on_different_meshes_count_once_each_in_one_call() -> None:
-    run_ranks(many_meshes, 4)
+    run_ranks(clip_on_many_meshes, 4)
 
 
-def three_axes() -> None:
+def clip_on_three_axes() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     joined = (mesh, (Replicate(), _StridedShard(0, split_factor=2), Shard(0)))
     places: list[Where] = [
@@ -124,17 +124,17 @@ def three_axes() -> None:
         (mesh, (Replicate(), Shard(0), Shard(1))),
         (mesh["replicate", "shard"], (Replicate(), Shard(0))),
     ]
-    check_against_torch(values((8, 3), (3, 3), (5,)), places)
+    check_against_torch(make_values((8, 3), (3, 3), (5,)), places)
 
 
 @pytest.mark.behaviour("C-11")
 def test_joined_meshes_and_their_slices_train() -> None:
-    run_ranks(three_axes, 4)
+    run_ranks(clip_on_three_axes, 4)
 
 
-def pending_sums() -> None:
+def clip_pending_sums() -> None:
     world = init_device_mesh("cpu", (dist.get_world_size(),))
-    (full,) = values((3, 4))
+    (full,) = make_values((3, 4))
     for norm_type in NORM_TYPES:
         parameter = nn.Parameter(distribute_tensor(torch.zeros(3, 4), world, (Replicate(),)))
         parameter.grad = DTensor.from_local(full * (dist.get_rank() + 1), world, (Partial(),), run_check=False)
@@ -147,23 +147,23 @@ def pending_sums() -> None:
 
 @pytest.mark.behaviour("C-11", "C-16")
 def test_pending_sums_are_done_before_the_norm() -> None:
-    run_ranks(pending_sums, 2)
+    run_ranks(clip_pending_sums, 2)
 
 
-def precisions() -> None:
+def clip_half_precision() -> None:
     world = init_device_mesh("cpu", (2,))
     rows: Where = (world, (Shard(0),))
     for dtype in (torch.float16, torch.bfloat16):
-        (full,) = values((5, 40), dtype=dtype)
-        full *= 300  # its squares do not fit float16
-        (parameter,) = with_gradients([full], [rows])
+        (full,) = make_values((5, 40), dtype=dtype)
+        full *= 300  # its squares overflow float16
+        (parameter,) = make_parameters([full], [rows])
         norm = clip_grad_norm_([parameter], 1.0)
         assert norm.dtype is torch.float32
         assert_close(norm, full.float().norm())
         assert parameter.grad is not None
         assert parameter.grad.dtype is dtype
         assert_close(whole(parameter.grad).float(), full.float() / norm, rtol=1e-2, atol=1e-5)
-    large, small = values((3, 3), (3, 3))
+    large, small = make_values((3, 3), (3, 3))
     total = get_total_norm([distribute_tensor(large * 1e18, world, [Shard(0)]), small.double()])
     assert total.dtype is torch.float64
     assert_close(total, (large * 1e18).double().norm())
@@ -171,25 +171,25 @@ def precisions() -> None:
 
 @pytest.mark.behaviour("C-11")
 def test_norms_of_half_precision_gradients_are_float32() -> None:
-    run_ranks(precisions, 2)
+    run_ranks(clip_half_precision, 2)
 
 
-def with_and_without_gradients() -> None:
+def clip_missing_gradients() -> None:
     world, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     rows: Where = (world, (Shard(0),))
     assert torch.equal(clip_grad_norm_([], 1.0), torch.tensor(0.0))
     assert torch.equal(get_total_norm([]), torch.tensor(0.0))
     for norm_type in NORM_TYPES:
-        first, second, third = with_gradients(values((3, 2), (4,), (2,)), [rows, rows, None])
+        first, second, third = make_parameters(make_values((3, 2), (4,), (2,)), [rows, rows, None])
         first.grad = None
         norm = clip_grad_norm_([first, second, third], 1e6, norm_type)
-        plain = values((3, 2), (4,), (2,))[1:]
+        plain = make_values((3, 2), (4,), (2,))[1:]
         assert_close(norm, nn.utils.get_total_norm(plain, norm_type))
         second.grad = third.grad = None
         assert clip_grad_norm_([first, second, third], 1.0, norm_type) == 0
-        # A gradient that only one rank has: the other's shard counts as zeros.
-        (lone,) = with_gradients(values((4, 3)), [rows])
-        shard = values((4, 3))[0][:2]
+        # Only one rank has this gradient: the other rank's shard counts as zeros.
+        (lone,) = make_parameters(make_values((4, 3)), [rows])
+        shard = make_values((4, 3))[0][:2]
         if rank == 1:
             lone.grad = None
         assert_close(clip_grad_norm_([lone], 1e6, norm_type), torch.linalg.vector_norm(shard, norm_type))
@@ -199,17 +199,17 @@ def with_and_without_gradients() -> None:
 
 @pytest.mark.behaviour("C-11")
 def test_parameters_without_gradients_change_nothing_on_any_rank() -> None:
-    run_ranks(with_and_without_gradients, 2)
+    run_ranks(clip_missing_gradients, 2)
 
 
-def nonfinite() -> list[str]:
+def clip_nonfinite_gradients() -> list[str]:
     world, messages = init_device_mesh("cpu", (2,)), []
     for bad in (nan, inf, -inf):
         for row in range(3):
             for norm_type in NORM_TYPES:
-                (full,) = values((3, 2))
+                (full,) = make_values((3, 2))
                 full[row, 1] = bad
-                (parameter,) = with_gradients([full], [(world, (Shard(0),))])
+                (parameter,) = make_parameters([full], [(world, (Shard(0),))])
                 before = whole(parameter.grad) if parameter.grad is not None else None
                 with pytest.raises(GradientError) as error:
                     clip_grad_norm_([parameter], 1.0, norm_type, error_if_nonfinite=True)
@@ -219,7 +219,7 @@ def nonfinite() -> list[str]:
                 assert_close(whole(parameter.grad), before, rtol=0, atol=0, equal_nan=True)  # type: ignore[arg-type]
                 norm = clip_grad_norm_([parameter], 1.0, norm_type).item()
                 assert isnan(norm) if isnan(bad) else norm == inf
-                reference = with_gradients([full], [None])
+                reference = make_parameters([full], [None])
                 nn.utils.clip_grad_norm_(reference, 1.0, norm_type)
                 assert_close(whole(parameter.grad), reference[0].grad, equal_nan=True)  # type: ignore[arg-type]
     return messages
@@ -227,7 +227,7 @@ def nonfinite() -> list[str]:
 
 @pytest.mark.behaviour("C-11")
 def test_a_norm_that_is_not_finite_is_so_on_every_rank_and_an_error_if_asked() -> None:
-    first, second = run_ranks(nonfinite, 2)
+    first, second = run_ranks(clip_nonfinite_gradients, 2)
     assert first == second
     assert first[0] == (
         "the total norm of order 2.0 of the gradients is nan, so they cannot be clipped. "
@@ -238,9 +238,9 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank_and_an_error_if_asked() -
 
 
 def count_collectives() -> list[int]:
-    """All-reduces of one call, for many parameters: on one axis, on the same in two meshes, on two, on none."""
+    """Return the number of all-reduces per call: for one axis, one axis in two meshes, two axes, and no axis."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    fulls = values(*[(4, 2)] * 6)
+    fulls = make_values(*[(4, 2)] * 6)
     again = init_device_mesh("cpu", (2, 2))
     flat, both = (grid["dp"], (Shard(0),)), (grid, (Shard(0), Shard(1)))
     mixtures: list[list[Where]] = [
@@ -251,7 +251,7 @@ def count_collectives() -> list[int]:
     ]
     counts = []
     for places in mixtures:
-        parameters = with_gradients(fulls, places)
+        parameters = make_parameters(fulls, places)
         with patch("torch.distributed.all_reduce", wraps=dist.all_reduce) as all_reduce:
             clip_grad_norm_(parameters, 1.0)
         counts.append(all_reduce.call_count)
@@ -262,7 +262,7 @@ def test_one_collective_per_mesh_axis_however_many_tensors() -> None:
     assert run_ranks(count_collectives, 4) == [[1, 1, 2, 0]] * 4
 
 
-def whole_models(shape: tuple[int, ...]) -> None:
+def clip_models(shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape)
     norms: list[torch.Tensor] = []
 
@@ -277,8 +277,8 @@ def whole_models(shape: tuple[int, ...]) -> None:
         norms.clear()
 
 
-def kept_unsharded() -> None:
-    """A model that shows its unsharded parameters after backward is clipped all the same."""
+def clip_kept_unsharded() -> None:
+    """Clip the gradients of a model whose parameters stay unsharded after backward."""
     task = TASKS["mlp"]
     model = shard_layers(task.build(), fully_shard)
     for module in model.modules():
@@ -294,15 +294,15 @@ def kept_unsharded() -> None:
 @pytest.mark.behaviour("C-11")
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
 def test_a_sharded_model_is_clipped_like_the_unsharded_one(shape: tuple[int, ...]) -> None:
-    run_ranks(whole_models, 4 if shape != (2,) else 2, shape)
+    run_ranks(clip_models, 4 if shape != (2,) else 2, shape)
 
 
 @pytest.mark.behaviour("C-11")
 def test_a_model_that_shows_unsharded_parameters_is_clipped() -> None:
-    run_ranks(kept_unsharded, 2)
+    run_ranks(clip_kept_unsharded, 2)
 
 
-def foreign_mesh() -> str | None:
+def clip_on_foreign_mesh() -> str | None:
     lower = DeviceMesh("cpu", torch.tensor([0]))
     gradient = DTensor.from_local(torch.ones(2), lower, [Replicate()], run_check=False)
     if dist.get_rank() == 0:
@@ -314,7 +314,7 @@ def foreign_mesh() -> str | None:
 
 
 def test_a_gradient_on_another_mesh_is_an_error() -> None:
-    _, message = run_ranks(foreign_mesh, 2)
+    _, message = run_ranks(clip_on_foreign_mesh, 2)
     assert message is not None
     assert "on the mesh [0], which rank 1 is not in" in message
 
@@ -329,7 +329,7 @@ def clip_and_compare_norms(task: str, norm_type: float, foreach: bool) -> None:
     norms: list[torch.Tensor] = []
 
     def clip(model: nn.Module, step: int) -> None:
-        # Half of the steps are clipped.
+        # Clip in every second step.
         limit = 0.05 if step % 2 else 1e6
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type=norm_type, foreach=foreach)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -344,8 +344,8 @@ def clip_and_compare_norms(task: str, norm_type: float, foreach: bool) -> None:
     assert all(torch.equal(norm, everyone[0]) for norm in everyone)
 
 
-def clip_in_many_ways() -> None:
-    # With a largest-element norm, torch itself fails on the empty shards that four ranks have of the mlp.
+def clip_with_all_options() -> None:
+    # With a largest-element norm, torch itself fails on the empty shards of the mlp on four ranks.
     for norm_type in (2.0, 1.0, inf) if dist.get_world_size() == 2 else (2.0, 1.0):
         for foreach in (True, False):
             clip_and_compare_norms("mlp", norm_type, foreach)
@@ -355,11 +355,11 @@ def clip_in_many_ways() -> None:
 @pytest.mark.behaviour("C-11")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_clipping_and_total_norm_equal_the_reference(world_size: int) -> None:
-    run_ranks(clip_in_many_ways, world_size)
+    run_ranks(clip_with_all_options, world_size)
 
 
 def train_with_a_scaler() -> None:
-    """At step 2 one rank's loss is infinite, for one layer's gradient only: every rank must skip that step."""
+    """Make one rank's loss infinite at step 2 for one layer's gradient only: every rank must skip that step."""
     task, rank, world_size = TASKS["mlp"], dist.get_rank(), dist.get_world_size()
 
     def run(model: nn.Module, ranks: list[int]) -> tuple[Run, list[float]]:
@@ -373,7 +373,7 @@ def train_with_a_scaler() -> None:
                 if rank in ranks and r == rank:
                     result.losses.append(loss.detach())
                 if step == 2 and r == 1:
-                    # Rows of the root's own parameter that only the last rank holds.
+                    # Only the last rank holds these rows of the root's own parameter.
                     loss = loss + model.get_parameter("scale")[-1] * inf
                 scaler.scale(loss / len(ranks)).backward()
             scaler.unscale_(optimizer)

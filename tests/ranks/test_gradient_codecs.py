@@ -1,4 +1,4 @@
-"""Encoded gradients: the exact result on every rank, and the number of bytes sent."""
+"""Test encoded gradients: the exact result on every rank, and the number of bytes sent."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def gradients_of(model: nn.Module, rank: int, step: int = 0) -> list[torch.Tenso
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def rows_of(gradient: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
-    """The pieces of all ranks, flat, each padded to the first one's size and to a boundary of 16 bytes."""
+def split_into_rows(gradient: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
+    """Return the flattened pieces of all ranks, padded to the size of the first piece and to 16 bytes."""
     pieces = torch.chunk(gradient, num_shards, dim)
     rows = torch.zeros(num_shards, -(-pieces[0].numel() // 4) * 4)
     for rank, piece in enumerate(pieces):
@@ -75,10 +75,10 @@ def rows_of(gradient: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
     return rows
 
 
-def summed_as_by_ranks(codec: GradientCodec, per_rank: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Each rank's gradient through the codec by itself; the sum in the order of ranks, in fp32, and the mean."""
+def sum_encoded(codec: GradientCodec, per_rank: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Encode each rank's gradient separately and return the fp32 mean, summed in rank order."""
     num_shards = len(per_rank)
-    all_rows = [rows_of(gradient, num_shards, dim) for gradient in per_rank]
+    all_rows = [split_into_rows(gradient, num_shards, dim) for gradient in per_rank]
     if isinstance(codec, Float8):
         codec = codec.for_parameter(torch.chunk(per_rank[0], num_shards, dim)[0].shape)
     numel = all_rows[0].size(1)
@@ -112,17 +112,17 @@ def compare(codec: GradientCodec, dim: int, reduce_dtype: torch.dtype | None, re
         loss_of(model, rank).backward()
         results.append([p.grad.full_tensor() for p in model.parameters()])
         if isinstance(codec, ErrorFeedback):
-            break  # the second time carries what the first one lost
+            break  # the second step would add the residuals of the first one
     for k, actual in enumerate(results[0]):
         of_all = [gradients[k] for gradients in per_rank]
         is_small = actual.numel() < 100
-        expected = summed_as_by_ranks(EXACT if is_small else codec, of_all, dim if actual.ndim == 2 else 0)
+        expected = sum_encoded(EXACT if is_small else codec, of_all, dim if actual.ndim == 2 else 0)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
         for again in results[1:]:
             assert torch.equal(again[k], actual), "the same from run to run"
 
 
-def narrow_as_wide() -> None:
+def compare_16_bit_with_32_bit() -> None:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policies = (CommunicationPolicy(reduce_scatter=Cast(torch.bfloat16), min_numel=0), None)
     narrow, wide = (sharded(build(), policy, mp_policy=precision) for policy in policies)
@@ -134,7 +134,7 @@ def narrow_as_wide() -> None:
 @pytest.mark.behaviour("E-09")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gradients_computed_in_16_bits_are_sent_in_16_bits_without_loss(world_size: int) -> None:
-    run_ranks(narrow_as_wide, world_size)
+    run_ranks(compare_16_bit_with_32_bit, world_size)
 
 
 @pytest.mark.behaviour("E-09")
@@ -182,7 +182,7 @@ def test_each_axis_of_a_hybrid_mesh_has_a_codec_of_its_own_and_replicas_stay_equ
 
 
 class Sometimes(nn.Module):
-    """Uses its second and third parameter in some calls only."""
+    """Uses its second parameter in some calls only, and its third one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,10 @@ def test_encoded_gradients_train_in_bf16_from_offloaded_shards_and_on_one_rank()
 
 
 def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) -> None:
-    """``slack``: bytes that groups save by sharing a message, at most; with 0 of a plain model they share none."""
+    """Compare the bytes sent with the report.
+
+    ``slack`` is the maximum number of bytes that groups save by sharing a message. With 0, plain groups are not fused.
+    """
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (replicate, world_size // replicate))
     torch.manual_seed(0)
@@ -286,7 +289,7 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) 
 
         setattr(communicator, method, counting)
 
-    loss_of_model = model(torch.randn(4, 64)).square().mean()  # builds what is built lazily
+    loss_of_model = model(torch.randn(4, 64)).square().mean()  # completes lazy initialization
     loss_of_model.backward()
     process_groups = [state_of(module).group.process_groups[0] for module in (model, model[0], model[2])]
     for communicator in {id(pgs.axes.shard): pgs.axes.shard for pgs in process_groups}.values():
@@ -304,12 +307,15 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) 
         reported = sum(row.bytes for row in report.rows if row.direction == direction)
         assert nbytes <= reported <= nbytes + slack * (direction != "all-gather"), (direction, str(report))
     assert slack or report.bytes == sum(sent.values())
-    plain = communication_report_of_plain(mesh, world_size)
+    plain = count_plain_bytes(mesh, world_size)
     assert report.plain_bytes == plain if policy is None else report.bytes < 0.45 * plain
 
 
-def communication_report_of_plain(mesh: Any, world_size: int) -> int:
-    """Worked out by hand: every parameter padded to 16 bytes per rank, gathered twice but in the root, reduced once."""
+def count_plain_bytes(mesh: Any, world_size: int) -> int:
+    """Return the expected number of bytes.
+
+    Every parameter is padded to 16 bytes per rank, gathered twice (once in the root) and reduced once.
+    """
     num_shards, num_replicas = mesh.size(1), mesh.size(0)
 
     def padded(*rows: tuple[int, int], flags: int = 0) -> int:
@@ -385,7 +391,10 @@ def test_residuals_are_saved_with_checkpoints_and_resume(world_size: int, tmp_pa
 
 
 def save_within_a_step(custom: bool) -> None:
-    """``custom``: an update that is no optimizer of torch's, and is not counted by versions."""
+    """Save between microbatches and after the update.
+
+    ``custom`` replaces torch's optimizer by an update that does not increment version counters.
+    """
     model = sharded(build(), CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=100))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
@@ -416,8 +425,8 @@ def test_a_checkpoint_within_a_step_has_the_residuals_from_before_it() -> None:
     run_ranks(save_within_a_step, 2, True)
 
 
-def flip() -> None:
-    """Freezing a parameter moves the others; what was left over belongs elsewhere and is dropped, not added there."""
+def freeze_one_parameter() -> None:
+    """Check that freezing a parameter, which moves the others in the message, resets the residuals."""
     policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=1)
     model = sharded(build(), policy)
     loss_of(model, dist.get_rank()).backward()
@@ -433,11 +442,11 @@ def flip() -> None:
 
 @pytest.mark.behaviour("E-09")
 def test_freezing_parameters_resets_residuals() -> None:
-    run_ranks(flip, 2)
+    run_ranks(freeze_one_parameter, 2)
 
 
-def copies_stay_alike() -> None:
-    """With tensor parallelism, gradients of copies must not be rounded together with those of parts."""
+def compare_tensor_parallel_copies() -> None:
+    """Check that gradients of tensor-parallel copies are not rounded together with those of shards."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -457,4 +466,4 @@ def copies_stay_alike() -> None:
 
 @pytest.mark.behaviour("E-09", "A-07")
 def test_replicated_parameters_on_tensor_parallel_ranks_get_equal_gradients() -> None:
-    run_ranks(copies_stay_alike, 4)
+    run_ranks(compare_tensor_parallel_copies, 4)

@@ -1,4 +1,4 @@
-"""Tensor subclasses that decide how their gradients are sent."""
+"""Test tensor subclasses that choose how their gradients are sent."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests._internals import state_of
 from tests.helpers.extension_tensors import Pair
 
 
-def hang(local: torch.Tensor, seen: list[Any], *, all_arguments: bool = False) -> None:
-    """Hooks that send int8 values with one scale for each rank's piece, and keep what they were called with."""
+def attach_hooks(local: torch.Tensor, seen: list[Any], *, all_arguments: bool = False) -> None:
+    """Attach hooks that send int8 values with one scale per rank's piece, and append their arguments to ``seen``."""
 
     def encode(mesh: DeviceMesh, pieces: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], object]:
         seen.append((mesh, pieces.clone()))
@@ -63,7 +63,7 @@ def compare(width: int, dim: int, replicate: int, all_arguments: bool, codec: bo
     policy = CommunicationPolicy(reduce_scatter=Int8(), min_numel=1) if codec else None
     fully_shard(model, mesh=mesh, comm_policy=policy, shard_placement_fn=lambda p: Shard(dim if p.ndim == 2 else 0))
     seen: list[Any] = []
-    hang(model[0].weight._local_tensor, seen, all_arguments=all_arguments)
+    attach_hooks(model[0].weight._local_tensor, seen, all_arguments=all_arguments)
     for step in range(2):
         model.zero_grad()
         reference.zero_grad()
@@ -103,12 +103,12 @@ def test_hooks_compose_with_hybrid_meshes_and_codecs() -> None:
     run_ranks(compare, 2, 8, 0, 1, False, True)
 
 
-def one_message() -> None:
-    """What hooks send, what codecs send and what is sent as it is share one collective."""
+def count_launches() -> None:
+    """Check that gradients of hooks, encoded gradients and plain gradients share one collective."""
     model: Any = build(8)
     policy = CommunicationPolicy(reduce_scatter=Int4(), min_numel=40)
     fully_shard(model, comm_policy=lambda p: policy if p.shape == (5, 8) else None)
-    hang(model[0].weight._local_tensor, [])
+    attach_hooks(model[0].weight._local_tensor, [])
     launched: list[str] = []
     communicator: Any = state_of(model).group.process_groups[0].scatter
     for method in ("reduce_scatter", "all_to_all", "all_reduce"):
@@ -126,7 +126,7 @@ def one_message() -> None:
 
 @pytest.mark.behaviour("E-09", "E-07")
 def test_a_group_sends_all_its_gradients_in_one_message() -> None:
-    run_ranks(one_message, 2)
+    run_ranks(count_launches, 2)
 
 
 class QuietPair(Pair):
@@ -140,7 +140,7 @@ class QuietPair(Pair):
         return total
 
 
-def both_directions() -> None:
+def encode_both_directions() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     plain = nn.Linear(6, 7, bias=False)
@@ -159,7 +159,7 @@ def both_directions() -> None:
 @pytest.mark.behaviour("E-09", "E-05")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_subclass_brings_hooks_for_both_directions(world_size: int) -> None:
-    run_ranks(both_directions, world_size)
+    run_ranks(encode_both_directions, world_size)
 
 
 class Sometimes(nn.Module):
@@ -177,7 +177,7 @@ def skip() -> None:
     rank = dist.get_rank()
     model: Any = fully_shard(Sometimes())
     for parameter in (model.always, model.maybe):
-        hang(parameter._local_tensor, [])
+        attach_hooks(parameter._local_tensor, [])
     model(batch_of(rank), False).square().mean().backward()
     gradients: list[Any] = [model.maybe.grad]
     model(batch_of(rank), rank == 0).square().mean().backward()
@@ -192,37 +192,37 @@ def test_unused_parameters_with_hooks_keep_no_gradient() -> None:
 
 
 def fail(change: Callable[[Any], None], message: str) -> None:
-    """``change`` spoils the hooks of a tensor; every rank must hear of it."""
+    """Break the hooks of a tensor by ``change`` and check that every rank raises an error."""
     model: Any = fully_shard(nn.Linear(6, 8, bias=False))
     local = model.weight._local_tensor
-    hang(local, [])
+    attach_hooks(local, [])
     change(local)
     with pytest.raises(ParameterError, match=message):
         model(batch_of(dist.get_rank())).square().mean().backward()
     dist.barrier()
 
 
-def without_post(local: Any) -> None:
+def remove_post_hook(local: Any) -> None:
     del local.fsdp_post_reduce_scatter
 
 
-def three_arguments(local: Any) -> None:
+def take_three_arguments(local: Any) -> None:
     local.fsdp_pre_reduce_scatter = lambda mesh, pieces, more: None
 
 
-def no_tuple(local: Any) -> None:
+def return_no_tuple(local: Any) -> None:
     local.fsdp_pre_reduce_scatter = lambda mesh, pieces: pieces
 
 
-def not_by_rank(local: Any) -> None:
+def return_flat_pieces(local: Any) -> None:
     local.fsdp_pre_reduce_scatter = lambda mesh, pieces: ((pieces.flatten(),), None)
 
 
-def another_sum(local: Any) -> None:
+def return_wrong_sum(local: Any) -> None:
     local.fsdp_post_reduce_scatter = lambda outputs, metadata, dtype: outputs[0]
 
 
-def another_size_on_one_rank(local: Any) -> None:
+def send_other_size_on_one_rank(local: Any) -> None:
     narrow = dist.get_rank() == 1
     local.fsdp_pre_reduce_scatter = lambda mesh, pieces: ((pieces.bfloat16() if narrow else pieces,), None)
 
@@ -232,17 +232,26 @@ def another_size_on_one_rank(local: Any) -> None:
     ("change", "message"),
     [
         (
-            without_post,
+            remove_post_hook,
             r"of parameter 'weight' \(Tensor\) defines fsdp_pre_reduce_scatter but not fsdp_post_reduce_sca",
         ),
         (
-            three_arguments,
+            take_three_arguments,
             r"takes 3 arguments beside self; expected fsdp_pre_reduce_scatter\(self, mesh, pieces\) or fs",
         ),
-        (no_tuple, r"of parameter 'weight' must return \(tuple of tensors, metadata\), each tensor with 2 on dim 0"),
-        (not_by_rank, r"must return \(tuple of tensors, metadata\), each tensor with 2 on dim 0, one for each rank"),
-        (another_sum, r"must return the sum of the pieces, a tensor of shape \(4, 6\), not \(2, 4, 6\)"),
-        (another_size_on_one_rank, r"of parameter 'weight' returned other shapes or dtypes on some ranks than on othe"),
+        (
+            return_no_tuple,
+            r"of parameter 'weight' must return \(tuple of tensors, metadata\), each tensor with 2 on dim 0",
+        ),
+        (
+            return_flat_pieces,
+            r"must return \(tuple of tensors, metadata\), each tensor with 2 on dim 0, one for each rank",
+        ),
+        (return_wrong_sum, r"must return the sum of the pieces, a tensor of shape \(4, 6\), not \(2, 4, 6\)"),
+        (
+            send_other_size_on_one_rank,
+            r"of parameter 'weight' returned other shapes or dtypes on some ranks than on othe",
+        ),
     ],
 )
 def test_hooks_that_cannot_work_are_refused_on_every_rank(change: Callable[[Any], None], message: str) -> None:
@@ -252,7 +261,7 @@ def test_hooks_that_cannot_work_are_refused_on_every_rank(change: Callable[[Any]
 def change_later() -> None:
     model: Any = fully_shard(nn.Linear(6, 8, bias=False))
     local = model.weight._local_tensor
-    hang(local, [])
+    attach_hooks(local, [])
     model(batch_of(0)).square().mean().backward()
     local.fsdp_pre_reduce_scatter = lambda mesh, pieces: ((pieces,), None)
     with pytest.raises(

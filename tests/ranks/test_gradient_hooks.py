@@ -1,4 +1,4 @@
-"""Gradient hooks on sharded parameters, optimizer steps in backward, gradient dtypes."""
+"""Test gradient hooks on sharded parameters, optimizer steps in backward, and gradient dtypes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def register(model: nn.Module, kind: str, hook: Callable[[Any], Any]) -> None:
 
 
 def replace_gradients_by_hooks() -> None:
-    """The averaged gradient comes by once a backward, as a DTensor; what a hook returns is used in its place."""
+    """Check that hooks get each averaged gradient once per backward, as a DTensor, and can replace it."""
     task, rank, world_size = TASKS["mlp"], dist.get_rank(), dist.get_world_size()
     model, seen = shard_layers(task.build(), fully_shard), Counter[str]()
 
@@ -74,7 +74,7 @@ def replace_gradients_by_hooks() -> None:
     assert_equal_runs(ours, expected)
 
 
-def hooks_can_be_removed_and_see_what_is_accumulated() -> None:
+def remove_hooks_and_accumulate() -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard)
     parameter, seen = model.get_parameter("layers.1.weight"), []
@@ -103,11 +103,11 @@ def hooks_can_be_removed_and_see_what_is_accumulated() -> None:
 @pytest.mark.behaviour("C-12")
 def test_hooks_on_sharded_parameters_see_and_replace_their_gradients() -> None:
     run_ranks(replace_gradients_by_hooks, 2)
-    run_ranks(hooks_can_be_removed_and_see_what_is_accumulated, 2)
+    run_ranks(remove_hooks_and_accumulate, 2)
 
 
 class InBackward:
-    """One optimizer a parameter, whose step is taken, and gradient freed, as soon as the gradient is there."""
+    """Has one optimizer per parameter, which steps and frees the gradient as soon as the gradient is ready."""
 
     def __init__(self, parameters: Any) -> None:
         self._parameters = list(parameters)
@@ -149,7 +149,7 @@ def test_optimizers_that_step_inside_backward_keep_parity(mesh_shape: tuple[int,
     run_ranks(step_in_backward, torch.Size(mesh_shape).numel(), mesh_shape)
 
 
-# -- dtype of gradients
+# -- the dtype of gradients
 
 
 def bf16_mlp(grad_dtype: torch.dtype | None) -> nn.Module:
@@ -168,7 +168,7 @@ def play_bf16(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def keep_gradients_in_their_dtype() -> None:
-    """bf16 parameters whose gradients are fp32, as ``grad_dtype`` says: exact on two ranks, which add in one order."""
+    """Check bf16 parameters with fp32 gradients, set by ``grad_dtype``. Two ranks have only one order of summation."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sums: dict[str, torch.Tensor] = {}
     for r in range(world_size):
@@ -199,7 +199,7 @@ def keep_gradients_in_their_dtype() -> None:
                     gradient.to_local(), (wanted.to(expected) * accumulated), **tolerance, msg=f"{what}: {name}"
                 )
         model.zero_grad()
-        model.to(torch.float64)  # whatever grad_dtype was, the model stays usable
+        model.to(torch.float64)  # the model remains usable with every grad_dtype
         model.to(BF16)
         play_bf16(model, 0, rank)
 
@@ -209,10 +209,10 @@ def test_the_dtype_set_for_gradients_is_kept() -> None:
     run_ranks(keep_gradients_in_their_dtype, 2)
 
 
-# -- optimizers built too early
+# -- optimizers built before sharding
 
 
-def step_what_was_replaced() -> None:
+def step_stale_optimizers() -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
     model = task.build()
     early = torch.optim.AdamW(model.parameters())
@@ -224,7 +224,7 @@ def step_what_was_replaced() -> None:
     assert shard
     fully_shard(model)
     task.loss(model, task.batch_of(0, rank)).backward()
-    for _ in range(2):  # not only the first time
+    for _ in range(2):  # the error is raised every time
         with pytest.raises(ConfigurationError, match=r"7 of its 7 parameters.*Build the optimizer after"):
             early.step()
     with pytest.raises(ConfigurationError, match="SGD was built before fully_shard: 1 of its 2"):
@@ -237,11 +237,11 @@ def step_what_was_replaced() -> None:
 @pytest.mark.behaviour("H-02")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_optimizer_built_before_sharding_is_refused_by_name_at_its_step(world_size: int) -> None:
-    run_ranks(step_what_was_replaced, world_size)
+    run_ranks(step_stale_optimizers, world_size)
 
 
-def steps_in_backward_are_not_missed_by_what_stays_whole() -> None:
-    """Parameters kept unsharded after backward are stale where an optimizer has stepped meanwhile, in backward too."""
+def step_in_backward_while_kept_unsharded() -> None:
+    """Check that a step in backward makes parameters stale that are kept unsharded after backward."""
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, reshard_after_forward=False)
     assert isinstance(model, FSDPModule)
@@ -257,4 +257,4 @@ def steps_in_backward_are_not_missed_by_what_stays_whole() -> None:
 
 @pytest.mark.behaviour("C-12", "C-08")
 def test_a_step_inside_backward_makes_kept_parameters_stale() -> None:
-    run_ranks(steps_in_backward_are_not_missed_by_what_stays_whole, 2)
+    run_ranks(step_in_backward_while_kept_unsharded, 2)

@@ -1,4 +1,4 @@
-"""Initial values: broadcast from a rank, by a function per module, by seed, or by the module."""
+"""Test initial values: broadcast from a rank, by a function per module, by seed, or by the module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.helpers.transports import SOCKETS
 
 
 class Buffered(nn.Module):
-    """Everything that must travel: many dtypes, an expanded and a strided parameter, buffers, some not persistent."""
+    """Has tensors of many kinds: several dtypes, expanded and strided parameters, persistent and other buffers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Buffered(nn.Module):
         return out
 
 
-def synchronised(shape: tuple[int, ...], message_bytes: int) -> None:
+def synchronise(shape: tuple[int, ...], message_bytes: int) -> None:
     rank = dist.get_rank()
     module, first = Buffered(seed=10 + rank), Buffered(seed=10)
     parameters = {n: p.detach() for n, p in first.named_parameters() if not n.startswith("left")}
@@ -91,11 +91,11 @@ def synchronised(shape: tuple[int, ...], message_bytes: int) -> None:
 @pytest.mark.behaviour("A-15", "A-11")
 @pytest.mark.parametrize(("shape", "message_bytes"), [((2,), 1 << 20), ((2,), 1), ((2, 2), 40), ((1,), 40)], ids=str)
 def test_all_ranks_start_from_the_values_of_rank_0(shape: tuple[int, ...], message_bytes: int) -> None:
-    run_ranks(synchronised, prod(shape), shape, message_bytes)
+    run_ranks(synchronise, prod(shape), shape, message_bytes)
 
 
-def trains_from_other_seeds() -> None:
-    """A nested unit's own call synchronises its own parameters; the root's leaves them."""
+def train_from_other_seeds() -> None:
+    """Check that a nested unit's own call synchronises its parameters and that the root's call does not change them."""
     mesh = init_device_mesh("cpu", (2,))
     model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
     if dist.get_rank() == 1:
@@ -109,7 +109,7 @@ def trains_from_other_seeds() -> None:
 
 @pytest.mark.behaviour("A-15")
 def test_ranks_with_different_initial_values_train_alike() -> None:
-    run_ranks(trains_from_other_seeds, 2)
+    run_ranks(train_from_other_seeds, 2)
 
 
 def count_messages() -> int:
@@ -131,7 +131,7 @@ def test_small_tensors_share_one_message_per_dtype() -> None:
     assert run_ranks(count_messages, 2) == [2, 2]
 
 
-def nothing_to_send() -> str:
+def synchronise_meta_tensors() -> str:
     with torch.device("meta"):
         model = Buffered(0)
     with pytest.raises(ParameterError) as error:
@@ -141,13 +141,13 @@ def nothing_to_send() -> str:
 
 @pytest.mark.behaviour("A-15")
 def test_meta_tensors_cannot_be_synchronised_and_are_named() -> None:
-    first, second = run_ranks(nothing_to_send, 2)
+    first, second = run_ranks(synchronise_meta_tensors, 2)
     assert first == second
     assert "these of Buffered are on the meta device and have no values to send: ['weight', 'narrow'," in first
     assert "Pass param_init_fn" in first
 
 
-def from_init_function(task: str, shape: tuple[int, ...]) -> None:
+def initialise_by_function(task: str, shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape)
     reference = TASKS[task].build()
     values = values_of(reference)
@@ -161,7 +161,7 @@ def from_init_function(task: str, shape: tuple[int, ...]) -> None:
         module.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
             for name, parameter in module.named_parameters(names[module], recurse=False):
-                # Only the first rank has the values: the others get them by synchronisation.
+                # Only the first rank has the values. The other ranks get them by synchronisation.
                 parameter.copy_(values[name]) if dist.get_rank() == 0 else parameter.zero_()
 
     shard_layers(model, fully_shard, mesh=mesh, param_init_fn=init, sync_module_states=True)
@@ -174,10 +174,10 @@ def from_init_function(task: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.behaviour("A-12", "A-15")
 @pytest.mark.parametrize(("task", "shape"), [("mlp", (2,)), ("tied", (2,)), ("mlp", (2, 2))], ids=str)
 def test_an_init_function_and_synchronisation_train_with_parity(task: str, shape: tuple[int, ...]) -> None:
-    run_ranks(from_init_function, prod(shape), task, shape)
+    run_ranks(initialise_by_function, prod(shape), task, shape)
 
 
-def emptied(shape: tuple[int, ...]) -> None:
+def materialise(shape: tuple[int, ...]) -> None:
     mesh, task = init_device_mesh("cpu", shape), TASKS["tied"]
     reference = task.build()
     with torch.device("meta"):
@@ -197,11 +197,11 @@ def emptied(shape: tuple[int, ...]) -> None:
 @pytest.mark.behaviour("A-12")
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 def test_to_empty_materialises_sharded_parameters_and_keeps_real_ones(shape: tuple[int, ...]) -> None:
-    run_ranks(emptied, prod(shape), shape)
+    run_ranks(materialise, prod(shape), shape)
 
 
-def ignoring() -> None:
-    """Ignored modules train as plain ones, each rank for itself."""
+def train_with_ignored_modules() -> None:
+    """Check that ignored modules train as plain ones, separately on each rank."""
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3))
     plain = model[1]
@@ -221,7 +221,7 @@ def ignoring() -> None:
 
 @pytest.mark.behaviour("A-11")
 def test_ignored_modules_are_neither_sharded_nor_reduced() -> None:
-    run_ranks(ignoring, 2)
+    run_ranks(train_with_ignored_modules, 2)
 
 
 # -- initialize, sharded_rng
@@ -230,7 +230,7 @@ SEED = 5
 
 
 class Zoo(nn.Module):
-    """Modules whose own initialisation writes parameters in parts, to those of others, or by whole matrices."""
+    """Modules that initialise parameters in slices, initialise other modules' parameters, or need full matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,8 +257,8 @@ def zoo(mesh: DeviceMesh, *, on_meta: bool, tied: bool, dim: int) -> Zoo:
     return fully_shard(model, **options)
 
 
-def orthogonal(module: nn.Module) -> None:
-    """What only whole matrices can be given, and a parent that writes to its children's, as transformers' do."""
+def initialise_orthogonally(module: nn.Module) -> None:
+    """Initialise full matrices, and the children's parameters in their parent as transformers does."""
     if isinstance(module, nn.Linear):
         nn.init.orthogonal_(module.weight)
         module.weight[1:2].mul_(2)
@@ -267,12 +267,12 @@ def orthogonal(module: nn.Module) -> None:
         module.linear2.bias.data.normal_()
 
 
-def constructed() -> Zoo:
+def construct_zoo() -> Zoo:
     torch.manual_seed(SEED)
     return Zoo()
 
 
-def applied(model: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+def apply_seeded(model: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     torch.manual_seed(SEED)
     with torch.no_grad():
         return model.apply(fn)
@@ -285,12 +285,12 @@ def assert_values(model: nn.Module, reference: nn.Module) -> None:
         exactly(buffer, expected, name)
 
 
-def initialises(shapes: Sequence[tuple[int, ...]]) -> None:
+def initialise_by_seed(shapes: Sequence[tuple[int, ...]]) -> None:
     for shape in shapes:
         mesh = init_device_mesh("cpu", shape)
         for on_meta, tied, dim in ((True, False, 0), (False, False, 1), (True, True, 1)):
             model = zoo(mesh, on_meta=on_meta, tied=tied, dim=dim)
-            reference = constructed()
+            reference = construct_zoo()
             if tied:
                 reference.head.weight = reference.embedding.weight
                 initialize(reference, seed=SEED)
@@ -302,31 +302,31 @@ def initialises(shapes: Sequence[tuple[int, ...]]) -> None:
                 assert communication.get_total_counts() == 0
             assert_values(model, reference)
             assert (model.head.weight is model.embedding.weight) == tied
-            initialize(model, orthogonal, seed=SEED)
-            assert_values(model, applied(reference, orthogonal))
+            initialize(model, initialise_orthogonally, seed=SEED)
+            assert_values(model, apply_seeded(reference, initialise_orthogonally))
 
 
 @pytest.mark.behaviour("J-01", "A-12")
 @pytest.mark.parametrize("shapes", [[(1,)], [(2,), (2, 1), (1, 2)], [(3,)], [(4,), (2, 2)]], ids=str)
 def test_values_by_seed_are_those_of_the_unsharded_model(shapes: list[tuple[int, ...]]) -> None:
-    run_ranks(initialises, prod(shapes[0]), shapes)
+    run_ranks(initialise_by_seed, prod(shapes[0]), shapes)
 
 
-def own_values(module: nn.Module) -> None:
+def reset_values(module: nn.Module) -> None:
     if isinstance(module, Pairs):
         nn.init.trunc_normal_(module.scale)
     else:
         reset_parameters(module)
 
 
-def initialises_tensor_parallel() -> None:
+def initialise_tensor_parallel() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
         model = Pairs()
     parallelize_pairs(model, mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
-    initialize(model, own_values, seed=SEED)
-    reference = applied(Pairs(), own_values)
+    initialize(model, reset_values, seed=SEED)
+    reference = apply_seeded(Pairs(), reset_values)
     assert_values(model, reference)
     with sharded_rng(model, SEED):
         draw(model)
@@ -337,15 +337,15 @@ def initialises_tensor_parallel() -> None:
 
 @pytest.mark.behaviour("J-01", "A-06")
 def test_values_by_seed_of_a_tensor_parallel_model_are_those_of_the_unsharded_one() -> None:
-    run_ranks(initialises_tensor_parallel, 4)
+    run_ranks(initialise_tensor_parallel, 4)
 
 
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
-    """Random operations of every kind on parameters."""
+    """Run random operations of every kind on parameters."""
     for parameter in model.parameters():
         nn.init.trunc_normal_(parameter)
-        nn.init.trunc_normal_(parameter, mean=0.5, std=3.0)  # by another algorithm
+        nn.init.trunc_normal_(parameter, mean=0.5, std=3.0)  # uses another algorithm
         parameter.add_(torch.randn_like(parameter))
         noise = torch.empty_like(parameter.data).exponential_()
         parameter.data.mul_(noise).add_(torch.randint_like(noise, 5))
@@ -359,12 +359,12 @@ def draw_locally(model: nn.Module) -> None:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not isinstance(parameter, DTensor) or local.numel():
             local.normal_().add_(torch.rand_like(local))
-        else:  # of which it is not clear whose it is
+        else:  # an empty local tensor does not show which parameter it belongs to
             parameter.normal_()
             torch.rand_like(parameter)
 
 
-def draws(shapes: Sequence[tuple[int, ...]]) -> None:
+def compare_draws(shapes: Sequence[tuple[int, ...]]) -> None:
     for shape in shapes:
         mesh, reference = init_device_mesh("cpu", shape), Zoo()
         model = zoo(mesh, on_meta=False, tied=False, dim=0)
@@ -395,10 +395,10 @@ def draws(shapes: Sequence[tuple[int, ...]]) -> None:
 @pytest.mark.behaviour("J-01")
 @pytest.mark.parametrize("shapes", [[(2,)], [(4,), (2, 2)]], ids=str)
 def test_random_operations_on_shards_are_slices_of_those_on_full_parameters(shapes: list[tuple[int, ...]]) -> None:
-    run_ranks(draws, prod(shapes[0]), shapes)
+    run_ranks(compare_draws, prod(shapes[0]), shapes)
 
 
-def initialisation_peak() -> tuple[int, int, int]:
+def measure_peak() -> tuple[int, int, int]:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     for layer in model:
@@ -413,7 +413,7 @@ def initialisation_peak() -> tuple[int, int, int]:
 
 @pytest.mark.behaviour("J-01")
 def test_initialisation_takes_memory_for_the_shards_and_one_module() -> None:
-    for peak, shards, largest in run_ranks(initialisation_peak, 4, environment=SOCKETS):
+    for peak, shards, largest in run_ranks(measure_peak, 4, environment=SOCKETS):
         bias = 256 * 4
         assert shards < peak < shards + largest + shards // 8 + 2 * bias + 4096, (peak, shards, largest)
 
@@ -430,7 +430,7 @@ class Scaled(nn.Module):
         return out
 
 
-def initialisation_errors() -> list[str]:
+def collect_errors() -> list[str]:
     texts = []
 
     def refused(kind: type[Exception], model: nn.Module, *args: Any, seed: int = 0) -> None:
@@ -451,16 +451,16 @@ def initialisation_errors() -> list[str]:
     refused(ParameterError, model, shrink)
     with unsharded_params(model):
         refused(LifecycleError, model, print)
-    initialize(model, own_or_ones, seed=dist.get_rank())
+    initialize(model, reset_or_fill_with_ones, seed=dist.get_rank())
     with pytest.raises(DivergenceError) as error:
         model(torch.ones(2, 4))
     texts.append(str(error.value))
-    initialize(model, own_or_ones, seed=1)
+    initialize(model, reset_or_fill_with_ones, seed=1)
     model(torch.ones(2, 4)).sum().backward()
     return texts
 
 
-def own_or_ones(module: nn.Module) -> None:
+def reset_or_fill_with_ones(module: nn.Module) -> None:
     if isinstance(module, Scaled):
         module.scale.fill_(1)
         module.get_buffer("table").fill_(1)
@@ -470,7 +470,7 @@ def own_or_ones(module: nn.Module) -> None:
 
 @pytest.mark.behaviour("J-01")
 def test_initialisation_names_what_it_cannot_give_values() -> None:
-    first, second = run_ranks(initialisation_errors, 2)
+    first, second = run_ranks(collect_errors, 2)
     assert first == second
     no_method, left_out, other_shape, on_loan, other_seed = first
     assert "these have no such method: the model (Scaled). Pass a function of a module" in no_method

@@ -1,6 +1,6 @@
-"""The number of files and stack frames of the package that one parameter group passes through.
+"""Limit the number of files and stack frames of the package that run for one parameter group.
 
-It is a cost like time and memory: whoever reads or debugs a step goes through all of them.
+This number is a cost like time and memory, because a person who debugs a step reads all of them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WARM_UP = 6
 """Steps until the ranks no longer compare operations before they run."""
 
 LAYERS, MIDDLE = 5, 2
-"""The number of groups below the root, and the one that is measured: neither the first nor the last."""
+"""The number of groups below the root, and the index of the measured one: neither the first nor the last."""
 
 
 class Way:
-    """The files of the package that run while this is entered, and the most frames of the package on the stack."""
+    """Collects the files of the package that run while it is entered, and the maximum stack depth in the package."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -69,7 +69,7 @@ class Way:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Return whether ``frame`` belongs to the package, without ``run_ranks``, which calls the tests."""
+    """Return whether ``frame`` belongs to the package. ``run_ranks``, which calls the tests, does not count."""
     path = frame.f_code.co_filename
     return path.startswith(PACKAGE) and not path.startswith(f"{PACKAGE}testing{os.sep}")
 
@@ -89,7 +89,7 @@ class Boundary(torch.autograd.Function):
 
 
 class Measured(nn.Module):
-    """Calls ``layer`` inside ``forward_way``, if that is set, and its backward inside ``backward_way``."""
+    """Calls ``layer`` inside ``forward_way`` if that is set, and its backward inside ``backward_way``."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -106,8 +106,8 @@ class Measured(nn.Module):
         return cast(torch.Tensor, Boundary.apply(x, self.backward_way.__enter__))
 
 
-def ways_of_a_steady_step() -> tuple[Way, Way]:
-    """Return the ways of the forward and the backward of the middle group."""
+def measure_a_steady_step() -> tuple[Way, Way]:
+    """Measure the forward and the backward of the middle group."""
     torch.manual_seed(0)
     layers = [Measured(nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)]
     model = nn.Sequential(*layers)
@@ -126,19 +126,19 @@ def ways_of_a_steady_step() -> tuple[Way, Way]:
     return forward, backward
 
 
-def walk_through_a_steady_step() -> None:
-    forward, backward = ways_of_a_steady_step()
+def check_a_steady_step() -> None:
+    forward, backward = measure_a_steady_step()
     forward.assert_at_most(files=FORWARD_FILES, depth=FORWARD_DEPTH)
     backward.assert_at_most(files=BACKWARD_FILES, depth=BACKWARD_DEPTH)
 
 
 def test_a_steady_step_of_one_group_passes_through_few_files_and_frames() -> None:
-    run_ranks(walk_through_a_steady_step, 2, environment=SOCKETS)
+    run_ranks(check_a_steady_step, 2, environment=SOCKETS)
 
 
-def walk_through_fully_shard() -> None:
+def check_fully_shard() -> None:
     mesh, linear, way = init_device_mesh("cpu", (2,)), nn.Linear(8, 8), Way()
-    first = fully_shard(nn.Linear(8, 8), mesh=mesh)  # what is installed once per process does not count
+    first = fully_shard(nn.Linear(8, 8), mesh=mesh)  # installs hooks that exist once per process and are not measured
     with way:
         fully_shard(linear, mesh=mesh)
     del first
@@ -146,4 +146,4 @@ def walk_through_fully_shard() -> None:
 
 
 def test_fully_shard_of_a_linear_layer_passes_through_few_files() -> None:
-    run_ranks(walk_through_fully_shard, 2, environment=SOCKETS)
+    run_ranks(check_fully_shard, 2, environment=SOCKETS)

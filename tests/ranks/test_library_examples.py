@@ -1,4 +1,4 @@
-"""Examples with models and trainers of other libraries, and with adapters."""
+"""Test examples with models and trainers of other libraries, and with adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def needs(library: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(library) is None, reason=f"needs {library}: {INSTALL}")
 
 
-def losses_in(said: str) -> list[float]:
+def parse_losses(said: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+) on rank 0", said, re.MULTILINE)]
 
 
@@ -25,7 +25,7 @@ def losses_in(said: str) -> list[float]:
 @pytest.mark.behaviour("F-11", "I-02")
 def test_a_llama_trains_and_goes_back_to_transformers(tmp_path: Path) -> None:
     said = torchrun("examples/hf_llama.py", "--steps", "41", "--layers", "2", "--device", "cpu", "--out", str(tmp_path))
-    losses = losses_in(said)
+    losses = parse_losses(said)
     assert losses[-1] < losses[0] - 1
     assert {"config.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
     assert '"LlamaForCausalLM"' in (tmp_path / "config.json").read_text()
@@ -37,7 +37,7 @@ def test_a_llama_trains_and_goes_back_to_transformers(tmp_path: Path) -> None:
 def test_fabric_trains_saves_and_resumes(tmp_path: Path) -> None:
     flags = ("--steps", "21", "--accelerator", "cpu", "--out", str(tmp_path / "checkpoint"))
     said = torchrun("examples/lightning_fabric.py", *flags)
-    losses = losses_in(said)
+    losses = parse_losses(said)
     assert losses[-1] < losses[0] - 1
     assert "steps 10 to 20 again, from the checkpoint: losses are the same" in said
 
@@ -48,7 +48,7 @@ def test_fabric_trains_saves_and_resumes(tmp_path: Path) -> None:
 def test_adapters_train_with_a_frozen_base_and_are_saved_separately(keep: bool, tmp_path: Path) -> None:
     flags = ("--steps", "151", "--device", "cpu", "--out", str(tmp_path / "adapters.safetensors"))
     said = torchrun("examples/lora.py", *flags, *(["--keep-base"] if keep else []))
-    losses = losses_in(said)
+    losses = parse_losses(said)
     assert losses[-1] < losses[0] / 50
     gathers = [int(number) for number in re.findall(r"on rank 0, (\d+) gathers", said)]
     adapters, bases = 9, 8  # forward and backward of four blocks, and the model's own group, which is empty

@@ -1,4 +1,4 @@
-"""``local_optimizer`` is bitwise identical to the optimizer on DTensors, and looks the same."""
+"""Test that ``local_optimizer`` is bitwise identical to the optimizer on DTensors and has the same interface."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 
-# What torch has no sharding rules for runs on shards all the same.
+# Torch has no sharding rules for these variants. They run on local shards.
 NOT_ON_DTENSORS: dict[str, tuple[dict[str, Any], ...]] = {
     "Adagrad": ({"fused": True, "initial_accumulator_value": 0.2},),
     "Rprop": ({}, {"foreach": True, "maximize": True}),
@@ -63,7 +63,7 @@ NOT_ON_DTENSORS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 class Mixed(nn.Module):
-    """Uneven layers, a parameter of one element, a shared, a frozen and an unused one."""
+    """Has uneven layers, a parameter of one element, and shared, frozen and unused parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ build = seeded(Mixed)
 
 
 def backward(model: nn.Module, step: int = 0) -> torch.Tensor:
-    """On a batch of this step and this rank."""
+    """Run forward and backward on a batch of this step and this rank."""
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
     dtype = next(model.parameters()).dtype
     loss: torch.Tensor = model(torch.randn(4, 5, generator=generator).to(dtype)).square().mean()
@@ -96,7 +96,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_tensor(ours: Any, expected: Any, what: str) -> None:
-    """The same to the bit, and sharded the same way."""
+    """Assert that both are bitwise equal and sharded the same way."""
     assert type(ours) is type(expected), what
     if isinstance(expected, DTensor):
         assert (ours.shape, ours.stride()) == (expected.shape, expected.stride()), what
@@ -108,7 +108,7 @@ def assert_same_tensor(ours: Any, expected: Any, what: str) -> None:
 
 
 def assert_same(models: tuple[nn.Module, nn.Module], optimizers: tuple[Optimizer, Optimizer], what: str = "") -> None:
-    """Equal parameters, and equal state of the optimizers by parameter and name."""
+    """Assert that parameters are equal, and that optimizer states are equal by parameter and name."""
     for (name, ours), expected in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert_same_tensor(ours, expected, f"{what} {name}")
     assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict(), what)
@@ -126,7 +126,7 @@ def assert_same_state(ours: Any, expected: Any, what: str) -> None:
 def pair(
     make: Make, dtype: torch.dtype = torch.float32
 ) -> tuple[tuple[nn.Module, nn.Module], tuple[Optimizer, Optimizer]]:
-    """Two equal sharded models, with a local optimizer for the first and the same as it is for the other."""
+    """Return two equal sharded models, with a local optimizer for the first and a plain one for the second."""
     models = (build().to(dtype), build().to(dtype))
     for model in models:
         fully_shard(model)
@@ -137,7 +137,7 @@ def adamw(parameters: Iterable[Any]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
-def every_variant(name: str, dtype: torch.dtype) -> None:
+def compare_variants(name: str, dtype: torch.dtype) -> None:
     for options in VARIANTS[name]:
         models, optimizers = pair(partial(getattr(torch.optim, name), **options), dtype)
         for step in range(4):
@@ -154,11 +154,11 @@ def every_variant(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_element_wise_optimizer_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    run_ranks(every_variant, 2, name, dtype)
+    run_ranks(compare_variants, 2, name, dtype)
 
 
-def in_pieces(name: str) -> None:
-    """Of 128 elements, in the place of 2**18: the shards have 520, 13, 1125 and 45."""
+def step_in_pieces(name: str) -> None:
+    """Step in pieces of 128 elements instead of 2**18. The shards have 520, 13, 1125 and 45 elements."""
     for options in (*VARIANTS.get(name, ()), *NOT_ON_DTENSORS.get(name, ())):
         models = [fully_shard(seeded(lambda: nn.Sequential(nn.Linear(40, 25), nn.Linear(25, 89)))()) for _ in range(2)]
         optimizers = [local_optimizer(getattr(torch.optim, name)(m.parameters(), **options)) for m in models]
@@ -181,17 +181,17 @@ def in_pieces(name: str) -> None:
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("name", VARIANTS | NOT_ON_DTENSORS)
 def test_an_update_piece_by_piece_gives_the_same_bits(name: str) -> None:
-    run_ranks(in_pieces, 2, name)
+    run_ranks(step_in_pieces, 2, name)
 
 
-def with_two_threads(dtype: torch.dtype, expected: int) -> None:
+def step_with_two_threads(dtype: torch.dtype, expected: int) -> None:
     model = fully_shard(nn.Linear(40, 25).to(dtype))
     optimizer = local_optimizer(adamw(model.parameters()))
     threads, cut = torch.get_num_threads(), mock.Mock(wraps=twins._pieces)
     torch.set_num_threads(2)
     try:
         with mock.patch.object(twins, "PIECE_NUMEL", 128), mock.patch.object(twins, "_pieces", cut):
-            for _ in range(2):  # the first step makes the state
+            for _ in range(2):  # the first step creates the state
                 model(torch.ones(1, 40, dtype=dtype)).sum().backward()
                 optimizer.step()
     finally:
@@ -201,10 +201,10 @@ def with_two_threads(dtype: torch.dtype, expected: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 1), (torch.bfloat16, 0)], ids=str)
 def test_16_bit_updates_do_not_depend_on_the_split_between_threads(dtype: torch.dtype, expected: int) -> None:
-    run_ranks(with_two_threads, 1, dtype, expected)
+    run_ranks(step_with_two_threads, 1, dtype, expected)
 
 
-def variants_without_dtensors(name: str) -> None:
+def compare_with_plain_shards(name: str) -> None:
     for options in NOT_ON_DTENSORS[name]:
         model = build()
         fully_shard(model)
@@ -230,15 +230,15 @@ def variants_without_dtensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_ON_DTENSORS)
 def test_optimizer_variants_without_dtensor_support_equal_plain_shards_bitwise(name: str) -> None:
-    run_ranks(variants_without_dtensors, 2, name)
+    run_ranks(compare_with_plain_shards, 2, name)
 
 
-def tensor_parallel(options: dict[str, Any]) -> None:
+def step_tensor_parallel(options: dict[str, Any]) -> None:
     mesh = named_mesh(dp=2, tp=2)
     models = (PAIRS.build(), PAIRS.build())
     for model in models:
         parallelize_pairs(model, mesh["tp"])
-        # Parameters on one mesh only, as foreach on DTensors wants: the head and the scale stay unsharded here.
+        # Foreach on DTensors needs all parameters on one mesh, so the head and the scale stay unsharded.
         for layer in model.get_submodule("layers").children():
             fully_shard(layer, mesh=mesh["dp"])
     parameters = [[p for p in model.parameters() if isinstance(p, DTensor)] for model in models]
@@ -255,11 +255,14 @@ def tensor_parallel(options: dict[str, Any]) -> None:
 @pytest.mark.behaviour("C-02")
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_shards_of_tensor_parallel_parameters(options: dict[str, Any]) -> None:
-    run_ranks(tensor_parallel, 4, options)
+    run_ranks(step_tensor_parallel, 4, options)
 
 
-def odd_tensors() -> None:
-    """No dim at all, a plain tensor, a gradient placed otherwise or in another dtype, a pending sum: in one group."""
+def step_unusual_tensors() -> None:
+    """Step one group of unusual tensors.
+
+    It has a 0-d tensor, a plain tensor, a gradient with other placements, and a gradient of another dtype.
+    """
     mesh = init_device_mesh("cpu", (2,))
 
     def make() -> list[nn.Parameter]:
@@ -277,7 +280,7 @@ def odd_tensors() -> None:
     for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW):
         parameters = make(), make()
         if kind is not torch.optim.SGD:
-            parameters = parameters[0][:3], parameters[1][:3]  # torch's others want gradients in the parameter's dtype
+            parameters = parameters[0][:3], parameters[1][:3]  # the others require gradients in the parameter's dtype
         optimizers = local_optimizer(kind(parameters[0], lr=0.1)), kind(parameters[1], lr=0.1)
         for _ in range(3):
             for optimizer in optimizers:
@@ -286,11 +289,11 @@ def odd_tensors() -> None:
 
 
 def test_plain_and_unusual_parameters_are_updated_as_before() -> None:
-    run_ranks(odd_tensors, 2)
+    run_ranks(step_unusual_tensors, 2)
 
 
-def bystanders() -> None:
-    """Scheduler, hooks, closures, accumulation and a later group: what they see and do is the same."""
+def use_schedulers_and_hooks() -> None:
+    """Check that a scheduler, hooks, closures, accumulation and a group added later behave the same."""
     models, optimizers = pair(adamw)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
     seen: list[list[object]] = [[], []]
@@ -327,10 +330,10 @@ def bystanders() -> None:
 @pytest.mark.behaviour("C-01")
 @pytest.mark.filterwarnings("error")
 def test_schedulers_hooks_closures_and_groups_work_unchanged() -> None:
-    run_ranks(bystanders, 2)
+    run_ranks(use_schedulers_and_hooks, 2)
 
 
-def scaled(fused: bool) -> None:
+def step_with_scaler(fused: bool) -> None:
     models, optimizers = pair(partial(torch.optim.AdamW, fused=fused))
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in optimizers]
     for step in range(4):
@@ -347,10 +350,10 @@ def scaled(fused: bool) -> None:
 @pytest.mark.behaviour("C-11")
 @pytest.mark.parametrize("fused", [False, True])
 def test_scaled_losses_skip_the_same_steps(fused: bool) -> None:
-    run_ranks(scaled, 2, fused)
+    run_ranks(step_with_scaler, 2, fused)
 
 
-def in_backward() -> None:
+def step_in_backward() -> None:
     models = build(), build()
     for model in models:
         fully_shard(model)
@@ -373,17 +376,17 @@ def in_backward() -> None:
 
 @pytest.mark.behaviour("C-12")
 def test_a_local_optimizer_steps_inside_backward() -> None:
-    run_ranks(in_backward, 2)
+    run_ranks(step_in_backward, 2)
 
 
-def saved_and_loaded(full: bool) -> None:
-    """By torch's own checkpoint functions, which initialise the state of an optimizer that has none by a step."""
+def save_and_load(full: bool) -> None:
+    """Save and load by torch's functions, which initialise the state of a new optimizer by a step."""
     models, optimizers = pair(adamw)
     for model, optimizer in zip(models, optimizers, strict=True):
         backward(model)
         optimizer.step()
     options = StateDictOptions(full_state_dict=full)
-    loading = StateDictOptions(full_state_dict=full, strict=False)  # what was never used has no state
+    loading = StateDictOptions(full_state_dict=full, strict=False)  # unused parameters have no state
     saved = [get_optimizer_state_dict(m, o, options=options) for m, o in zip(models, optimizers, strict=True)]
     assert_same_state(saved[0]["state"], saved[1]["state"], "saved")
     others, fresh = pair(adamw)
@@ -399,11 +402,11 @@ def saved_and_loaded(full: bool) -> None:
 @pytest.mark.behaviour("F-09")
 @pytest.mark.parametrize("full", [False, True])
 def test_state_is_saved_and_loaded_as_dtensors(full: bool) -> None:
-    run_ranks(saved_and_loaded, 2, full)
+    run_ranks(save_and_load, 2, full)
 
 
-def replaced_memory() -> None:
-    """Shards that a load with ``assign`` or ``to_empty`` put in the place of the first ones are what is updated."""
+def replace_memory() -> None:
+    """Check that the optimizer updates shards that ``assign`` or ``to_empty`` have replaced."""
     models, optimizers = pair(adamw)
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -425,4 +428,4 @@ def replaced_memory() -> None:
 
 @pytest.mark.behaviour("F-04")
 def test_a_local_optimizer_follows_replaced_memory() -> None:
-    run_ranks(replaced_memory, 2)
+    run_ranks(replace_memory, 2)

@@ -1,4 +1,4 @@
-"""Manual control: ``unshard``, ``reshard``, prefetch lists, registered forward methods."""
+"""Test manual control: ``unshard``, ``reshard``, prefetch lists, registered forward methods."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def unshard_by_hand() -> None:
     batch = task.batch_of(0, rank)
     expected = task.loss(task.build(), batch)
     layer.unshard(async_op=True)
-    with Recorder() as recorder:  # names are those of the first forward from here on
+    with Recorder() as recorder:  # groups have their final names from this forward on
         loss = task.loss(model, batch)
     torch.testing.assert_close(loss, expected)
     assert_trace(
         (event for event in recorder if event.group == "layers.1"),
-        "wait layers.1",  # gathered already: nothing travels again
+        "wait layers.1",  # already gathered: no second all-gather
         "reshard layers.1",
         operations=PARAMETERS,
     )
@@ -74,7 +74,10 @@ def test_unshard_and_reshard_by_hand(world_size: int) -> None:
 
 
 def unshard_everything_before_each_forward(async_op: bool) -> None:
-    """As pipelines do; also a layer unsharded between backward and the optimizer's step must not keep old values."""
+    """Unshard all groups before forward, as pipelines do, and one layer between backward and the optimizer's step.
+
+    The unsharded layer must get the new values.
+    """
     task = TASKS["mlp"]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -103,7 +106,7 @@ def test_unsharding_ahead_of_forward_and_before_the_optimizer_keeps_parity(async
     run_ranks(unshard_everything_before_each_forward, 2, async_op)
 
 
-# -- when to reshard
+# -- setters of resharding
 
 
 def change_reshard_after_forward() -> None:
@@ -138,7 +141,7 @@ def test_reshard_after_forward_can_be_changed_between_iterations() -> None:
 
 
 class ByHand:
-    """An optimizer that torch knows nothing of."""
+    """An optimizer that is no subclass of torch's ``Optimizer``."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -190,11 +193,11 @@ def test_parameters_kept_after_backward_are_not_stale_after_an_optimizer_step(
 # -- prefetching
 
 
-def prefetch_as_told() -> None:
+def set_prefetch_lists() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, fuses=False)
     layers = sharded_layers(model)
-    # Two ahead in forward, each group only once; in backward two ahead from the last, then nothing.
+    # Two ahead in forward, each group only once; in backward two ahead from the last, then none.
     layers[0].set_modules_to_forward_prefetch([layers[1], layers[2]])
     layers[1].set_modules_to_forward_prefetch([layers[3]])
     layers[2].set_modules_to_forward_prefetch([])
@@ -206,7 +209,7 @@ def prefetch_as_told() -> None:
             loss = task.loss(model, task.batch_of(step, rank))
         with Recorder() as backward:
             loss.backward()
-        # By itself the root prefetches layers.0 once it knows the order.
+        # The root prefetches layers.0 without a list once it knows the order.
         before = ["unshard root", "wait root", "unshard layers.0"] if step == 0 else [
             "unshard root",
             "unshard layers.0",
@@ -248,7 +251,7 @@ def prefetch_as_told() -> None:
 
 @pytest.mark.behaviour("C-08")
 def test_prefetch_lists_determine_the_order_of_gathers() -> None:
-    run_ranks(prefetch_as_told, 2, environment=SOCKETS)
+    run_ranks(set_prefetch_lists, 2, environment=SOCKETS)
 
 
 def train_with_prefetch_lists() -> None:
@@ -303,7 +306,7 @@ def test_an_embedding_is_not_gathered_in_backward() -> None:
 
 
 class Autoencoder(nn.Module):
-    """Its parts are called by name; ``forward`` is only one way in."""
+    """Has several methods that run its parts. ``forward`` is only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +323,7 @@ class Autoencoder(nn.Module):
 
     @torch.no_grad()
     def generate(self, x: torch.Tensor) -> torch.Tensor:
-        """As those of transformers do: repeated calls of the module itself, then more work with its parameters."""
+        """Call the module itself repeatedly, then use its parameters, as ``generate`` of transformers does."""
         for _ in range(2):
             x = self(x)
         return x + self.decode_bias
@@ -331,7 +334,7 @@ class Autoencoder(nn.Module):
 
 
 class Nesting(Autoencoder):
-    """Its forward uses its own registered methods, and parameters after them."""
+    """Its forward calls its own registered methods and uses parameters after them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.decode(self.encode(x))["x"] + self.decode_bias

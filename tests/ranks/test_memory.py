@@ -1,4 +1,4 @@
-"""Memory in a training step, measured by storages, and the ledger of the trace against it."""
+"""Test memory in a training step: the bytes of storages, compared with the ledger of the trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def states_of(model: nn.Module) -> list[FSDPState]:
 
 
 def unsharded_bytes(state: FSDPState) -> int:
-    """Bytes that the storages of the group's unsharded parameters really have."""
+    """Return the number of bytes in the storages of the group's unsharded parameters."""
     storages = {s._cdata: s.nbytes() for p in state.group.parameters for s in [p.unsharded.untyped_storage()]}
     return sum(storages.values())
 
@@ -62,7 +62,7 @@ def watch_training_steps(reshard_after_forward: bool | int | None) -> None:
 
 
 def check_gradients(model: nn.Module) -> None:
-    """Gradients are DTensors, placed like the parameters, and no larger than their shards."""
+    """Check that gradients are DTensors, placed like the parameters, and no larger than their shards."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         gradient = parameter.grad
@@ -83,7 +83,7 @@ def test_no_full_parameter_is_in_memory_after_forward_and_after_backward(
 
 
 class CheckedLedger:
-    """Compares, at every event, what the trace says is allocated with the storages themselves."""
+    """Compares the allocations in the trace with the storages at every event."""
 
     def __init__(self, model: nn.Module) -> None:
         self._states = states_of(model)
@@ -108,7 +108,7 @@ def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy
     task, rank = TASKS[task_name], dist.get_rank()
     for reshard in (True, False, None, 2):
         model = shard_layers(task.build(), fully_shard, fuses=False, reshard_after_forward=reshard, mp_policy=precision)
-        task.loss(model, task.batch_of(0, rank)).backward()  # names the groups
+        task.loss(model, task.batch_of(0, rank)).backward()  # sets the names of the groups
         for state in states_of(model):
             state.group.reshard()
         with CheckedLedger(model) as checked:
@@ -140,8 +140,8 @@ def count_groups_in_memory() -> None:
     for step in range(3):
         with Recorder() as forward, CheckedLedger(model) as checked:
             loss = task.loss(model, task.batch_of(step, rank))
-        assert checked.most_unsharded == 1  # what is on its way takes its place when it has arrived
-        # In the first iteration nobody knows yet what comes next, so nothing is gathered ahead.
+        assert checked.most_unsharded == 1  # an all-gather in flight has no unsharded storage yet
+        # The first iteration does not know the order yet, so it prefetches nothing.
         assert forward.peak_groups == (1 if step == 0 else 2)
         assert forward.allocated == {}
         with Recorder() as backward:
@@ -156,7 +156,7 @@ def test_at_most_two_groups_are_in_memory_at_a_time() -> None:
 
 
 class KeepsWeight(nn.Module):
-    """Keeps a reference to its parameter, which is unsharded while it runs."""
+    """Keeps a reference to its parameter, which is unsharded while the module runs."""
 
     kept: torch.Tensor
 
@@ -191,7 +191,10 @@ def read_a_kept_reference(how: str) -> None:
 
 @pytest.mark.behaviour("C-03")
 def test_reading_a_kept_reference_to_an_unsharded_parameter() -> None:
-    """As docs/training.md says: reading freed memory raises or ends the process, and is never another tensor's."""
+    """Check the behaviour that docs/training.md states.
+
+    A read of freed memory raises or ends the process. It never returns another tensor's values.
+    """
     run_ranks(read_a_kept_reference, 2, "it is there")
     for environment in (COPIES, SOCKETS):
         run_ranks(read_a_kept_reference, 2, "torch raises", environment=environment)

@@ -1,4 +1,4 @@
-"""Meshes: the default mesh, hybrid sharding, replication, ranks outside of the mesh."""
+"""Test meshes: the default mesh, hybrid sharding, replication, and ranks outside of the mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.sharding import assert_sharded, train_alike, values_of
 
 
-def _default_mesh() -> None:
+def _check_the_default_mesh() -> None:
     first, second = nn.Linear(3, 5), nn.Linear(3, 5)
     fully_shard(first)
     fully_shard(second)
@@ -33,10 +33,10 @@ def _default_mesh() -> None:
 @pytest.mark.behaviour("A-03")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_default_mesh_is_all_ranks_unnamed_on_cpu_and_one_for_all_modules(ranks: int) -> None:
-    run_ranks(_default_mesh, ranks)
+    run_ranks(_check_the_default_mesh, ranks)
 
 
-def _trains_on_the_default_mesh() -> None:
+def _train_on_the_default_mesh() -> None:
     model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
     shard_layers(model, fully_shard)
     train_alike(model, reference, TASKS["mlp"])
@@ -45,10 +45,10 @@ def _trains_on_the_default_mesh() -> None:
 @pytest.mark.behaviour("A-03")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_default_mesh_averages_over_all_ranks(ranks: int) -> None:
-    run_ranks(_trains_on_the_default_mesh, ranks)
+    run_ranks(_train_on_the_default_mesh, ranks)
 
 
-def _mesh_parity(task: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
+def _check_parity(task: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
     model, reference = TASKS[task].build(), TASKS[task].build()
     values = values_of(model)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -83,11 +83,11 @@ def _mesh_parity(task: str, shape: tuple[int, ...], names: tuple[str, ...] | Non
 def test_every_mesh_trains_with_parity_on_different_data(
     task: str, shape: tuple[int, ...], names: tuple[str, ...] | None
 ) -> None:
-    run_ranks(_mesh_parity, prod(shape), task, shape, names)
+    run_ranks(_check_parity, prod(shape), task, shape, names)
 
 
-def _sliced() -> None:
-    """What the error for a 3-d mesh recommends. Ranks that it sets apart share no gradients."""
+def _train_on_a_slice() -> None:
+    """Check the slice that the error for a 3-d mesh recommends. Different slices do not average their gradients."""
     world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("other", "replicate", "shard"))
     mesh = world["replicate", "shard"]
     model = nn.Linear(3, 5)
@@ -103,11 +103,14 @@ def _sliced() -> None:
 
 @pytest.mark.behaviour("A-07")
 def test_a_2d_slice_of_a_larger_mesh_averages_over_its_ranks_only() -> None:
-    run_ranks(_sliced, 4)
+    run_ranks(_train_on_a_slice, 4)
 
 
-def _transposed() -> None:
-    """Shards lie by the mesh, not by the global rank: here ranks 0 and 2 share one set of shards, 1 and 3 the other."""
+def _train_on_a_transposed_mesh() -> None:
+    """Check that the mesh, not the global rank, determines shards.
+
+    Ranks 0 and 2 form one shard group, ranks 1 and 3 the other.
+    """
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
     model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
     values = values_of(model)
@@ -118,10 +121,10 @@ def _transposed() -> None:
 
 @pytest.mark.behaviour("A-07")
 def test_a_mesh_in_another_order_than_the_ranks_trains_with_parity() -> None:
-    run_ranks(_transposed, 4)
+    run_ranks(_train_on_a_transposed_mesh, 4)
 
 
-def _outside() -> str:
+def _shard_outside() -> str:
     mesh = DeviceMesh("cpu", [0, 2])
     model = nn.Linear(3, 5)
     message = ""
@@ -140,13 +143,13 @@ def _outside() -> str:
 
 @pytest.mark.behaviour("A-07")
 def test_a_rank_outside_of_the_mesh_gets_an_error_and_the_others_train() -> None:
-    messages = run_ranks(_outside, 3)
+    messages = run_ranks(_shard_outside, 3)
     assert messages[0] == messages[2] == ""
     assert "rank 1 is not in the mesh [0, 2]" in messages[1]
 
 
-def _two_meshes() -> None:
-    """A child on a smaller mesh than its parent: each group averages over its own."""
+def _train_on_two_meshes() -> None:
+    """Shard a child on a smaller mesh than its parent's: each group averages over its own mesh."""
     rank = dist.get_rank()
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
@@ -156,16 +159,16 @@ def _two_meshes() -> None:
     fully_shard(model[1], mesh=halves["inner"])
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     model(torch.full((1, 3), float(rank))).sum().backward()
-    gradients = [whole_gradient(p) for p in model.parameters()]
+    gradients = [full_gradient(p) for p in model.parameters()]
     assert torch.equal(gradients[0], torch.full((3, 3), 1.5))
     assert torch.equal(gradients[1], torch.full((3, 3), {0: 0.5, 1: 2.5}[rank // 2]))
 
 
-def whole_gradient(parameter: nn.Parameter) -> torch.Tensor:
+def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert isinstance(parameter.grad, DTensor)
     return parameter.grad.full_tensor()
 
 
 @pytest.mark.behaviour("A-07")
 def test_groups_of_one_model_may_be_on_different_meshes() -> None:
-    run_ranks(_two_meshes, 4)
+    run_ranks(_train_on_two_meshes, 4)

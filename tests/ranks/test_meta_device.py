@@ -1,4 +1,4 @@
-"""Models built on the meta device, sharded, then given memory and values."""
+"""Test models that are built on the meta device, sharded, and then given memory and values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.sharding import adamw, assert_sharded, initialise, train_alik
 MODELS_AND_MESHES = [("mlp", (2,)), ("mlp", (2, 2)), ("mlp", (3,)), ("tied", (4,)), ("tied", (2, 1)), ("wide", (3,))]
 
 
-def on_meta(task: str, mesh: DeviceMesh, **options: object) -> nn.Module:
+def build_on_meta(task: str, mesh: DeviceMesh, **options: object) -> nn.Module:
     with torch.device("meta"):
         model = TASKS[task].build()
     assert all(p.is_meta for p in model.parameters())
@@ -32,7 +32,7 @@ def on_meta(task: str, mesh: DeviceMesh, **options: object) -> nn.Module:
 
 def _to_empty(task: str, shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape)
-    model, reference = on_meta(task, mesh), TASKS[task].build()
+    model, reference = build_on_meta(task, mesh), TASKS[task].build()
     assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
     model.to_empty(device="cpu")
     values = values_of(reference)
@@ -50,7 +50,7 @@ def test_to_empty_and_own_values_train_with_parity(task: str, shape: tuple[int, 
 def _assign(task: str, shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape)
     source = shard_layers(TASKS[task].build(), fully_shard, mesh=mesh)
-    model, reference = on_meta(task, mesh), TASKS[task].build()
+    model, reference = build_on_meta(task, mesh), TASKS[task].build()
     keys = model.load_state_dict(source.state_dict(), assign=True)
     assert not keys.missing_keys
     assert not keys.unexpected_keys
@@ -73,7 +73,7 @@ def test_assigning_a_sharded_state_dict_trains_with_parity(task: str, shape: tup
 
 
 def _assign_again() -> None:
-    """Onto a model that has run already, while it is unsharded."""
+    """Assign values to a model that has already run and is unsharded."""
     task = TASKS["mlp"]
     mesh = init_device_mesh("cpu", (2,))
     source = shard_layers(task.build(), fully_shard, mesh=mesh)
@@ -94,7 +94,7 @@ def test_assigning_between_steps_trains_with_parity() -> None:
 
 def _reset_parameters() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model, reference = on_meta("mlp", mesh), TASKS["mlp"].build()
+    model, reference = build_on_meta("mlp", mesh), TASKS["mlp"].build()
     model.to_empty(device="cpu")
     with torch.no_grad():
         for module in model.modules():
@@ -114,9 +114,9 @@ def test_torchs_initialisers_work_on_the_shards() -> None:
     run_ranks(_reset_parameters, 2)
 
 
-def _left_on_meta() -> list[str]:
+def _run_on_meta() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
-    model, reference = on_meta("mlp", mesh), TASKS["mlp"].build()
+    model, reference = build_on_meta("mlp", mesh), TASKS["mlp"].build()
     batch = TASKS["mlp"].batch_of(0, dist.get_rank())
     messages = []
     for _ in range(2):
@@ -135,15 +135,15 @@ def _left_on_meta() -> list[str]:
 
 @pytest.mark.behaviour("A-12")
 def test_a_forward_on_meta_is_a_recoverable_error_on_every_rank() -> None:
-    first, second = run_ranks(_left_on_meta, 2)
+    first, second = run_ranks(_run_on_meta, 2)
     assert first == second
     assert "['scale']" in first[0]
     assert "['scale']" in first[1]
     assert "layers" not in first[1]
 
 
-def _beside_real() -> None:
-    """The first parameter of a bucket or a later one, with torch's FSDP2 and with ours."""
+def _mix_meta_and_real() -> None:
+    """Leave the first or a later parameter of a bucket on meta, with torch's FSDP2 and with this library."""
     for library in (torch_fsdp, ours):
         _name_and_keep(library)
 
@@ -153,7 +153,7 @@ def _name_and_keep(library: Any) -> None:
     for name, other in (("bias", "weight"), ("weight", "bias")):
         torch.manual_seed(0)
         plain = nn.Linear(4, 4)
-        model, refused = (_with_one_on_meta(plain, name) for _ in range(2))
+        model, refused = (_move_one_to_meta(plain, name) for _ in range(2))
         library.fully_shard(refused)
         with pytest.raises(RuntimeError, match=rf"meta device: \['{name}'\]"):
             refused(x)
@@ -163,7 +163,7 @@ def _name_and_keep(library: Any) -> None:
         torch.testing.assert_close(model(x), plain(x), msg=f"{other} has changed")
 
 
-def _with_one_on_meta(plain: nn.Module, name: str) -> nn.Module:
+def _move_one_to_meta(plain: nn.Module, name: str) -> nn.Module:
     module = copy.deepcopy(plain)
     setattr(module, name, nn.Parameter(getattr(module, name).to("meta")))
     return module
@@ -171,4 +171,4 @@ def _with_one_on_meta(plain: nn.Module, name: str) -> nn.Module:
 
 @pytest.mark.behaviour("A-12")
 def test_a_meta_parameter_beside_real_ones_is_named_and_leaves_these_their_values() -> None:
-    run_ranks(_beside_real, 2)
+    run_ranks(_mix_meta_and_real, 2)

@@ -1,4 +1,4 @@
-"""Mixed precision: dtypes of computation, communication, reduction and storage, checked bitwise."""
+"""Test mixed precision: dtypes of computation, communication, reduction and storage, compared bitwise."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 
 
 class CastingLayer(nn.Module):
-    """Computes in the dtype of its weight, whatever it is given, and notes both."""
+    """Casts its input to the dtype of its weight, and records both dtypes."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class CastingLayer(nn.Module):
 
 
 class Casting(nn.Module):
-    """Has inputs of all kinds, a buffer, and a parameter that is no float."""
+    """Has several kinds of inputs, a buffer, and an integer parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,11 +124,11 @@ def check_dtypes(options: dict[str, Any]) -> None:
 
 
 def reduce_explicitly(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, torch.Tensor]:
-    """The gradients that each rank's own computation gives, cast, summed in the order of ranks and divided."""
+    """Compute each rank's gradients separately. Return them cast, summed in rank order and divided."""
     world_size = dist.get_world_size()
     totals: dict[str, torch.Tensor] = {}
     computing, reducing = policy.param_dtype or FP32, policy.reduce_dtype or policy.param_dtype or FP32
-    # fp16 is divided in two halves: before the sum, so that it does not overflow, and after it.
+    # fp16 is divided in two parts: before the sum, so that it does not overflow, and after it.
     before = 2 if reducing == FP16 else 1
     for rank in range(world_size):
         plain = seeded(Casting)()
@@ -160,7 +160,7 @@ def check_reduction(options: dict[str, Any]) -> None:
     expected = reduce_explicitly(seeded(Casting)(), policy)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert gradients.keys() == expected.keys()
-    # Two summands have one order. Four are added in an order that depends on the size of the message.
+    # Two summands have one order. The order of four summands depends on the size of the message.
     exact = dist.get_world_size() == 2
     loose: dict[str, Any] = {"rtol": 0.02, "atol": 2e-3} if not exact else {"rtol": 0.0, "atol": 0.0}
     for name, gradient in gradients.items():
@@ -181,7 +181,7 @@ def test_dtypes_are_as_asked_for_and_the_reduction_is_exact(world_size: int) -> 
 
 
 def compare_with_peer(reshard_after_forward: bool | None) -> None:
-    """Five steps under each policy, by both libraries, to the bit."""
+    """Compare five steps under each policy with torch's FSDP2, bitwise."""
     rank = dist.get_rank()
     policies: tuple[dict[str, Any], ...] = (POLICIES[0], POLICIES[1], POLICIES[4])
     for options in policies:
@@ -238,7 +238,7 @@ class NormedBlock(nn.Module):
 
 
 class ReferenceNormed(Normed):
-    """The same by explicit casts."""
+    """Computes the same as ``Normed`` by explicit casts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(BF16)
@@ -271,7 +271,7 @@ def train_with_norms_in_fp32() -> None:
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32))
     ours = train(model, play, ranks=[rank], watched=rank)
     assert set(seen) == {FP32}
-    # Autograd casts the reference's gradients to fp32 before they are summed, which is what reduce_dtype says.
+    # Autograd casts the reference's gradients to fp32 before it sums them, as reduce_dtype does.
     everyone = range(world_size)
     expected = train(seeded(ReferenceNormed)(), play, ranks=everyone, watched=rank, divide=world_size)
     assert_equal_runs(ours, expected, exact=True)
@@ -283,7 +283,7 @@ def test_norms_in_fp32_within_bf16_blocks_train_as_by_explicit_casts() -> None:
 
 
 def accumulate_in_the_reduce_dtype() -> None:
-    """Microbatches that are not communicated are summed in ``reduce_dtype``, not in that of the computation."""
+    """Check that microbatches without communication are summed in ``reduce_dtype``, not in ``param_dtype``."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     task = TASKS["mlp"]
     model = shard_layers(task.build(), fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
@@ -339,9 +339,9 @@ class MixedLayer(nn.Module):
 
 
 def train_mixed_dtypes(reshard_after_forward: bool | int | None) -> None:
-    """The sum of two in bf16 is rounded once, wherever it is formed, so the reference is exact on two ranks.
+    """Train parameters of several dtypes. The bf16 sum of two gradients is rounded once, so the reference is exact.
 
-    Its optimizer multiplies by powers of two: torch rounds other products by where in a tensor they are.
+    The optimizer multiplies by powers of two. Torch rounds other products depending on their position in a tensor.
     """
     exact = dist.get_world_size() == 2
     options: dict[str, Any] = {"exact": exact, "reshard_after_forward": reshard_after_forward}
@@ -367,7 +367,7 @@ def test_parameters_of_several_dtypes_in_one_group_train(world_size: int, reshar
 
 
 class Normalized(nn.Module):
-    """Products, each with a normalization that has running statistics."""
+    """Linear layers, each followed by a normalization with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ def signals(step: int, rank: int) -> torch.Tensor:
 
 
 def normalize(dtype: torch.dtype, wraps_norms: bool) -> None:
-    """Against a reference that computes products in 16 bits, and normalizes 16 bits with parameters in 32."""
+    """Compare with a reference whose linear layers compute in 16 bits and whose norms have fp32 parameters."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FP32)
     model: Any = seeded(Normalized)()
@@ -432,7 +432,7 @@ def normalize(dtype: torch.dtype, wraps_norms: bool) -> None:
 
 
 def normalize_in_16_bits() -> None:
-    """Statistics in 16 bits, also such as are cast after ``fully_shard``, go with parameters in 16 bits."""
+    """Check that norms with 16-bit statistics, also when cast after ``fully_shard``, get 16-bit parameters."""
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     model: Any = fully_shard(seeded(Normalized)(), mp_policy=policy)
     for block in model.blocks:
@@ -441,7 +441,7 @@ def normalize_in_16_bits() -> None:
     assert [block[1].weight.dtype for block in model.blocks] == [BF16, BF16]
 
 
-def torchs_normalization() -> None:
+def normalize_with_torch() -> None:
     model: Any = seeded(Normalized)()
     peer.fully_shard(model, mp_policy=peer.MixedPrecisionPolicy(param_dtype=BF16))
     with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
@@ -453,11 +453,11 @@ def test_normalizations_with_running_statistics_compute_in_the_dtype_of_these() 
     for dtype, wraps_norms in ((BF16, False), (FP16, True)):
         run_ranks(normalize, 2, dtype, wraps_norms)
     run_ranks(normalize_in_16_bits, 2)
-    run_ranks(torchs_normalization, 1)
+    run_ranks(normalize_with_torch, 1)
 
 
 class Packed(nn.Parameter):
-    """Values packed into bytes of some dtype, and what is needed to unpack them, as in bitsandbytes' ``Params4bit``."""
+    """Has values packed into bytes of any dtype and the scale to unpack them, like bitsandbytes' ``Params4bit``."""
 
     scale: float
 

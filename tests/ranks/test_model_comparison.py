@@ -1,4 +1,4 @@
-"""Ranks that built different models raise an error with the differences before they communicate."""
+"""Test that ranks with different models raise an error with the differences before they communicate."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.helpers.slack import slack
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 SECONDS = 5.0
-"""Within which every rank must know."""
+"""The time within which every rank must raise the error."""
 
 
 class Block(nn.Module):
-    """Two layers, of the same size unless told, registered in either order."""
+    """Two layers, of the same size by default, registered in either order."""
 
     def __init__(self, *, width: int = 8, swapped: bool = False) -> None:
         super().__init__()
@@ -42,70 +42,70 @@ def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
     return fully_shard(model, **options)
 
 
-def two(**options: Any) -> nn.Sequential:
+def build_two(**options: Any) -> nn.Sequential:
     return nn.Sequential(Block(), Block(**options))
 
 
-# -- what the last rank builds instead of ``shard(two())``
+# -- models that the last rank builds instead of ``shard(build_two())``
 
 
-def with_another_shape() -> nn.Sequential:
-    return shard(two(width=12))
+def change_shape() -> nn.Sequential:
+    return shard(build_two(width=12))
 
 
-def with_another_dtype() -> nn.Sequential:
-    model = two()
+def change_dtype() -> nn.Sequential:
+    model = build_two()
     model[1].to(torch.bfloat16)
     return shard(model)
 
 
-def in_another_order() -> nn.Sequential:
-    return shard(two(swapped=True))
+def change_order() -> nn.Sequential:
+    return shard(build_two(swapped=True))
 
 
-def wrapped_otherwise() -> nn.Sequential:
-    model = two()
+def wrap_differently() -> nn.Sequential:
+    model = build_two()
     fully_shard(model[0])
     return fully_shard(model)
 
 
-def with_one_more() -> nn.Sequential:
-    model = two()
+def add_parameter() -> nn.Sequential:
+    model = build_two()
     model[1].register_parameter("scale", nn.Parameter(torch.ones(8)))
     return shard(model)
 
 
-def in_another_precision() -> nn.Sequential:
-    return shard(two(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+def change_precision() -> nn.Sequential:
+    return shard(build_two(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
-def with_one_frozen() -> nn.Sequential:
-    model = shard(two())
+def freeze_one() -> nn.Sequential:
+    model = shard(build_two())
     model.get_parameter("1.up.bias").requires_grad_(False)
     return model
 
 
 DIFFERENCES: dict[str, tuple[Callable[[], nn.Sequential], str, str]] = {
     "shape": (
-        with_another_shape,
+        change_shape,
         r"parameter 'up\.weight'.*: float32 \(8, 8\), placed",
         r"parameter 'up\.weight'.*: float32 \(12, 8\)",
     ),
     "dtype": (
-        with_another_dtype,
+        change_dtype,
         r"parameter 'up\.weight'.*: float32 \(8, 8\)",
         r"parameter 'up\.weight'.*: bfloat16 \(8, 8\)",
     ),
-    "order": (in_another_order, r"parameter 'up\.weight'", r"parameter 'down\.weight'"),
-    "wrapping": (wrapped_otherwise, r"parameter 'up\.weight'|group '0' of Block", r"parameter '1\.up\.weight'"),
-    "one more": (with_one_more, r"parameter 'up\.weight'", r"parameter 'scale'.*: float32 \(8,\)"),
+    "order": (change_order, r"parameter 'up\.weight'", r"parameter 'down\.weight'"),
+    "wrapping": (wrap_differently, r"parameter 'up\.weight'|group '0' of Block", r"parameter '1\.up\.weight'"),
+    "one more": (add_parameter, r"parameter 'up\.weight'", r"parameter 'scale'.*: float32 \(8,\)"),
     "precision": (
-        in_another_precision,
+        change_precision,
         r"group 'root' of Sequential: MixedPrecisionPolicy\(\), |MixedPrecisionPolicy\(param_dtype=None",
         r"(group 'root' of Sequential: )?MixedPrecisionPolicy\(param_dtype=torch\.bfloat16",
     ),
     "frozen": (
-        with_one_frozen,
+        freeze_one,
         r"parameter 'up\.bias' of group '1': float32 \(8,\), placed \(Shard\(dim=0\),\) on a mesh of \(2,\)\n",
         r"parameter 'up\.bias' of group '1': float32 \(8,\), .*, frozen\n",
     ),
@@ -116,7 +116,7 @@ def build_another_on_the_last_rank(difference: str) -> None:
     build, usual, other = DIFFERENCES[difference]
 
     def first_forward() -> None:
-        model = build() if dist.get_rank() == 1 else shard(two())
+        model = build() if dist.get_rank() == 1 else shard(build_two())
         model(torch.ones(2, 8))
 
     begin = monotonic()
@@ -126,8 +126,8 @@ def build_another_on_the_last_rank(difference: str) -> None:
     assert re.search(rf"(?m)^  rank 0: ({usual})", str(caught.value))
     assert re.search(rf"(?m)^  rank 1: ({other})", str(caught.value))
     assert "shard them by the same calls with the same options" in str(caught.value)
-    torch.manual_seed(0)  # after models of other sizes, generators are in other states
-    shard(two())(torch.ones(2, 8))  # nothing is broken: ranks that build the same go on
+    torch.manual_seed(0)  # models of other sizes have advanced the generators differently
+    shard(build_two())(torch.ones(2, 8))  # no state is broken: ranks with the same model continue
 
 
 @pytest.mark.behaviour("H-02", "H-05")
@@ -138,7 +138,7 @@ def test_the_differences_are_in_the_error_of_every_rank(difference: str, transpo
 
 
 def synchronise_other_shapes() -> None:
-    model = two(width=12 if dist.get_rank() == 1 else 8)
+    model = build_two(width=12 if dist.get_rank() == 1 else 8)
     with pytest.raises(
         DivergenceError, match=r"rank 0: up\.weight: float32 \(8, 8\)\n  rank 1: up\.weight: float32 \(12"
     ):
@@ -151,10 +151,10 @@ def test_values_of_other_shapes_are_not_sent(transport: Environment) -> None:
     run_ranks(synchronise_other_shapes, 2, environment=transport)
 
 
-def one_replica_differs() -> None:
+def change_one_replica() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     width = 12 if dist.get_rank() >= 2 else 8
-    model = shard(two(width=width), mesh=mesh)
+    model = shard(build_two(width=width), mesh=mesh)
     with pytest.raises(DivergenceError, match=r"(?s)ranks 0, 1: .*\(8, 8\).*ranks 2, 3: .*\(12, 8\)"):
         model(torch.ones(2, 8))
 
@@ -162,11 +162,11 @@ def one_replica_differs() -> None:
 @pytest.mark.behaviour("H-02")
 @pytest.mark.parametrize("transport", [SOCKETS, COPIES, IN_COMMON], ids=["sockets", "copies", "in common"])
 def test_replicas_are_compared_too(transport: Environment) -> None:
-    run_ranks(one_replica_differs, 4, environment=transport)
+    run_ranks(change_one_replica, 4, environment=transport)
 
 
-def comparisons(model: nn.Sequential) -> list[int]:
-    """In each of three forwards."""
+def count_comparisons(model: nn.Sequential) -> list[int]:
+    """Return the number of comparisons in each of three forwards."""
     found = []
     for _ in range(3):
         with counted_collectives() as counts:
@@ -176,10 +176,10 @@ def comparisons(model: nn.Sequential) -> list[int]:
 
 
 def compare_once() -> None:
-    model, trusted = shard(two()), shard(two())
+    model, trusted = shard(build_two()), shard(build_two())
     trusted.set_order_check("off")  # type: ignore[operator]
-    assert comparisons(model) == [1, 0, 0]
-    assert comparisons(trusted) == [0, 0, 0]
+    assert count_comparisons(model) == [1, 0, 0]
+    assert count_comparisons(trusted) == [0, 0, 0]
 
 
 @pytest.mark.behaviour("H-02", "G-04")

@@ -1,7 +1,7 @@
-"""What modules take and return: tensors in containers, views, views changed in place, their own inputs and weights.
+"""Test inputs and outputs of modules: containers, views, views changed in place, returned inputs and weights.
 
-Every inner module reshards after forward, so that a backward which comes unnoticed finds no parameters in memory; where
-ranks have them in common, they stay there.
+Every inner module reshards after forward, so that a backward that is not detected finds no parameters in memory.
+If ranks share parameters in memory, the parameters stay there.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Slotted:
 
 
 class ModelOutput(OrderedDict):
-    """A mapping of somebody's own, which no one registered, as those of transformers were once."""
+    """A mapping of a user's class that nobody registered with pytree, like that of transformers in the past."""
 
 
 class ReadOnly(Mapping):
-    """A mapping that cannot be written to."""
+    """A read-only mapping."""
 
     def __init__(self, **values: Any) -> None:
         self._values = values
@@ -106,7 +106,7 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], Callabl
 
 
 class Inner(nn.Module):
-    """Takes a container, returns one of the same kind."""
+    """Takes a container and returns one of the same kind."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """Two inner modules, of which the first one's outputs are the second one's inputs."""
+    """Has two inner modules. The outputs of the first one are the inputs of the second one."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_inputs_and_outputs_in_containers_train() -> None:
 
 
 class Wrapped(nn.Module):
-    """A linear layer, its own group, between two others; ``use`` says what is made of it."""
+    """Has a layer with its own group between two others. ``use`` calls the layer and may change its output."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def test_a_module_that_stays_unsharded_can_return_its_own_weight() -> None:
 
 
 class Hiding(nn.Module):
-    """Returns its result inside an object that no one registered."""
+    """Returns its result inside an object of an unregistered class."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Kinds of modules, and changes to them after sharding."""
+"""Test kinds of modules, and changes to them after sharding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.sharding import exactly, sharded, train_alike, values_of
 
 
 class Recurrent(nn.Module):
-    """``nn.LSTM`` keeps a list of its weights beside its parameters, which its ``__setattr__`` has to follow."""
+    """Uses ``nn.LSTM``, whose ``__setattr__`` must update a list of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_lstms_train_with_parity(ranks: int, nested: bool, reshard: bool | None)
 
 
 class Mirrored(nn.Module):
-    """Computes with what its ``__setattr__`` was last given, not with what is registered."""
+    """Computes with the parameters last passed to ``__setattr__``, not with the registered ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_to_dtype_between_steps_keeps_training_with_parity(ranks: int, task: str
 
 
 def _half() -> None:
-    """Values are halves of what they were; a step in half precision moves them alike on all ranks."""
+    """Check that ``half()`` casts the values and that a step in half precision is the same on all ranks."""
     task = TASKS["mlp"]
     model = task.build()
     values = values_of(model)
@@ -190,7 +190,7 @@ def test_half_and_back_keeps_the_module_usable(ranks: int) -> None:
 
 
 class Adapted(nn.Module):
-    """Computes with a frozen base and, once they are there, with adapters."""
+    """Computes with a frozen base, and with adapters once they exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Adapted(nn.Module):
         return out
 
 
-def adapters_that_come_late(add: bool) -> list[str]:
+def add_adapters_late(add: bool) -> list[str]:
     model = Adapted()
     fully_shard(model.base)
     fully_shard(model, ignored_modules=[model.own])
@@ -223,10 +223,10 @@ def adapters_that_come_late(add: bool) -> list[str]:
 
 @pytest.mark.behaviour("A-11", "H-02")
 def test_parameters_added_after_sharding_are_named_once_and_ignored_ones_never() -> None:
-    (text,), _ = run_ranks(adapters_that_come_late, 2, add=True)
+    (text,), _ = run_ranks(add_adapters_late, 2, add=True)
     assert text.startswith(
         "parameters were added to Adapted after fully_shard: ['adapters.a0.weight', 'adapters.a0.bias', "
         "'adapters.a1.weight', 'adapters.a1.bias', 'adapters.a2.weight'] and 1 more. They are plain and trainable"
     )
-    assert run_ranks(adapters_that_come_late, 2, add=False) == [[], []]
-    assert run_ranks(adapters_that_come_late, 1, add=True) == [[]], "one rank has no copies that could drift"
+    assert run_ranks(add_adapters_late, 2, add=False) == [[], []]
+    assert run_ranks(add_adapters_late, 1, add=True) == [[]], "one rank has no copies that could drift"

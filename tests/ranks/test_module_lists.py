@@ -1,4 +1,4 @@
-"""Several modules in one ``fully_shard`` call are one group."""
+"""Test that several modules in one ``fully_shard`` call are one group."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.helpers.transports import SOCKETS
 SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
 
 
-def ends_of_the_chain(model: nn.Module, **options: Any) -> nn.Module:
-    """The first and the last layer are one group; those between are groups of their own, and so is the whole."""
+def shard_ends_together(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard the first and the last layer as one group, and each other layer and the model as its own group."""
     layers = list(model.get_submodule("layers").children())
     fully_shard([layers[0], layers[-1]], **options)
     for layer in layers[1:-1]:
@@ -32,8 +32,8 @@ def ends_of_the_chain(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def embedding_and_head(model: nn.Module, **options: Any) -> nn.Module:
-    """One group, whether the weight is tied or not."""
+def shard_embedding_and_head_together(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard the embedding, the norm and the head as one group, with a tied or an untied weight."""
     assert isinstance(model, Transformer)
     fully_shard([model.embedding, model.norm, model.head], **options)
     for layer in model.layers:
@@ -41,8 +41,8 @@ def embedding_and_head(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def along(*routes: tuple[int, ...]) -> Play:
-    """A play in which the layers of ``Routed`` run in an order that changes from step to step."""
+def play_routes(*routes: tuple[int, ...]) -> Play:
+    """Return a play in which the layers of ``Routed`` run in an order that changes from step to step."""
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         model.route = list(routes[step % len(routes)])  # type: ignore[assignment]
@@ -51,8 +51,8 @@ def along(*routes: tuple[int, ...]) -> Play:
     return play
 
 
-def pairs_of_layers(model: nn.Module, **options: Any) -> nn.Module:
-    """Layers 0 and 2 are one group, 1 and 3 another: each begins while the other is in the middle."""
+def shard_alternate_layers_together(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard layers 0 and 2 as one group, 1 and 3 as another, so that the forwards of the groups overlap."""
     layers = list(model.get_submodule("layers").children())
     fully_shard([layers[0], layers[2]], **options)
     fully_shard([layers[1], layers[3]], **options)
@@ -60,7 +60,7 @@ def pairs_of_layers(model: nn.Module, **options: Any) -> nn.Module:
 
 
 class Towers(nn.Module):
-    """Chains within a list; the inner layers of one are also called on their own."""
+    """Has chains that are in one list. One inner layer is also called separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ class Towers(nn.Module):
         return out
 
 
-def towers_with_what_is_in_them(model: nn.Module, **options: Any) -> nn.Module:
-    """The list names a module, one inside it, and one whose inner layer has a group of its own."""
+def shard_nested_modules_together(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard as one list a module, a module inside it, and a module whose inner layer has its own group."""
     assert isinstance(model, Towers)
     fully_shard(model.right.layers[1], **options)
     fully_shard([model.left, model.left.layers[1], model.right], **options)
@@ -85,13 +85,17 @@ def towers_with_what_is_in_them(model: nn.Module, **options: Any) -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Play, Callable[..., nn.Module]]] = {
-    "first and last": (TASKS["chain"].build, play_task("chain"), ends_of_the_chain),
-    "embedding and head": (TASKS["transformer"].build, play_task("transformer"), embedding_and_head),
-    "tied embedding and head": (TASKS["tied"].build, play_task("tied"), embedding_and_head),
-    "interleaved": (TASKS["routed"].build, along((0, 1, 2, 3)), pairs_of_layers),
-    "several calls": (TASKS["routed"].build, along((0, 0, 1, 2, 3, 2, 0, 1, 3)), pairs_of_layers),
-    "only some run": (TASKS["routed"].build, along((0, 1, 2, 3), (2, 3), (1, 0), (3, 1, 2)), pairs_of_layers),
-    "a module and one inside it": (seeded(Towers), play_task("chain"), towers_with_what_is_in_them),
+    "first and last": (TASKS["chain"].build, play_task("chain"), shard_ends_together),
+    "embedding and head": (TASKS["transformer"].build, play_task("transformer"), shard_embedding_and_head_together),
+    "tied embedding and head": (TASKS["tied"].build, play_task("tied"), shard_embedding_and_head_together),
+    "interleaved": (TASKS["routed"].build, play_routes((0, 1, 2, 3)), shard_alternate_layers_together),
+    "several calls": (TASKS["routed"].build, play_routes((0, 0, 1, 2, 3, 2, 0, 1, 3)), shard_alternate_layers_together),
+    "only some run": (
+        TASKS["routed"].build,
+        play_routes((0, 1, 2, 3), (2, 3), (1, 0), (3, 1, 2)),
+        shard_alternate_layers_together,
+    ),
+    "a module and one inside it": (seeded(Towers), play_task("chain"), shard_nested_modules_together),
 }
 
 
@@ -108,8 +112,8 @@ def test_a_list_of_modules_trains_like_the_unsharded_model(world_size: int, resh
     run_ranks(train_with_lists, world_size, reshard)
 
 
-def train_a_list_as_the_outermost() -> None:
-    """No module contains them: each call is a forward of its own, in any order, and one backward reaches all."""
+def train_a_list_without_a_parent() -> None:
+    """Train a list without a common parent: each call is a separate forward, and one backward runs through all."""
 
     def build() -> nn.Module:
         return TASKS["chain"].build()
@@ -138,9 +142,9 @@ def train_a_list_as_the_outermost() -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def call_one_of_a_list_on_its_own() -> None:
+def call_one_of_a_list_separately() -> None:
     rank = dist.get_rank()
-    plain, model = TASKS["chain"].build(), ends_of_the_chain(TASKS["chain"].build())
+    plain, model = TASKS["chain"].build(), shard_ends_together(TASKS["chain"].build())
     x, _ = TASKS["chain"].batch_of(0, rank)
     layers, originals = model.get_submodule("layers"), plain.get_submodule("layers")
     for index in ("3", "0"):
@@ -162,13 +166,13 @@ def call_one_of_a_list_on_its_own() -> None:
 @pytest.mark.behaviour("A-09")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_modules_of_a_list_can_be_called_outside_of_a_common_parent(world_size: int) -> None:
-    run_ranks(train_a_list_as_the_outermost, world_size)
-    run_ranks(call_one_of_a_list_on_its_own, world_size)
+    run_ranks(train_a_list_without_a_parent, world_size)
+    run_ranks(call_one_of_a_list_separately, world_size)
 
 
 def trace_a_list() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
-    model = ends_of_the_chain(task.build())
+    model = shard_ends_together(task.build())
     model.set_max_fused_bytes(0)  # type: ignore[operator]
     x, target = task.batch_of(0, rank)
     for needs_gradient in (True, False):
@@ -199,8 +203,8 @@ def test_a_list_is_gathered_once_each_way_and_reduced_once() -> None:
     run_ranks(trace_a_list, 2, environment=SOCKETS)
 
 
-def one_unit_for_all() -> None:
-    model = towers_with_what_is_in_them(seeded(Towers)())
+def share_one_state() -> None:
+    model = shard_nested_modules_together(seeded(Towers)())
     assert isinstance(model, Towers)
     listed = [model.left, model.left.layers[1], model.right]
     assert len({state_of(each) for each in listed}) == 1
@@ -219,10 +223,10 @@ def one_unit_for_all() -> None:
         fully_shard([fresh, linears[0]])
     with pytest.raises(ConfigurationError, match="or a list of them, not str"):
         fully_shard([fresh, "model"])  # type: ignore[type-var]
-    assert type(fresh) is nn.Linear  # untouched by calls that failed
+    assert type(fresh) is nn.Linear  # unchanged by the failed calls
     assert not isinstance(fresh.weight, DTensor)
 
 
 @pytest.mark.behaviour("A-09", "A-01")
 def test_the_modules_of_a_list_share_one_state_and_invalid_lists_are_refused() -> None:
-    run_ranks(one_unit_for_all, 2)
+    run_ranks(share_one_state, 2)

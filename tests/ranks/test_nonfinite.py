@@ -1,4 +1,4 @@
-"""Search for non-finite gradients: the same parameters and ranks are reported on all ranks."""
+"""Test the search for non-finite gradients: all ranks report the same parameters and ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def local_gradient(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def spoil(model: nn.Module, faults: dict[str, tuple[int, ...]], value: float) -> None:
-    """Puts ``value`` into the shards of these parameters on these ranks."""
+    """Put ``value`` into the shards of these parameters on these ranks."""
     for name, ranks in faults.items():
         if dist.get_rank() in ranks:
             local_gradient(model, name).view(-1)[-1] = value
@@ -41,7 +41,7 @@ def build(**options: Any) -> nn.Sequential:
     return fully_shard(model, **options)
 
 
-def two_ranks() -> None:
+def search_on_two_ranks() -> None:
     model = build()
     model(torch.ones(2, 8)).sum().backward()
     with counted_collectives() as counts:
@@ -62,10 +62,10 @@ def two_ranks() -> None:
 
 @pytest.mark.behaviour("H-04", "H-05")
 def test_parameters_and_ranks_are_named_on_all_ranks() -> None:
-    run_ranks(two_ranks, 2)
+    run_ranks(search_on_two_ranks, 2)
 
 
-def a_loss_that_is_nan_on_one_rank() -> None:
+def search_after_a_nan_loss() -> None:
     model = build()
     model(torch.full((2, 8), nan if dist.get_rank() == 1 else 1.0)).sum().backward()
     assert set(find_nonfinite(model)) == {"0.weight", "1.weight"}
@@ -73,10 +73,10 @@ def a_loss_that_is_nan_on_one_rank() -> None:
 
 @pytest.mark.behaviour("H-04", "H-05")
 def test_a_batch_that_is_nan_on_one_rank_shows_everywhere() -> None:
-    run_ranks(a_loss_that_is_nan_on_one_rank, 2)
+    run_ranks(search_after_a_nan_loss, 2)
 
 
-def hybrid() -> None:
+def search_on_a_hybrid_mesh() -> None:
     model = build(mesh=init_device_mesh("cpu", (2, 2)))
     model(torch.ones(2, 8)).sum().backward()
     assert find_nonfinite(model) == {}
@@ -84,7 +84,7 @@ def hybrid() -> None:
     assert find_nonfinite(model) == {"0.weight": (3,), "1.bias": (0, 1)}
 
 
-def tensor_parallel() -> None:
+def search_on_a_tensor_parallel_mesh() -> None:
     mesh = named_mesh(dp=2, tp=2)
     model = PAIRS.build()
     parallelize_pairs(model, mesh["tp"])
@@ -98,7 +98,9 @@ def tensor_parallel() -> None:
 
 
 @pytest.mark.behaviour("H-04")
-@pytest.mark.parametrize("layout", [hybrid, tensor_parallel], ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize(
+    "layout", [search_on_a_hybrid_mesh, search_on_a_tensor_parallel_mesh], ids=lambda layout: layout.__name__
+)
 def test_ranks_of_a_mesh_of_two_axes_are_distinguished(layout: Callable[[], None]) -> None:
     run_ranks(layout, 4)
 

@@ -1,4 +1,4 @@
-"""Encoded parameters: the values that every rank computes with, and the number of bytes sent."""
+"""Test encoded parameters: the values that every rank computes with, and the number of bytes sent."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def batch_of(rank: int) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
 
 
-def decoded_as_by_ranks(codec: Any, weight: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
-    """Each rank's rows, padded to those of the first one, through the codec by themselves, in fp32."""
+def decode_by_rank(codec: Any, weight: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
+    """Encode and decode each rank's rows separately in fp32, padded to the size of the first rank's rows."""
     pieces = torch.chunk(weight, num_shards, dim)
     length = pieces[0].numel()
     rows = torch.zeros(num_shards, -(-length // 4) * 4)
@@ -67,13 +67,13 @@ def compare(codec: Any, dim: int, replicate: int, param_dtype: torch.dtype | Non
     for layer in (0, 2):
         weight = reference.get_parameter(f"{layer}.weight").data
         sent = weight if param_dtype is None else weight.to(param_dtype).float()
-        weight.copy_(decoded_as_by_ranks(codec, sent, num_shards, dim))
+        weight.copy_(decode_by_rank(codec, sent, num_shards, dim))
     if param_dtype is not None:
         reference.to(param_dtype)
     x = batch_of(rank)
     torch.testing.assert_close(model(x), reference(x.to(param_dtype or x.dtype)), rtol=0, atol=0)
     model(x).float().square().mean().backward()
-    for step in range(2):  # gathered from the smaller mesh, and again
+    for step in range(2):  # all-gathers from the smaller mesh, twice
         loss = model(batch_of(rank + step)).float().square().mean()
         loss.backward()
         assert loss.isfinite()
@@ -111,7 +111,7 @@ def count_bytes() -> None:
     world_size = dist.get_world_size()
     encoded = Int8(block=256).payload_bytes(64 * 96 // world_size)
     rows_of_head = -(-3 // world_size)
-    # Two biases and the head, each on a boundary of 16 bytes.
+    # The two biases and the weight of the head each start on a boundary of 16 bytes.
     plain = sum(-(-4 * n // 16) * 16 for n in (96 // world_size, 96 * rows_of_head, rows_of_head))
     assert sent == [-(-encoded // 16) * 16 + plain]
     encoded_bucket = next(b for b in group.plan.buckets if b.codec is not None)
@@ -146,7 +146,7 @@ def test_codecs_are_chosen_per_parameter_and_nonsense_is_refused() -> None:
     run_ranks(choose, 2)
 
 
-def on_one_rank() -> None:
+def unshard_on_one_rank() -> None:
     model: Any = fully_shard(nn.Linear(8, 8), comm_policy=CommunicationPolicy(all_gather=Int4(), min_numel=1))
     exact = model.weight.full_tensor()
     model.unshard()
@@ -155,4 +155,4 @@ def on_one_rank() -> None:
 
 @pytest.mark.behaviour("E-08", "A-16")
 def test_one_rank_sends_nothing_and_encodes_nothing() -> None:
-    run_ranks(on_one_rank, 1)
+    run_ranks(unshard_on_one_rank, 1)

@@ -1,4 +1,4 @@
-"""``shard_placement_fn`` with a mesh per parameter: experts and dense layers in one group."""
+"""Test ``shard_placement_fn`` with a mesh per parameter: experts and dense layers in one group."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.helpers.sharding import exactly, expected_shard, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Play, assert_equal_runs, train
 
 
-def trains_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **options: object) -> None:
-    """Dense layers see four ranks' data, each expert that of the two ranks which hold it."""
+def train_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **options: object) -> None:
+    """Train dense layers on the data of four ranks, and each expert on the data of the two ranks that hold it."""
     rank, all_ranks = dist.get_rank(), range(4)
     mesh = named_mesh(edp=2, ep=2)
     data = mesh["edp", "ep"]._flatten("dp")
@@ -59,50 +59,50 @@ def trains_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **op
 
     step = play(MIXTURE)
 
-    def as_rank(each: nn.Module, number: int, of_rank: int) -> torch.Tensor:
+    def step_as_rank(each: nn.Module, number: int, of_rank: int) -> torch.Tensor:
         first = NUM_EXPERTS // 2 * (of_rank % 2)
         for module in each.modules():
             if isinstance(module, Experts):
                 module.held = slice(first, first + NUM_EXPERTS // 2)
         return step(each, number, of_rank)
 
-    def mean_of_two(each: nn.Module, _: int) -> None:
+    def average_over_two(each: nn.Module, _: int) -> None:
         for name, parameter in each.named_parameters():
             if "experts" in name:
                 assert parameter.grad is not None
-                parameter.grad.mul_(2)  # it has been divided by all four
+                parameter.grad.mul_(2)  # train() divides all gradients by four
 
-    ours = train(model, as_rank, OPTIMIZERS["adam-foreach"], ranks=[rank], watched=rank)
+    ours = train(model, step_as_rank, OPTIMIZERS["adam-foreach"], ranks=[rank], watched=rank)
     expected = train(
         reference,
-        as_rank,
+        step_as_rank,
         OPTIMIZERS["adam-foreach"],
         ranks=all_ranks,
         watched=rank,
         divide=4,
-        between=mean_of_two,
+        between=average_over_two,
     )
     assert_equal_runs(whole_run(ours), expected, what=f"{dim}, {options}")
 
 
-def with_torchs_classes(placement: Shard, mesh: DeviceMesh) -> TorchResult:
+def make_torch_result(placement: Shard, mesh: DeviceMesh) -> TorchResult:
     return TorchResult(placement, FSDPMeshInfo(mesh, shard_mesh_dim=0))
 
 
-def expert_parallel() -> None:
-    trains_experts(ShardPlacementResult, 1)
-    trains_experts(with_torchs_classes, 0)
-    trains_experts(ShardPlacementResult, 1, reshard_after_forward=2)
-    trains_experts(ShardPlacementResult, 1, reshard_after_forward=False)
+def train_expert_parallel() -> None:
+    train_experts(ShardPlacementResult, 1)
+    train_experts(make_torch_result, 0)
+    train_experts(ShardPlacementResult, 1, reshard_after_forward=2)
+    train_experts(ShardPlacementResult, 1, reshard_after_forward=False)
 
 
 @pytest.mark.behaviour("A-05", "A-06", "C-01", "C-03")
 def test_experts_on_their_own_mesh_train_with_parity_in_one_group_with_dense_layers() -> None:
-    run_ranks(expert_parallel, 4)
+    run_ranks(train_expert_parallel, 4)
 
 
-def other_meshes_of_the_same_ranks() -> None:
-    """Biases replicated in pairs of ranks, weights sharded over all: every parameter still sees all ranks' data."""
+def train_on_other_meshes() -> None:
+    """Replicate biases over pairs of ranks and shard weights over all: every gradient averages over all ranks."""
     mesh = named_mesh(replicate=2, shard=2)
     both = mesh["replicate", "shard"]._flatten("all")
     rank = dist.get_rank()
@@ -125,11 +125,11 @@ def other_meshes_of_the_same_ranks() -> None:
 
 @pytest.mark.behaviour("A-05", "A-07")
 def test_parameters_of_one_group_may_be_hybrid_and_others_sharded() -> None:
-    run_ranks(other_meshes_of_the_same_ranks, 4)
+    run_ranks(train_on_other_meshes, 4)
 
 
-def accumulates_in_half_precision() -> None:
-    """bf16 has 8 bits: small integers are exact, and a gradient is the mean over the ranks of its own mesh."""
+def accumulate_in_half_precision() -> None:
+    """Check that a gradient is the mean over the ranks of its own mesh. Small integers are exact in bf16."""
     mesh = named_mesh(edp=2, ep=2)
     data = mesh["edp", "ep"]._flatten("dp")
     rank = dist.get_rank()
@@ -160,4 +160,4 @@ def accumulates_in_half_precision() -> None:
 
 @pytest.mark.behaviour("A-05", "C-07", "D-01")
 def test_every_mesh_of_a_group_accumulates_and_reduces_in_the_same_precision() -> None:
-    run_ranks(accumulates_in_half_precision, 4)
+    run_ranks(accumulate_in_half_precision, 4)

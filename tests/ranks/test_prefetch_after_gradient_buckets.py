@@ -1,4 +1,4 @@
-"""On CPU, backward gathers the next group once the large group that runs has sent most of its gradients."""
+"""Test that backward on CPU gathers the next group once the current large group has sent most gradients."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ GRAD_BUCKETS = 4
 
 
 def towers(number: int = 3, *, ready: bool = True) -> Any:
-    """Groups of four gradient buckets each, one after the other.
+    """Return consecutive groups of four gradient buckets each.
 
-    ``ready``: in one forward they have shown their order.
+    With ``ready``, one forward has recorded their order.
     """
     blocks = [Tower() for _ in range(number)]
     model: Any = nn.Sequential(*blocks)
@@ -41,8 +41,8 @@ def towers(number: int = 3, *, ready: bool = True) -> Any:
     return model
 
 
-def backward_of(model: nn.Module) -> list[str]:
-    """What the groups did in a backward."""
+def record_backward(model: nn.Module) -> list[str]:
+    """Return the operations of the groups in one backward."""
     loss = model(batch(1, dist.get_rank())).square().mean()
     with Recorder() as recorder:
         loss.backward()
@@ -58,7 +58,7 @@ def gather_after_a_grad_bucket() -> None:
         recorder,
         *("unshard 2", "wait 2"),
         *(line.format(2) for line in sent),
-        *("unshard 1", "reduce 2", "wait 1", "reduced 2"),  # on its way while the last gradient bucket is computed
+        *("unshard 1", "reduce 2", "wait 1", "reduced 2"),  # in flight while the last gradient bucket is computed
         *(line.format(1) for line in sent),
         *("unshard 0", "reduce 1", "wait 0", "reduced 1"),
         *(line.format(0) for line in sent),
@@ -73,50 +73,50 @@ def test_the_next_group_is_gathered_after_all_gradient_buckets_but_the_last(tran
     run_ranks(gather_after_a_grad_bucket, 2, environment=transport)
 
 
-def first_reduction_of(group: str, events: list[str]) -> int:
+def find_first_reduction(group: str, events: list[str]) -> int:
     return events.index(f"reduce {group}")
 
 
 def choose_the_next_group() -> None:
     model = towers()
     model[2].set_modules_to_backward_prefetch([model[1]])
-    events = backward_of(model)
-    assert events.index("unshard 1") < first_reduction_of("2", events)
-    assert events.index("unshard 0") > first_reduction_of("1", events), "of which no list was set"
+    events = record_backward(model)
+    assert events.index("unshard 1") < find_first_reduction("2", events)
+    assert events.index("unshard 0") > find_first_reduction("1", events), "of which no list was set"
 
 
 def freeze_part() -> None:
     model = towers(ready=False)
     model[2].floors[0].bias.requires_grad_(False)
     play(model, 0, dist.get_rank())
-    events = backward_of(model)
-    assert events.index("unshard 1") < first_reduction_of("2", events)
+    events = record_backward(model)
+    assert events.index("unshard 1") < find_first_reduction("2", events)
 
 
 def accumulate() -> None:
     model = towers()
     model.set_requires_gradient_sync(False)
-    assert backward_of(model) == ["unshard 2", "unshard 1", "wait 2", "wait 1", "unshard 0", "wait 0"]
+    assert record_backward(model) == ["unshard 2", "unshard 1", "wait 2", "wait 1", "unshard 0", "wait 0"]
     model.set_requires_gradient_sync(True)
-    events = backward_of(model)
-    assert events.index("unshard 1") > first_reduction_of("2", events)
+    events = record_backward(model)
+    assert events.index("unshard 1") > find_first_reduction("2", events)
 
 
 def share_memory() -> None:
-    """Where shards are the full parameters, these take no memory that gradients could use."""
-    events = backward_of(towers())
-    assert events.index("unshard 1") < first_reduction_of("2", events)
+    """Check shared-memory shards: the full parameters use no memory that gradients could use."""
+    events = record_backward(towers())
+    assert events.index("unshard 1") < find_first_reduction("2", events)
 
 
-def bound_what_is_unsharded() -> None:
+def bound_unsharded_bytes() -> None:
     model = towers()
     model.set_max_unsharded_bytes(0)
-    events = backward_of(model)
+    events = record_backward(model)
     assert events.index("unshard 1") > max(i for i, event in enumerate(events) if event == "reduce 2")
 
 
 def bound_several() -> None:
-    """Each of those that wait for a gradient bucket would fit by itself."""
+    """Wait for gradient buckets with several groups. Each of these groups alone would fit into the bound."""
     model = towers(4)
     model.set_prefetch_limit(3)
     model.set_max_unsharded_bytes(2 * state_of(model[0]).group.plan.unsharded_bytes)
@@ -134,7 +134,7 @@ def bound_several() -> None:
         (freeze_part, SOCKETS),
         (accumulate, SOCKETS),
         (share_memory, TRANSPORTS["in common"]),
-        (bound_what_is_unsharded, SOCKETS),
+        (bound_unsharded_bytes, SOCKETS),
         (bound_several, SOCKETS),
     ],
 )
@@ -143,7 +143,7 @@ def test_explicit_prefetches_do_not_wait_for_gradient_buckets(case: Callable[[],
 
 
 class Around(nn.Module):
-    """Large layers before and after another one: ``outer`` are one layer that runs twice, or two."""
+    """Runs large layers before and after another one. ``outer`` is the number of outer layers: one runs twice."""
 
     def __init__(self, outer: int) -> None:
         super().__init__()
@@ -155,24 +155,24 @@ class Around(nn.Module):
         return out
 
 
-def come_to_a_group_twice(outer: int, ahead: str) -> None:
+def run_a_group_twice(outer: int, ahead: str) -> None:
     model = Around(outer)
     fully_shard(list(model.outer))
     for layer in (model.first, model.between):
         fully_shard(layer)
     fully_shard(model)
     play(model, 0, dist.get_rank())
-    events = backward_of(model)
+    events = record_backward(model)
     assert events[1] == f"unshard {ahead}", "the gradients of what was gathered first come after both runs"
 
 
 @pytest.mark.parametrize(("outer", "ahead"), [(1, "between"), (2, "first")], ids=["one module", "a list"])
 def test_a_group_with_a_second_backward_does_not_delay_the_next_gather(outer: int, ahead: str) -> None:
-    run_ranks(come_to_a_group_twice, 2, outer, ahead, environment=SOCKETS)
+    run_ranks(run_a_group_twice, 2, outer, ahead, environment=SOCKETS)
 
 
 class FromInputs(nn.Module):
-    """Of the last layer nothing shows when backward is done with it, as its inputs need no gradient."""
+    """The inputs of the last layer need no gradient, so no hook shows the end of its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,29 +183,29 @@ class FromInputs(nn.Module):
         return out
 
 
-def end_unseen() -> None:
+def end_backward_without_hook() -> None:
     model = FromInputs()
     for layer in (model.first, model.last):
         fully_shard(layer)
     fully_shard(model)
     play(model, 0, dist.get_rank())
-    events = backward_of(model)
-    assert events.index("unshard first") < first_reduction_of("last", events)
+    events = record_backward(model)
+    assert events.index("unshard first") < find_first_reduction("last", events)
 
 
 def test_gathers_do_not_wait_for_gradient_buckets_reduced_at_the_end_of_backward() -> None:
-    run_ranks(end_unseen, 2, environment=SOCKETS)
+    run_ranks(end_backward_without_hook, 2, environment=SOCKETS)
 
 
 class Apart(Tower):
-    """Backward does not come to its inputs."""
+    """Detaches its inputs, so backward does not reach them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.detach())
 
 
 class Beside(nn.Module):
-    """A layer, and one beside what comes out of it, of which the gradients are not complete before all are."""
+    """Adds the output of a second layer whose gradients are complete only at the end of backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,8 +224,8 @@ def reduce_grad_buckets_at_the_end() -> None:
     fully_shard(model.apart)
     fully_shard(model)
     play(model, 0, dist.get_rank())
-    events = backward_of(model)
-    assert events.index("wait first") < first_reduction_of("apart", events)
+    events = record_backward(model)
+    assert events.index("wait first") < find_first_reduction("apart", events)
     assert events.count("unshard first") == 1, "not once more behind a batch that goes at the end"
 
 
@@ -278,7 +278,7 @@ def test_ranks_with_different_used_parameters_gather_the_next_group_at_the_same_
 
 @pytest.mark.behaviour("C-03")
 def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
-    """Besides two unsharded groups there are one gradient bucket, and the shards of the gradients so far."""
+    """Check the peak: two unsharded groups, one gradient bucket, and the gradient shards so far."""
     ranks, number = 4, 5
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -294,8 +294,11 @@ def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
     )
 
 
-def fail_while_one_waits() -> None:
-    """The backward fails before the gradient bucket that the next group waits for; the next one may not find it."""
+def fail_while_a_gather_waits() -> None:
+    """Fail in backward before the gradient bucket that the next group waits for, then reset.
+
+    The next backward must not find the waiting all-gather.
+    """
     model = towers(3)
     root = state_of(model)
     runner = iteration_of(root)._runner
@@ -317,11 +320,11 @@ def fail_while_one_waits() -> None:
 
 @pytest.mark.behaviour("H-01")
 def test_a_reset_drops_gathers_that_wait_for_a_gradient_bucket() -> None:
-    run_ranks(fail_while_one_waits, 2, environment=COPIES)
+    run_ranks(fail_while_a_gather_waits, 2, environment=COPIES)
 
 
-def take_over() -> None:
-    """A layer runs as a root of its own, then within the model that renames it; one backward comes to both outputs."""
+def run_alone_and_in_model() -> None:
+    """Run a layer as its own root, then inside the model that renames it, with one backward through both outputs."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(740, 740), nn.Tanh(), nn.Linear(740, 740)) for _ in range(2)))
     reference = copy.deepcopy(model)
     for layer in model:
@@ -338,4 +341,4 @@ def take_over() -> None:
 
 @pytest.mark.behaviour("C-04")
 def test_a_layer_that_ran_before_its_model_is_named_by_its_path() -> None:
-    run_ranks(take_over, 1)
+    run_ranks(run_alone_and_in_model, 1)

@@ -1,4 +1,4 @@
-"""``examples/quantized_text.py``: its command line, files and checks.
+"""Test ``examples/quantized_text.py``: its command line, files and checks.
 
 ``benchmarks/results`` has the results of 300 steps.
 """
@@ -43,8 +43,8 @@ def test_the_example_trains_every_variant_and_writes_table_data_and_picture(tmp_
     assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
 
 
-def comparison_of(finals: dict[str, list[float]], steps: int) -> Any:
-    """Runs that end with these validation losses, a seed after the other."""
+def make_comparison(finals: dict[str, list[float]], steps: int) -> Any:
+    """Return a comparison of runs that end with these validation losses, one seed after the other."""
     convergence, variants = (importlib.import_module(f"text.{name}") for name in ("convergence", "variants"))
     comparison = convergence.Comparison({"steps": steps}, {"commands": ["first"], "machine": "", "torch": ""})
     for variant, losses in finals.items():
@@ -76,13 +76,13 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_int8_with_error_feedback_must_end_within_a_percent_for_every_seed(
     example: Any, finals: dict[str, list[float]], steps: int, passed: list[bool]
 ) -> None:
-    assert [holds for _, holds in example.checks(comparison_of(finals, steps))] == passed
+    assert [holds for _, holds in example.checks(make_comparison(finals, steps))] == passed
 
 
 @needs_extras
 def test_benchmark_results_are_resumed_replaced_or_refused(example: Any, tmp_path: Path) -> None:
     files = example.Files(tmp_path / "new", "name")
-    empty, first = comparison_of({}, 300), comparison_of({"fp32": [2.0, 2.5]}, 300)
+    empty, first = make_comparison({}, 300), make_comparison({"fp32": [2.0, 2.5]}, 300)
     assert files.prepare(first, resume=True, overwrite=False) is first
     files.write(first, [])
 
@@ -94,4 +94,4 @@ def test_benchmark_results_are_resumed_replaced_or_refused(example: Any, tmp_pat
     with pytest.raises(example.UsageError, match=r"exists: pass --resume"):
         files.prepare(empty, resume=False, overwrite=False)
     with pytest.raises(example.UsageError, match=r"differ from these in steps"):
-        files.prepare(comparison_of({}, 200), resume=True, overwrite=False)
+        files.prepare(make_comparison({}, 200), resume=True, overwrite=False)

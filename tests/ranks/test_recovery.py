@@ -1,4 +1,4 @@
-"""Steps that failed: nothing of them is left, and training goes on as if they had not run."""
+"""Test that failed steps leave no state and that training continues as if they had not run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from tests.helpers.faults import is_last
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 FAILING = 2
-"""The step that fails, of ``STEPS``."""
+"""The index of the failing step, out of ``STEPS`` steps."""
 STEPS = 5
 
 POINTS = ["before", "after", "backward", "gradient", "encode", "decode", "operation", "allocation"]
@@ -71,7 +71,7 @@ plans = st.builds(
 )
 
 
-def fail_and_go_on(plan: Plan) -> None:
+def fail_and_continue(plan: Plan) -> None:
     model, undisturbed, optimizers = pair(plan)
     counts: dict[str, int] = {}
     for number in range(STEPS):
@@ -100,7 +100,7 @@ def test_a_failed_step_leaves_no_state(transport: Environment) -> None:
     @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(plans)
     def holds(plan: Plan) -> None:
-        run_ranks(fail_and_go_on, 2, plan, environment=transport)
+        run_ranks(fail_and_continue, 2, plan, environment=transport)
 
     holds()
 
@@ -111,7 +111,7 @@ def test_a_failed_step_leaves_no_state(transport: Environment) -> None:
 def test_a_failed_step_in_hybrid_sharding_leaves_no_state(point: str, transport: Environment) -> None:
     for alone, index in ((False, 1), (True, -1)):
         plan = Plan(point, index, 0, 1, alone, True, False, False, point != "gradient", hybrid=True, feedback=alone)
-        run_ranks(fail_and_go_on, 4, plan, environment=transport)
+        run_ranks(fail_and_continue, 4, plan, environment=transport)
 
 
 NAMED = {
@@ -134,12 +134,12 @@ NAMED = {
 @pytest.mark.behaviour("H-01", "H-05", "J-03")
 @pytest.mark.parametrize("plan", NAMED.values(), ids=NAMED)
 def test_reductions_kept_by_fsdp2_after_a_failed_step_are_dropped(plan: Plan) -> None:
-    run_ranks(fail_and_go_on, 2, plan, environment=COPIES)
-    run_ranks(fail_and_go_on, 2, plan, environment=SOCKETS)
+    run_ranks(fail_and_continue, 2, plan, environment=COPIES)
+    run_ranks(fail_and_continue, 2, plan, environment=SOCKETS)
 
 
-def memory_is_given_back_last() -> None:
-    """Of gathers under way, which gloo writes to until their connections are closed."""
+def free_memory_last() -> None:
+    """Check that all-gathers in flight keep their memory until gloo's connections are closed."""
     found: set[tuple[str, int]] = set()
     abandon = ParamGroup.abandon
 
@@ -152,32 +152,35 @@ def memory_is_given_back_last() -> None:
         abandon(group)
 
     with mock.patch.object(ParamGroup, "abandon", watched):
-        fail_and_go_on(Plan("before", 1, 0, 1, True, True, True, False))
+        fail_and_continue(Plan("before", 1, 0, 1, True, True, True, False))
     assert found == {("broken", 0)}, found
 
 
 @pytest.mark.behaviour("H-01", "H-05")
 def test_work_in_flight_ends_before_its_memory_is_freed() -> None:
-    run_ranks(memory_is_given_back_last, 2, environment=SOCKETS)
+    run_ranks(free_memory_last, 2, environment=SOCKETS)
 
 
 # -- memory that gloo may still write to
 
 
 class Interrupted:
-    """A work whose wait ends with an interrupt, while the operation goes on."""
+    """A work whose wait raises an interrupt while the operation continues."""
 
     def wait(self) -> None:
         raise KeyboardInterrupt
 
 
-def new_line() -> GlooConnection:
+def new_connection() -> GlooConnection:
     group = dist.new_group()
     return GlooConnection(group, None, OrderCheck.OFF)
 
 
-def lines_are_closed_before_anyone_is_told() -> None:
-    """Otherwise a thread that finds a line broken frees memory while another thread is still closing the line."""
+def close_connections_before_raising() -> None:
+    """Check that a connection is marked broken only after it is closed.
+
+    Otherwise a thread that finds it broken would free memory while another thread is still closing it.
+    """
     seen: list[str] = []
     close = GlooConnection._close
 
@@ -187,21 +190,24 @@ def lines_are_closed_before_anyone_is_told() -> None:
         seen.append(line.position)
 
     with mock.patch.object(GlooConnection, "_close", watched):
-        line = new_line()
+        line = new_connection()
         with pytest.raises(KeyboardInterrupt):
             line.wait(OperationId(line.ranks, 1, "all-gather"), [Interrupted()])
         assert line.position == "broken"
-        launched = new_line()
+        launched = new_connection()
         with pytest.raises(MemoryError), launched.launching(OperationId(launched.ranks, 1, "all-gather")):
             raise MemoryError
         assert launched.position == "broken"
     assert seen == ["0", "0"] * 2
 
 
-def memory_of_an_abandoned_operation_lives_until_its_line_is_closed() -> None:
-    """Rank 1 never sends, so gloo may write to the memory of rank 0 at any time."""
-    line = new_line()
-    communicator = GlooCommunicator(line_group(line), line)
+def keep_memory_until_the_connection_is_closed() -> None:
+    """Check that memory lives until the connection is closed.
+
+    Rank 1 never sends, so gloo may write to the memory of rank 0 at any time.
+    """
+    line = new_connection()
+    communicator = GlooCommunicator(connection_group(line), line)
     if dist.get_rank() == 0:
         output, own = torch.zeros(1 << 16), torch.ones(1 << 15)
         storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (output, own)]
@@ -215,15 +221,18 @@ def memory_of_an_abandoned_operation_lives_until_its_line_is_closed() -> None:
     dist.barrier()
 
 
-def line_group(line: GlooConnection) -> dist.ProcessGroup:
+def connection_group(line: GlooConnection) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     assert line.size == world.size()
     return world
 
 
-def unsharded_memory_stays_while_it_may_be_written_to() -> None:
-    """Resizing a storage frees it also while gloo holds tensors of it."""
+def keep_unsharded_memory_while_gloo_may_write() -> None:
+    """Check that ``reshard`` after an interrupted wait does not free the storage.
+
+    A resize would free it even while gloo holds tensors of it.
+    """
     model: Any = nn.Linear(512, 1024, bias=False)
     fully_shard(model)
     model(torch.ones(1, 512)).sum().backward()
@@ -244,25 +253,25 @@ def unsharded_memory_stays_while_it_may_be_written_to() -> None:
     assert sum(bucket.unsharded_bytes for bucket in group.buckets) == 0
 
 
-def gloo_writes_to_no_freed_memory() -> None:
-    lines_are_closed_before_anyone_is_told()
-    memory_of_an_abandoned_operation_lives_until_its_line_is_closed()
-    unsharded_memory_stays_while_it_may_be_written_to()
+def check_memory_of_unfinished_operations() -> None:
+    close_connections_before_raising()
+    keep_memory_until_the_connection_is_closed()
+    keep_unsharded_memory_while_gloo_may_write()
 
 
 @pytest.mark.behaviour("H-01", "H-05")
 def test_memory_of_an_abandoned_operation_is_kept_until_gloo_has_finished() -> None:
-    run_ranks(gloo_writes_to_no_freed_memory, 2, environment=SOCKETS)
+    run_ranks(check_memory_of_unfinished_operations, 2, environment=SOCKETS)
 
 
-# -- training on without reset_iter_state, and after many failed steps
+# -- training without reset_iter_state, and after many failed steps
 
 
 # -- without recovery
 
 
-def go_on_at_once(plan: Plan) -> None:
-    """A step fails, and the next one begins all the same: it is right, or an error says what to do."""
+def continue_without_recovery(plan: Plan) -> None:
+    """Fail in a step and continue without recovery: the next steps are correct, or an error explains what to do."""
     model, undisturbed, optimizers = pair(plan)
 
     def train(number: int) -> None:
@@ -297,7 +306,7 @@ GOES_ON: dict[tuple[str, bool], tuple[tuple[type[Exception], ...], str]] = {
     ("backward", False): ((LifecycleError,), UNENDED),
     ("backward", True): ((LifecycleError,), UNENDED),
 }
-"""What the next step comes to, by the point that failed and whether it failed on one rank only."""
+"""The error of the next step, by the point of failure and whether it failed on one rank only."""
 
 
 @pytest.mark.behaviour("H-01", "H-05")
@@ -305,18 +314,21 @@ GOES_ON: dict[tuple[str, bool], tuple[tuple[type[Exception], ...], str]] = {
 @pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
 def test_continuing_without_recovery_is_correct_or_an_error(point: str, alone: bool, transport: Environment) -> None:
     plan = Plan(point, 1, 0, 1, alone, True, False, False)
-    run_ranks(go_on_at_once, 2, plan, environment=transport)
+    run_ranks(continue_without_recovery, 2, plan, environment=transport)
 
 
-# -- a step that some ranks took
+# -- an optimizer step on some ranks only
 
 
 def fail_at_the_very_end(agree: bool) -> None:
-    """The last rank raises once its gradients are reduced. The others know only if they meet before they step."""
+    """Raise on the last rank after its gradients are reduced.
+
+    Other ranks detect this before their step only if they communicate before it.
+    """
     plan = Plan("gradient hook", 0, 0, 1, True, True, False, False)
     model, undisturbed, optimizers = pair(plan)
 
-    def whole_steps(*numbers: int) -> None:
+    def complete_steps(*numbers: int) -> None:
         for number in numbers:
             gradients(model, plan, number)
             if agree:
@@ -324,13 +336,13 @@ def fail_at_the_very_end(agree: bool) -> None:
             optimizers[0].step()
             optimizers[0].zero_grad()
 
-    whole_steps(0)
+    complete_steps(0)
     handle = model.layers[0].weight.register_post_accumulate_grad_hook(fail) if is_last() else None
     kind, told = (
         (ArithmeticError, "no luck") if is_last() else (PeerError, r"rank 1 raised in the backward of layers\.0")
     )
     with pytest.raises(kind, match=told):
-        whole_steps(1, 2)
+        complete_steps(1, 2)
     if handle is not None:
         handle.remove()
     if agree:
@@ -343,7 +355,7 @@ def fail_at_the_very_end(agree: bool) -> None:
     model.load_state_dict(undisturbed.state_dict())
     optimizers[0].load_state_dict(optimizers[1].state_dict())
     for number in range(3):
-        whole_steps(number)
+        complete_steps(number)
         gradients(undisturbed, plan, number)
         optimizers[1].step()
         optimizers[1].zero_grad()
@@ -357,7 +369,7 @@ def test_a_step_on_some_ranks_only_is_an_error(agree: bool, transport: Environme
     run_ranks(fail_at_the_very_end, 2, agree, environment=transport)
 
 
-# -- often
+# -- many failures
 
 
 def resident() -> int:
@@ -366,7 +378,7 @@ def resident() -> int:
 
 
 def fail_often(times: int, *, alone: bool) -> tuple[int, int, int]:
-    """What ``times`` failed steps add: bytes of memory, file descriptors, threads."""
+    """Return the memory in bytes, file descriptors and threads that ``times`` failed steps add."""
     plan = Plan("backward", 1, 0, 1, alone, True, False, False)
     model = build(plan)
 
@@ -381,7 +393,7 @@ def fail_often(times: int, *, alone: bool) -> tuple[int, int, int]:
         gc.collect()
         return resident(), len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    for _ in range(times if not alone else 2):  # the allocator takes as long to settle
+    for _ in range(times if not alone else 2):  # the allocator needs this many steps to settle
         fail()
     before = used()
     for _ in range(times):

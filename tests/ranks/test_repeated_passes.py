@@ -1,4 +1,4 @@
-"""Several forwards and backwards in a step, and backwards over a part of the outputs."""
+"""Test several forwards and backwards in a step, and backwards through a part of the outputs."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_module_that_calls_itself_trains() -> None:
 
 
 def leave_layers_out() -> None:
-    """A layer that took no part has no gradient; its optimizer state and it stay; and later it takes part again."""
+    """Check that an unused layer has no gradient, keeps its values and optimizer state, and can be used again later."""
     task = TASKS["routed"]
     routes = ([0, 1], [2], [0, 1, 2, 3], [3, 0], [1])
 

@@ -1,4 +1,4 @@
-"""``run_ranks``: results, reuse of processes, and errors for every kind of failure."""
+"""Test ``run_ranks``: results, reuse of processes, and errors for every kind of failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests._internals import _pool as pool
 
 ROOT = Path(__file__).parents[2]
 
-# What runs on the ranks
+# Functions that run on the ranks
 
 
 def place(*args: object, **kwargs: object) -> tuple[object, ...]:
@@ -112,8 +112,8 @@ def fail_on(rank: int) -> None:
 def exit_on(rank: int, child_file: str, *, code: int) -> None:
     if dist.get_rank() == rank:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads
-            child = os.fork()  # it inherits all pipes and sockets, so that nobody sees them closed
+            warnings.simplefilter("ignore", DeprecationWarning)  # warns about a fork in a process with threads
+            child = os.fork()  # the child inherits all pipes and sockets, so no other process sees them closed
         if child == 0:
             time.sleep(600)
         Path(child_file).write_text(str(child))
@@ -137,7 +137,7 @@ def leave_others_waiting(child_file: str) -> None:
 
 
 def exists(pid: int) -> bool:
-    """Also as a zombie."""
+    """Return whether the process exists, also as a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -146,7 +146,7 @@ def exists(pid: int) -> bool:
 
 
 def runs(pid: int) -> bool:
-    """Zombies do not count: an orphan's is for init to collect."""
+    """Return whether the process runs. A zombie does not: init removes orphaned ones."""
     return exists(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
@@ -158,7 +158,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 def failure_of(function: Callable[..., object], world_size: int, *args: object, **options: object) -> RanksError:
-    """The error of a call, which must have ended the processes."""
+    """Return the error of a call, and check that it has ended the processes."""
     pids = run_ranks(pid, world_size)
     with pytest.raises(RanksError) as error:
         run_ranks(function, world_size, *args, **options)  # type: ignore[arg-type]  # options may be the timeout
@@ -166,7 +166,7 @@ def failure_of(function: Callable[..., object], world_size: int, *args: object, 
     return error.value
 
 
-# What works
+# Successful calls
 
 
 def test_results_come_in_rank_order_and_arguments_arrive() -> None:
@@ -223,7 +223,7 @@ def test_a_worker_that_was_killed_between_calls_is_replaced_and_shutdown_ends_it
     (before,) = run_ranks(pid, 1)
     descriptor = os.pidfd_open(before)
     os.kill(before, signal.SIGKILL)
-    assert select.select([descriptor], [], [], 20.0)[0]  # all of its threads are gone
+    assert select.select([descriptor], [], [], 20.0)[0]  # all of its threads have ended
     os.close(descriptor)
     (after,) = run_ranks(pid, 1)
     assert not exists(before)
@@ -235,13 +235,13 @@ def test_processes_are_forked_from_two_for_each_environment() -> None:
     parents = run_ranks(parent_pid, 3)
     assert parents[0] == parents[2] != parents[1]
     assert os.getpid() not in parents
-    run_ranks(destroy_default_group, 3)  # which costs the processes
+    run_ranks(destroy_default_group, 3)  # this ends the processes
     assert run_ranks(parent_pid, 3) == parents
     assert run_ranks(variable, 1, "FORKED", environment={"FORKED": "1"}) == ["1"]
     assert run_ranks(parent_pid, 1, environment={"FORKED": "1"}) != parents[:1]
     assert run_ranks(variable, 1, "FORKED") == [None]
     for parent in set(parents):
-        assert len(os.listdir(f"/proc/{parent}/task")) == 1  # a fork has no other thread, whatever that was about to do
+        assert len(os.listdir(f"/proc/{parent}/task")) == 1  # a fork copies only one thread
     shutdown()
     assert not any(map(exists, parents))
 
@@ -258,7 +258,7 @@ def test_an_interrupt_while_processes_start_does_not_affect_later_calls() -> Non
     shutdown()
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)  # the import takes longer
+        signal.setitimer(signal.ITIMER_REAL, 0.3)  # the import takes longer than this
         with pytest.raises(RuntimeError, match="enough"):
             run_ranks(pid, 2)
     finally:
@@ -274,11 +274,11 @@ def test_later_processes_get_the_environment_of_the_caller(monkeypatch: pytest.M
     run_ranks(destroy_default_group, 1)
 
 
-# What fails
+# Failures
 
 
 def test_an_exception_on_one_rank_does_not_leave_the_others_waiting() -> None:
-    run_ranks(pid, 2)  # starts the processes, if need be
+    run_ranks(pid, 2)  # starts the processes if necessary
     begin = time.monotonic()
     error = failure_of(fail_on, 2, 1)
     assert time.monotonic() - begin < 30
@@ -326,7 +326,7 @@ def test_processes_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatc
         run_ranks(pid, 3)
     monkeypatch.undo()
     assert len(run_ranks(pid, 3)) == 3
-    gc.collect()  # would warn of what nobody closed
+    gc.collect()  # would warn about unclosed resources
 
 
 def test_unpicklable_functions_and_arguments_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def test_unpicklable_functions_and_arguments_are_refused_before_the_run(monkeypa
         run_ranks(pid, 2)
 
 
-# What is left when the caller ends
+# Processes after the end of the caller
 
 
 SCRIPT = """

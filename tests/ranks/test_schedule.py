@@ -1,4 +1,4 @@
-"""When groups come, go and are reduced: the overlap that is promised, read off the trace."""
+"""Test the order of unshard, reshard and reduce events in the trace, which shows the promised overlap."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trace_the_first_iterations() -> None:
         forwards[0],
         "unshard root",
         "wait root",
-        "unshard layers.0",  # nobody knows yet what comes next
+        "unshard layers.0",  # the order is not known yet
         "wait layers.0",
         "reshard layers.0",
         "unshard layers.1",
@@ -48,7 +48,7 @@ def trace_the_first_iterations() -> None:
         assert_trace(
             forward,
             "unshard root",
-            "unshard layers.0",  # on its way while the root computes
+            "unshard layers.0",  # in flight while the root computes
             "wait root",
             "wait layers.0",
             "unshard layers.1",
@@ -62,7 +62,7 @@ def trace_the_first_iterations() -> None:
     for backward in backwards:
         assert_trace(
             backward,
-            # The root was kept. Its only own gradient is ready at once, and travels while layers.2 is gathered.
+            # The root was kept. Its only own gradient is ready at once and is reduced while layers.2 is gathered.
             "unshard layers.2",
             "reduce root",
             "wait layers.2",
@@ -133,7 +133,7 @@ def test_a_group_whose_inputs_need_no_gradient_is_reduced_before_the_next_ones_b
     run_ranks(trace_a_group_whose_inputs_need_no_gradient, 2, environment=SOCKETS)
 
 
-def leave_out_what_was_prefetched() -> None:
+def skip_a_prefetched_group() -> None:
     task, rank = TASKS["routed"], dist.get_rank()
     model = task.build()
     assert isinstance(model, Routed)
@@ -141,7 +141,7 @@ def leave_out_what_was_prefetched() -> None:
     task.loss(model, task.batch_of(0, rank)).backward()
     model.zero_grad()
     model.route = [0, 1, 2]
-    with Recorder() as forward, torch.no_grad():  # in which the root is not kept either
+    with Recorder() as forward, torch.no_grad():  # without gradients the root is not kept either
         model(task.batch_of(1, rank)[0])
     events = [str(event) for event in forward if event.operation in PARAMETERS]
     assert [event for event in events if event.endswith("layers.3")] == ["unshard layers.3", "reshard layers.3"]
@@ -154,7 +154,7 @@ def leave_out_what_was_prefetched() -> None:
 
 @pytest.mark.behaviour("C-08")
 def test_a_prefetched_group_that_did_not_run_is_resharded_at_the_end_of_forward() -> None:
-    run_ranks(leave_out_what_was_prefetched, 2)
+    run_ranks(skip_a_prefetched_group, 2)
 
 
 class Embedded(nn.Module):
@@ -198,33 +198,33 @@ def test_a_root_is_freed_before_its_reduction_if_all_other_backwards_are_done() 
     run_ranks(free_the_root_last, 2, environment=SOCKETS)
 
 
-def bound_what_is_gathered_ahead() -> None:
+def bound_prefetch() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, fuses=False)
     assert isinstance(model, FSDPModule)
     layer_bytes = max(e.group.plan.unsharded_bytes for e in map(state_of, model.get_submodule("layers").children()))
 
-    def most_at_once() -> int:
+    def count_peak_groups() -> int:
         with Recorder() as recorder:
             task.loss(model, task.batch_of(0, rank)).backward()
         return recorder.peak_groups
 
-    most_at_once()  # shows the order
-    assert most_at_once() == 2
+    count_peak_groups()  # records the order
+    assert count_peak_groups() == 2
     for limit, expected in ((0, 1), (2 * layer_bytes - 1, 1), (2 * layer_bytes, 2), (None, 2)):
         model.set_max_unsharded_bytes(limit)
-        assert most_at_once() == expected, limit
+        assert count_peak_groups() == expected, limit
     for ahead, expected in ((0, 1), (2, 3), (8, 4), (1, 2)):
         model.set_prefetch_limit(ahead)
-        assert most_at_once() == expected, ahead
+        assert count_peak_groups() == expected, ahead
     model.set_prefetch_limit(3)
     model.set_max_unsharded_bytes(3 * layer_bytes)
-    assert most_at_once() == 3, "both bounds hold"
+    assert count_peak_groups() == 3, "both bounds hold"
 
 
 @pytest.mark.behaviour("C-08")
 def test_the_prefetch_depth_can_be_bounded() -> None:
-    run_ranks(bound_what_is_gathered_ahead, 2, environment=SOCKETS)
+    run_ranks(bound_prefetch, 2, environment=SOCKETS)
 
 
 ROUTES = ([0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 3, 1], [3, 2], [3, 2, 1, 0], [1, 1, 0, 1], [0, 1, 2, 3], [2])
@@ -249,7 +249,7 @@ def train_along_changing_routes() -> None:
         shard_layers(model, fully_shard, fuses=False)
 
     check_parity(task.build, play, shard=shard, steps=len(ROUTES))
-    assert max(peaks) == 2  # the one that runs, and one ahead
+    assert max(peaks) == 2  # the running group and one prefetched group
 
 
 @pytest.mark.behaviour("C-01", "C-04")

@@ -1,4 +1,4 @@
-"""Results do not depend on the schedule: with a wrong order of events expected, or with none, the bits are the same."""
+"""Test that results do not depend on the schedule: wrong or missing expectations give the same bits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ STEPS = 4
 Expect = Callable[[list[schedule.Event], random.Random], list[schedule.Event]]
 
 
-def nothing(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
+def expect_nothing(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
     return []
 
 
-def another_order(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
-    """Each group of ``order`` in a random place, some twice and some never."""
+def expect_another_order(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
+    """Return each group of ``order`` at a random position, some groups twice and some never."""
     groups = list(dict.fromkeys(event.group for event in order))
     drawn = draws.choices(groups, k=len(groups) + 1) if groups else []
     both = (schedule.Hook.PRE_FORWARD, schedule.Hook.POST_FORWARD)
@@ -33,9 +33,9 @@ def another_order(order: list[schedule.Event], draws: random.Random) -> list[sch
 
 
 def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tuple[list[bytes], int]:
-    """Train, and return the bits of losses, gradients and parameters, and the number of rows that were served eagerly.
+    """Train, and return the bytes of losses, gradients and parameters, and the number of eagerly served rows.
 
-    ``expect`` changes the order that each forward expects, alike on all ranks.
+    ``expect`` changes the order that each forward expects, in the same way on all ranks.
     """
     task, rank, draws, eager = TASKS[task_name], dist.get_rank(), random.Random(0), []
     begin, row = ScheduleRunner.begin_forward, ScheduleRunner._eager_row
@@ -79,7 +79,7 @@ def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tup
 
 def compare_expectations(task_name: str, options: dict[str, Any]) -> None:
     expected, usual = train(task_name, None, options)
-    for expect in (nothing, another_order):
+    for expect in (expect_nothing, expect_another_order):
         found, eager = train(task_name, expect, options)
         assert found == expected, expect.__name__
         assert eager > usual, "some events came unexpectedly"

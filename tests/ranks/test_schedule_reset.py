@@ -1,4 +1,4 @@
-"""After a forward that failed on one rank only, ranks expect the same order of groups again."""
+"""Test that ranks expect the same order of groups again after a forward that failed on one rank only."""
 
 from __future__ import annotations
 

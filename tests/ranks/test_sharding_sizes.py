@@ -1,4 +1,4 @@
-"""Parameters of all sizes: their shards after ``fully_shard``, and training."""
+"""Test parameters of all sizes: their shards after ``fully_shard``, and training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.sharding import assert_sharded, exactly, train_alike, values_of
 
-# -- A-02: what becomes of parameters
+# -- A-02: properties of sharded parameters
 
 
 class Odd(nn.Module):
-    """Parameters that are not contiguous, not trained, not floats, or there under two names."""
+    """Has non-contiguous, frozen, integer, bool and shared parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_complex_parameters_train_with_parity(ranks: int) -> None:
 
 
 class Rows(nn.Module):
-    """Parameters of seven rows, one row and none; all of them get a gradient."""
+    """Has parameters of seven rows, one row and no rows, which all get a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_few_rows_and_no_rows_train_with_parity(ranks: int, reshard: bool, neste
 
 
 class NoRows(nn.Module):
-    """A group that holds nothing at all."""
+    """Has a group with only empty parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def _scalar() -> str:
         fully_shard(model)
     assert type(model) is WithScalar
     assert not any(isinstance(p, DTensor) for p in model.parameters())
-    # Nobody is out of step: the same model, mended as the error says, trains on all ranks.
+    # All ranks have the same state: the model, changed as the error says, trains on all ranks.
     for m in (model, reference):
         m.register_parameter("scale", nn.Parameter(m.get_parameter("scale").detach().reshape(1)))
     fully_shard(model)
@@ -259,7 +259,7 @@ def test_a_scalar_is_the_same_error_on_every_rank_and_the_remedy_works(ranks: in
 
 
 class Dims(nn.Module):
-    """Two, three and four dims of sizes that 2 and 4 do not divide, in a group with small and large parameters."""
+    """Has parameters of two to four dims whose sizes 2 and 4 do not divide, small and large ones in one group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_other_dims_even_and_uneven_train_with_parity(placement: str, ranks: int
 
 
 def _one_shard_placement() -> None:
-    """The function is called once for each parameter, shared ones once, with the original parameter."""
+    """Check that the function is called once per parameter, also for shared ones, with the original parameter."""
     model = TASKS["tied"].build()
     originals = {id(p): p for p in model.parameters()}
     asked: list[nn.Parameter] = []

@@ -1,4 +1,4 @@
-"""The shared memory transport: bitwise equal to gloo, bounded memory, errors that name the rank."""
+"""Test the shared memory transport: bitwise equal to gloo, bounded memory, errors that name the rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.helpers.transports import over_gloo
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shared memory is for Linux")
 
 LARGE = 5 * SLOT_BYTES // 4
-"""Elements of fp32 that take several rounds."""
+"""The number of fp32 elements that take several rounds."""
 
 
 def world() -> dist.ProcessGroup:
@@ -54,17 +54,17 @@ def shared(group: dist.ProcessGroup | None = None) -> SharedMemoryCommunicator:
 
 
 def new_group(seconds: float = 60) -> dist.ProcessGroup:
-    """Of all ranks, so that what goes wrong there does not matter to later tests."""
+    """Return a group of all ranks. Its failures do not affect later tests."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def own(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def make_shard(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).mul_(8).to(dtype)
 
 
-# -- the bits
+# -- bitwise results
 
 
 def compare_with_gloo(seed: int) -> None:
@@ -76,8 +76,8 @@ def compare_with_gloo(seed: int) -> None:
         near = [slot + draw.choice((-1, 0, 1)), slot // (size - 1) + draw.choice((-1, 0, 1)), draw.randrange(4 * slot)]
         numels = [0, 1, draw.randrange(100), draw.randrange(100_000), draw.choice(near)]
         draw.shuffle(numels)
-        shards = [own(rank + 10 * k, numel, dtype) for k, numel in enumerate(numels)]
-        fulls = [own(rank + 10 * k, numel * size, dtype) for k, numel in enumerate(numels)]
+        shards = [make_shard(rank + 10 * k, numel, dtype) for k, numel in enumerate(numels)]
+        fulls = [make_shard(rank + 10 * k, numel * size, dtype) for k, numel in enumerate(numels)]
         for results in zip(collectives(ours, shards, fulls), collectives(gloo, shards, fulls), strict=True):
             for mine, theirs in zip(*results, strict=True):
                 assert torch.equal(mine, theirs)
@@ -111,11 +111,11 @@ def reduce_everywhere() -> None:
     communicator = shared()
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (0, 3, 100_000, LARGE):
-            reduced = own(communicator.rank, numel, dtype)
+            reduced = make_shard(communicator.rank, numel, dtype)
             communicator.all_reduce([reduced], ReduceOp.SUM).wait()
-            expected = own(0, numel, dtype).float()
+            expected = make_shard(0, numel, dtype).float()
             for peer in range(1, communicator.size):
-                expected += own(peer, numel, dtype)
+                expected += make_shard(peer, numel, dtype)
             assert torch.equal(reduced, expected.to(dtype))
     with pytest.raises(UnsupportedError, match="does not average"):
         communicator.all_reduce([torch.ones(1)], ReduceOp.AVERAGE)
@@ -143,7 +143,7 @@ def test_outputs_are_written_without_autograd() -> None:
     run_ranks(write_below_autograd, 2)
 
 
-# -- many at once
+# -- many concurrent operations
 
 
 def launch_many(count: int) -> None:
@@ -168,13 +168,13 @@ def wait_in_opposite_orders() -> None:
     for _ in range(3):
         outputs = [torch.empty(size * LARGE) for _ in communicators]
         works = [
-            communicator.all_gather([Transfer(output, own(rank + k, LARGE))])
+            communicator.all_gather([Transfer(output, make_shard(rank + k, LARGE))])
             for k, (communicator, output) in enumerate(zip(communicators, outputs, strict=True))
         ]
         for work in works if rank % 2 else reversed(works):
             work.wait()
         for k, output in enumerate(outputs):
-            assert torch.equal(output, torch.cat([own(peer + k, LARGE) for peer in range(size)]))
+            assert torch.equal(output, torch.cat([make_shard(peer + k, LARGE) for peer in range(size)]))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -182,7 +182,7 @@ def test_ranks_may_wait_for_two_axes_in_opposite_orders(world_size: int) -> None
     run_ranks(wait_in_opposite_orders, world_size)
 
 
-def staging_stays_bounded() -> None:
+def bound_staging_memory() -> None:
     communicator = shared(new_group())
     for _ in range(50):
         works = []
@@ -192,11 +192,11 @@ def staging_stays_bounded() -> None:
             works.append(communicator.reduce_scatter([Transfer(torch.empty(numel), full.clone())], ReduceOp.SUM))
         for work in works:
             work.wait()
-    # A peer says what it has completed when it launches, so blocks of six operations wait while six others come.
+    # A peer reports completed operations when it launches, so two blocks can hold six operations each.
     assert len(communicator._engine.blocks.segments) <= 12
 
 
-def burst_is_given_back() -> None:
+def free_memory_after_a_burst() -> None:
     communicator = shared(new_group())
     blocks = communicator._engine.blocks
     output = torch.empty(communicator.size * LARGE)
@@ -209,19 +209,19 @@ def burst_is_given_back() -> None:
     assert blocks.written_bytes <= memory._KEPT_BYTES + memory.BLOCK_BYTES
     resident = sum(os.fstat(segment.descriptor).st_blocks * 512 for segment in blocks.segments)
     assert resident <= blocks.written_bytes
-    communicator.all_gather([Transfer(output, own(communicator.rank, LARGE))]).wait()
-    assert torch.equal(output, torch.cat([own(peer, LARGE) for peer in range(communicator.size)]))
+    communicator.all_gather([Transfer(output, make_shard(communicator.rank, LARGE))]).wait()
+    assert torch.equal(output, torch.cat([make_shard(peer, LARGE) for peer in range(communicator.size)]))
 
 
 def test_staging_memory_does_not_grow() -> None:
-    run_ranks(staging_stays_bounded, 2)
-    run_ranks(burst_is_given_back, 2)
+    run_ranks(bound_staging_memory, 2)
+    run_ranks(free_memory_after_a_burst, 2)
 
 
-# -- memory in common
+# -- shared memory
 
 
-def write_in_common() -> None:
+def write_to_shared_memory() -> None:
     communicator = shared()
     rank, size = communicator.rank, communicator.size
     common = communicator.share(size * LARGE).view(size, LARGE)
@@ -237,7 +237,7 @@ def write_in_common() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_ranks_map_the_same_shared_memory(world_size: int) -> None:
-    run_ranks(write_in_common, world_size)
+    run_ranks(write_to_shared_memory, world_size)
 
 
 def fail_to_share() -> None:
@@ -254,10 +254,10 @@ def test_a_failed_memory_allocation_is_reported_on_all_ranks() -> None:
     run_ranks(fail_to_share, 2)
 
 
-# -- who uses it
+# -- the choice of the transport
 
 
-def choose_where_one_rank_says_no() -> None:
+def choose_with_one_rank_disabled() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setenv(SWITCH, "0")
@@ -274,7 +274,7 @@ def choose_on_two_hosts() -> None:
         assert isinstance(axes.replicate, GlooCommunicator)
 
 
-def choose_where_memory_fails() -> None:
+def choose_with_failing_memory() -> None:
     def fail(nbytes: int) -> None:
         raise OSError("no memory is shared here")
 
@@ -307,17 +307,17 @@ def choose_in_a_mesh() -> None:
     assert shared(new_group()).size == 4
 
 
-def choose_for_a_backend_of_each_device() -> None:
-    """``init_process_group("cpu:gloo,cuda:nccl")`` on a host without CUDA: torch's name of the backend is all of it."""
+def choose_with_a_backend_per_device() -> None:
+    """Check ``init_process_group("cpu:gloo,cuda:nccl")`` without CUDA: torch's backend name lists all devices."""
     assert isinstance(communicator_over(dist.new_group(backend="cpu:gloo"), "cpu"), SharedMemoryCommunicator)
 
 
 def test_groups_with_a_backend_of_each_device_use_it() -> None:
-    run_ranks(choose_for_a_backend_of_each_device, 2)
+    run_ranks(choose_with_a_backend_per_device, 2)
 
 
 def test_one_rank_disables_shared_memory_for_all() -> None:
-    run_ranks(choose_where_one_rank_says_no, 2)
+    run_ranks(choose_with_one_rank_disabled, 2)
 
 
 def test_ranks_on_several_hosts_use_gloo_between_them() -> None:
@@ -325,14 +325,14 @@ def test_ranks_on_several_hosts_use_gloo_between_them() -> None:
 
 
 def test_all_ranks_use_gloo_if_shared_memory_fails() -> None:
-    run_ranks(choose_where_memory_fails, 2)
+    run_ranks(choose_with_failing_memory, 2)
 
 
 def test_hybrid_and_smaller_meshes_and_doubles_use_shared_memory() -> None:
     run_ranks(choose_in_a_mesh, 4)
 
 
-# -- what goes wrong
+# -- failures
 
 
 def lose_a_rank(numel: int) -> None:
@@ -358,7 +358,7 @@ def test_a_killed_rank_is_named_by_all_others_at_once(numel: int) -> None:
         assert "is gone, so reduce-scatter (operation 1," in text or "cannot go on together" in text
 
 
-def wait_in_vain(switch: str) -> None:
+def wait_for_a_missing_rank(switch: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, switch)
         communicator = communicator_over(new_group(seconds=1), "cpu")
@@ -374,7 +374,7 @@ def wait_in_vain(switch: str) -> None:
                 communicator.all_reduce([torch.ones(1)], ReduceOp.SUM)
     dist.barrier()
     if communicator.rank == 1 and switch == "1":
-        communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()  # the other had come to this one
+        communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()  # rank 0 had launched this operation
         with pytest.raises(
             PeerError, match=r"all-reduce \(operation 1, .* cannot be done: rank 0 \(process \d+\) gave up: rank 1 \("
         ):
@@ -384,7 +384,7 @@ def wait_in_vain(switch: str) -> None:
 @pytest.mark.behaviour("H-03")
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_a_missing_rank_is_an_error_after_the_timeout(switch: str) -> None:
-    run_ranks(wait_in_vain, 2, switch)
+    run_ranks(wait_for_a_missing_rank, 2, switch)
 
 
 def diverge() -> None:
@@ -401,7 +401,7 @@ def diverge() -> None:
             work.wait()
         text = str(caught.value)
         label = name.partition(" (")[0]
-        sizes_differ = label == "all-gather"  # else what is done says enough
+        sizes_differ = label == "all-gather"  # otherwise the operations differ already by name
         assert ("rank 0: all-gather (16 bytes)" if sizes_differ else "rank 0: all-gather,") in text
         assert "as operation 0 of ranks [0, 1]" in text
         assert (f"rank 1: {name}" if sizes_differ else f"rank 1: {label},") in text
@@ -412,8 +412,8 @@ def test_different_operations_on_ranks_are_an_error() -> None:
     run_ranks(diverge, 2)
 
 
-def label_at_length() -> None:
-    """As a group of hundreds of modules is labelled, whose label no message holds."""
+def compare_long_labels() -> None:
+    """Compare labels as long as those of groups of hundreds of modules, which exceed the size of a message."""
     begin = "all-gather of " + "expert.\N{GREEK SMALL LETTER ALPHA}, " * 1000
     communicator = shared(new_group())
     four, two = torch.empty(4), torch.ones(2)
@@ -424,7 +424,7 @@ def label_at_length() -> None:
 
 
 def test_labels_of_any_length_are_compared() -> None:
-    run_ranks(label_at_length, 2)
+    run_ranks(compare_long_labels, 2)
 
 
 def interrupt_a_wait() -> None:
@@ -432,7 +432,7 @@ def interrupt_a_wait() -> None:
     output = torch.empty(communicator.size * LARGE)
     if communicator.rank == 0:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        work = communicator.all_gather([Transfer(output, own(0, LARGE))])
+        work = communicator.all_gather([Transfer(output, make_shard(0, LARGE))])
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             work.wait()
@@ -440,17 +440,17 @@ def interrupt_a_wait() -> None:
         dist.barrier()
     else:
         dist.barrier()
-        work = communicator.all_gather([Transfer(output, own(communicator.rank, LARGE))])
+        work = communicator.all_gather([Transfer(output, make_shard(communicator.rank, LARGE))])
     work.wait()
-    assert torch.equal(output, torch.cat([own(peer, LARGE) for peer in range(communicator.size)]))
+    assert torch.equal(output, torch.cat([make_shard(peer, LARGE) for peer in range(communicator.size)]))
 
 
 def test_an_interrupted_wait_can_be_resumed() -> None:
     run_ranks(interrupt_a_wait, 2)
 
 
-def ours() -> tuple[int, int, int]:
-    """Files, Unix sockets and mappings that are open, the default process group's among them."""
+def count_open_files() -> tuple[int, int, int]:
+    """Return the number of open files, Unix sockets and mappings, including those of the default process group."""
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     unix = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
     return (
@@ -462,7 +462,7 @@ def ours() -> tuple[int, int, int]:
 
 def leave_nothing_open() -> None:
     dist.barrier()
-    before = ours()
+    before = count_open_files()
     for _ in range(3):
         group = new_group()
         communicator = shared(group)
@@ -471,12 +471,12 @@ def leave_nothing_open() -> None:
         for work in works:
             work.wait()
         common = communicator.share(1000)
-        assert all(now > then for now, then in zip(ours(), before, strict=True))
+        assert all(now > then for now, then in zip(count_open_files(), before, strict=True))
         del communicator, common, works, work
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        assert ours() == before
+        assert count_open_files() == before
 
 
 def test_a_destroyed_process_group_leaves_no_open_files() -> None:

@@ -1,4 +1,4 @@
-"""Parameters used by modules of several groups: shared by their owner, or an error."""
+"""Test parameters used by modules of several groups: shared by their owner, or an error."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def tied_transformer() -> Transformer:
     return model
 
 
-def own_by_embedding(model: nn.Module, **options: Any) -> nn.Module:
-    """The head has a group of its own, in which nothing is left but a bias, if it has one."""
+def shard_with_embedding_as_owner(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard the head in a group whose only own parameters are the norm's and a bias, if the head has one."""
     assert isinstance(model, Transformer)
     fully_shard(model.embedding, **options)
     for layer in model.layers:
@@ -39,8 +39,8 @@ def own_by_embedding(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def own_by_head(model: nn.Module, **options: Any) -> nn.Module:
-    """The other way round: the one that runs last owns the weight, and the one that runs first uses it."""
+def shard_with_head_as_owner(model: nn.Module, **options: Any) -> nn.Module:
+    """Make the head, which runs last, the owner of the weight. The embedding runs first and uses it."""
     assert isinstance(model, Transformer)
     fully_shard(model.head, **options)
     fully_shard(model.embedding, shared_from=[model.head], **options)
@@ -50,7 +50,10 @@ def own_by_head(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def tie_when_sharded(model: nn.Module, *, head: bool, **options: Any) -> nn.Module:
-    """As transformers does once it has loaded a checkpoint. With ``head`` in a group that is then empty."""
+    """Tie the weights after sharding, as transformers does after loading a checkpoint.
+
+    With ``head``, the head has a group of its own, which is then empty.
+    """
     assert isinstance(model, Transformer)
     model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight))
     for module in (model.embedding, *model.layers, *([model.head] if head else [])):
@@ -61,7 +64,7 @@ def tie_when_sharded(model: nn.Module, *, head: bool, **options: Any) -> nn.Modu
 
 
 class Users(nn.Module):
-    """Every layer uses the first one's weight, two of them the second one's bias besides."""
+    """Every layer uses the first one's weight. The fourth one also uses the second one's bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,21 +89,21 @@ def share_with_many(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def share_with_a_list_around_the_owner(model: nn.Module, **options: Any) -> nn.Module:
-    """The owner ends its forward while the list that uses its weight is in the middle of its own."""
+    """Check that the owner can end its forward during the forward of the list that uses its weight."""
     first, second, third, fourth = model.get_submodule("layers").children()
     fully_shard(second, **options)
     fully_shard([first, third, fourth], shared_from=[second], **options)
     return fully_shard(model, **options)
 
 
-def nested() -> nn.Module:
+def build_nested() -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8)))
     model.get_submodule("2.0").weight = model.get_submodule("0").weight
     return model
 
 
 def share_with_a_nested_group(model: nn.Module, **options: Any) -> nn.Module:
-    """What contains the user does not contain the owner, and need not know of it."""
+    """Shard the module around the user. This module does not contain the owner and needs no ``shared_from``."""
     owner = fully_shard(model.get_submodule("0"), **options)
     fully_shard(model.get_submodule("2.0"), shared_from=[owner], **options)
     fully_shard(model.get_submodule("2"), **options)
@@ -108,13 +111,13 @@ def share_with_a_nested_group(model: nn.Module, **options: Any) -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[..., nn.Module]]] = {
-    "embedding to head": (tied_transformer, "tied", own_by_embedding),
-    "head to embedding": (tied_transformer, "tied", own_by_head),
+    "embedding to head": (tied_transformer, "tied", shard_with_embedding_as_owner),
+    "head to embedding": (tied_transformer, "tied", shard_with_head_as_owner),
     "tied when sharded": (tied_transformer, "tied", partial(tie_when_sharded, head=True)),
     "tied when sharded, in the root": (tied_transformer, "tied", partial(tie_when_sharded, head=False)),
     "to many": (seeded(Users), "chain", share_with_many),
     "to a list around it": (seeded(Users), "chain", share_with_a_list_around_the_owner),
-    "into a unit": (seeded(nested), "chain", share_with_a_nested_group),
+    "into a unit": (seeded(build_nested), "chain", share_with_a_nested_group),
 }
 
 
@@ -140,9 +143,9 @@ def test_a_parameter_used_by_other_groups_trains_like_a_tied_one(world_size: int
 
 
 def trace_a_shared_parameter() -> None:
-    """The owner comes into memory with the user, and its gradient travels once, when both have added to it."""
+    """Check that the owner is unsharded with the user and that its gradient is reduced once, after both backwards."""
     task, rank = TASKS["tied"], dist.get_rank()
-    model = own_by_embedding(tied_transformer())
+    model = shard_with_embedding_as_owner(tied_transformer())
     model.set_max_fused_bytes(0)  # type: ignore[operator]
     forward, backward = Recorder(), Recorder()
     for step in range(2):
@@ -161,12 +164,12 @@ def trace_a_shared_parameter() -> None:
     )
 
 
-def a_shared_parameter_stays_one() -> None:
-    model = own_by_embedding(tied_transformer())
+def check_identity_of_a_shared_parameter() -> None:
+    model = shard_with_embedding_as_owner(tied_transformer())
     assert isinstance(model, Transformer)
     assert model.head.weight is model.embedding.weight
     assert isinstance(model.head.weight, DTensor)
-    assert state_of(model.head).group.parameters  # those of the norm
+    assert state_of(model.head).group.parameters  # the parameters of the norm
     assert [p.name for p in state_of(model.embedding).group.parameters] == ["weight"]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.testing.assert_close(state["head.weight"].to_local(), state["embedding.weight"].to_local())
@@ -188,11 +191,11 @@ def a_shared_parameter_stays_one() -> None:
 @pytest.mark.behaviour("A-10")
 def test_a_shared_parameter_is_unsharded_with_every_group_that_uses_it() -> None:
     run_ranks(trace_a_shared_parameter, 2, environment=SOCKETS)
-    run_ranks(a_shared_parameter_stays_one, 2)
+    run_ranks(check_identity_of_a_shared_parameter, 2)
 
 
-def share_without_saying_so() -> None:
-    """At construction, whichever of the two comes first and whether or not one contains the other."""
+def share_without_shared_from() -> None:
+    """Share a parameter without ``shared_from``: an error at construction, for every order and nesting."""
     model = tied_transformer()
     fully_shard(model.embedding)
     remedies = r"leave out fully_shard on the inner module.*as one list.*shared_from=\[owner\]"
@@ -204,12 +207,12 @@ def share_without_saying_so() -> None:
     with pytest.raises(LifecycleError, match="Linear has not been sharded"):
         fully_shard(model.norm, shared_from=[model.head])
     fully_shard(model.norm)
-    with pytest.raises(ParameterError, match="'weight' of Embedding"):  # an owner that does not own it
+    with pytest.raises(ParameterError, match="'weight' of Embedding"):  # this module is not the owner
         fully_shard(model.head, shared_from=[model.norm])
 
 
 def tie_after_sharding() -> None:
-    """Too late: after a forward, and between two calls."""
+    """Tie weights after sharding: an error in the next forward or in the next ``fully_shard`` call."""
     model = TASKS["transformer"].build()
     assert isinstance(model, Transformer)
     fully_shard(model.embedding)
@@ -225,7 +228,7 @@ def tie_after_sharding() -> None:
     model = TASKS["transformer"].build()
     assert isinstance(model, Transformer)
     fully_shard(model.embedding)
-    model.head.weight = model.embedding.weight  # sharded already, so the call below finds a parameter of another group
+    model.head.weight = model.embedding.weight  # already sharded, so the call below finds a parameter of another group
     with pytest.raises(ParameterError, match=r"'head.weight' of Transformer is the same tensor as 'weight' of"):
         fully_shard(model)
 
@@ -233,12 +236,12 @@ def tie_after_sharding() -> None:
 @pytest.mark.behaviour("A-10")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sharing_across_groups_is_an_error_with_both_names_and_the_remedies(world_size: int) -> None:
-    run_ranks(share_without_saying_so, world_size)
+    run_ranks(share_without_shared_from, world_size)
     run_ranks(tie_after_sharding, world_size)
 
 
 class SharedTwice(nn.Module):
-    """Owner and user run inside one another, and the user twice."""
+    """Runs the owner once and the user twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +266,7 @@ def evaluate_and_freeze_shared_parameters() -> None:
         x, _ = TASKS["chain"].batch_of(step, rank)
         model.owner.weight.requires_grad_(step % 3 != 1)
         with torch.inference_mode(step == 2), torch.no_grad():
-            value = model.user(x).sum()  # on its own, outside of the parent's forward
+            value = model.user(x).sum()  # the user runs separately, outside of the parent's forward
         loss: torch.Tensor = model(x).square().mean()
         loss.backward()
         return torch.stack([loss.detach(), value])

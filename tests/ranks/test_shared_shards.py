@@ -1,4 +1,4 @@
-"""Shards in memory shared by the ranks of one host need no all-gather and change nothing else."""
+"""Test that shards in memory shared by the ranks of one host need no all-gather and give the same results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
 
-def in_common(model: nn.Module) -> set[bool]:
+def find_sharing(model: nn.Module) -> set[bool]:
     return {bucket.store.is_shared for bucket in buckets_of(model)}
 
 
 def gather_nothing() -> None:
     task = TASKS["wide"]
     model = shard_layers(task.build(), fully_shard)
-    assert in_common(model) == {True}
+    assert find_sharing(model) == {True}
     with counted_collectives() as counts:
         for step in range(2):
             task.loss(model, task.batch_of(step, dist.get_rank())).backward()
@@ -42,7 +42,7 @@ def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
     run_ranks(gather_nothing, 2)
 
 
-def own_their_storage() -> None:
+def check_storages() -> None:
     model = shard_layers(TASKS["mlp"].build(), fully_shard)
     for name, parameter in model.named_parameters():
         shard = local(parameter.detach())
@@ -60,7 +60,7 @@ def own_their_storage() -> None:
 
 
 def test_each_shard_is_a_storage_of_its_own() -> None:
-    run_ranks(own_their_storage, 2)
+    run_ranks(check_storages, 2)
 
 
 @pytest.mark.behaviour("C-01", "A-04", "A-05")
@@ -101,7 +101,7 @@ def test_all_transports_give_the_same_bits_repeatedly(world_size: int) -> None:
                 torch.testing.assert_close(shard, expected, rtol=0, atol=0)
 
 
-def write_while_whole() -> None:
+def write_while_unsharded() -> None:
     task = TASKS["chain"]
     model = shard_layers(task.build(), fully_shard)
     layer = model.get_submodule("layers.1")
@@ -126,14 +126,14 @@ def write_while_whole() -> None:
 
 
 def test_writing_to_unsharded_parameters_is_an_error() -> None:
-    run_ranks(write_while_whole, 2)
+    run_ranks(write_while_unsharded, 2)
 
 
-def write_what_is_dropped() -> None:
+def write_without_shared_memory() -> None:
     task = TASKS["chain"]
     model = shard_layers(task.build(), fully_shard)
     layer = model.get_submodule("layers.1")
-    assert in_common(model) == {False}
+    assert find_sharing(model) == {False}
     before = [local(p.detach()).clone() for p in model.parameters()]
 
     def clamp(module: nn.Module, *_: object) -> None:
@@ -148,11 +148,11 @@ def write_what_is_dropped() -> None:
 
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
 def test_writes_to_unsharded_parameters_are_dropped_without_shared_memory(transport: Environment) -> None:
-    run_ranks(write_what_is_dropped, 2, environment=transport)
+    run_ranks(write_without_shared_memory, 2, environment=transport)
 
 
-def one_rank_is_late() -> None:
-    """The others have finished and would step, while this one still computes with their shards."""
+def delay_one_rank() -> None:
+    """Delay one rank, which still computes with the shards while the others have finished and would step."""
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard)
 
@@ -175,7 +175,7 @@ def one_rank_is_late() -> None:
     reference = task.build()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
     for step in range(3):
-        with torch.no_grad():  # an evaluation, after which each rank writes at once
+        with torch.no_grad():  # after this evaluation each rank writes immediately
             torch.testing.assert_close(model(*task.batch_of(9, rank)[:-1]), reference(*task.batch_of(9, rank)[:-1]))
             for parameter in model.parameters():
                 local(parameter).mul_(1.5)
@@ -193,7 +193,7 @@ def one_rank_is_late() -> None:
 
 
 def test_no_rank_steps_while_another_still_reads() -> None:
-    run_ranks(one_rank_is_late, 2)
+    run_ranks(delay_one_rank, 2)
 
 
 def layers_in_one_group() -> tuple[nn.Sequential, nn.Module]:
@@ -204,7 +204,7 @@ def layers_in_one_group() -> tuple[nn.Sequential, nn.Module]:
 
 
 def evaluate_late_before_a_step(is_unsharded_by_hand: bool) -> None:
-    """A forward that gathers nothing comes before the step; rank 1 is late in it."""
+    """Run a forward without an all-gather before a step, with rank 1 late in it."""
     model, second = layers_in_one_group()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     inputs = torch.ones(4, 32)
@@ -217,7 +217,7 @@ def evaluate_late_before_a_step(is_unsharded_by_hand: bool) -> None:
         if is_unsharded_by_hand:
             model.unshard(async_op=True)
         else:
-            model(inputs)  # its backward never comes
+            model(inputs)  # has no backward
         with torch.no_grad():
             evaluated = model(inputs)
         optimizer.step()
@@ -261,24 +261,24 @@ def convert() -> None:
 
     expected = loss_of(model)
     state = {name: local(p.detach()).clone() for name, p in model.named_parameters()}
-    # The same dtype keeps its place.
+    # A conversion to the same dtype keeps the memory.
     to_empty(model, device="cpu")
     for name, parameter in model.named_parameters():
         local(parameter.detach()).copy_(state[name])
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
-    assert in_common(model) == {True}
-    # Loading with assign brings other tensors.
+    assert find_sharing(model) == {True}
+    # A load with assign brings other tensors.
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
-    assert in_common(model) == {True}
-    # Another dtype would lie elsewhere: this memory is left to the ranks that still read it.
+    assert find_sharing(model) == {True}
+    # Another dtype needs other memory, because other ranks may still read the old shards.
     model.double()
     torch.testing.assert_close(loss_of(model), expected)
-    assert in_common(model) == {False}
+    assert find_sharing(model) == {False}
     task.loss(model, batch).backward()
-    # A copy may be made by some ranks only, so it has memory of its own.
+    # Some ranks may copy alone, so a copy has memory of its own.
     twin = copy.deepcopy(shard_layers(task.build(), fully_shard))
-    assert in_common(twin) == {False}
+    assert find_sharing(twin) == {False}
     torch.testing.assert_close(loss_of(twin), expected)
 
 
@@ -286,10 +286,10 @@ def test_conversions_loads_and_copies_are_followed() -> None:
     run_ranks(convert, 2)
 
 
-def leave_out() -> None:
+def check_unsuitable_parameters() -> None:
     task = TASKS["mlp"]
     cast = shard_layers(task.build(), fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    assert in_common(cast) == {False}, "what is cast is not the shards"
+    assert find_sharing(cast) == {False}, "what is cast is not the shards"
     columns = task.build()
     fully_shard(columns, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
     assert {b.store.is_shared for b in buckets_of(columns)} == {False}, (
@@ -297,12 +297,12 @@ def leave_out() -> None:
     )
     hybrid = task.build()
     fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2)))
-    assert in_common(hybrid) == {True}
+    assert find_sharing(hybrid) == {True}
     task.loss(hybrid, task.batch_of(0, dist.get_rank())).backward()
 
 
 def test_only_suitable_parameters_are_shared() -> None:
-    run_ranks(leave_out, 4)
+    run_ranks(check_unsuitable_parameters, 4)
 
 
 def materialise() -> None:
@@ -317,7 +317,7 @@ def materialise() -> None:
         piece = pieces[rank] if rank < len(pieces) else value[:0]
         local(parameter.detach()).copy_(piece)
     torch.testing.assert_close(task.loss(model, task.batch_of(0, rank)), task.loss(expected, task.batch_of(0, rank)))
-    assert in_common(model) == {True}
+    assert find_sharing(model) == {True}
 
 
 @pytest.mark.behaviour("A-12")

@@ -1,4 +1,4 @@
-"""One unsharded buffer per host, if modules compute in another dtype: the same bits, no data race."""
+"""Test one unsharded buffer per host for modules that compute in another dtype: same bits, no data race."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
     run_ranks(gather_nothing, 2)
 
 
-# -- the same bits as over sockets, whatever comes in which order
+# -- bitwise equal to sockets in every order of passes
 
 
 def train_with_evaluations(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
@@ -88,7 +88,7 @@ def accumulate(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
 
 
 def change_before_backward(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
-    """What is gathered for backward is what the shards have become, where nobody checks that they stay as they are."""
+    """Change shards after forward without a version check: backward gathers the changed values."""
     sharded(model).set_version_check(False)
     loss = own_loss(model, task, step)
     with torch.no_grad():
@@ -123,14 +123,14 @@ PLAYS: tuple[Play, ...] = (
 
 
 def losses_and_shards(name: str, reshard: bool | int) -> dict[str, list[torch.Tensor]]:
-    """For each play: the losses, then this rank's shards, after some steps."""
+    """Return, for each play, the losses and then this rank's shards after some steps."""
     task, found = TASKS[name], dict[str, list[torch.Tensor]]()
     for play in PLAYS:
         model = task.build()
         if isinstance(model, Routed):
-            model.route = [0, 1, 1, 3, 0, 2]  # modules that run twice in a forward
+            model.route = [0, 1, 1, 3, 0, 2]  # some modules run twice in a forward
         shard_layers(model, fully_shard, mp_policy=BF16, reshard_after_forward=reshard)
-        parameters = list(model.parameters())  # parameters that are kept unsharded appear as other objects in between
+        parameters = list(model.parameters())  # parameters that are kept unsharded are other objects between steps
         optimizer = torch.optim.AdamW(parameters, lr=0.05, fused=play is accumulate)
         losses = []
         for step in range(4):
@@ -160,13 +160,13 @@ def test_training_over_shared_memory_is_bitwise_that_over_sockets(
                     torch.testing.assert_close(value, wanted, rtol=0, atol=0, msg=f"{play}, rank {rank}")
 
 
-# -- no rank writes what another still reads
+# -- no rank writes while another still reads
 
 
-def one_rank_is_late() -> None:
-    """The others have changed their shards and gather again, while this one still computes with what they cast before.
+def delay_one_rank() -> None:
+    """Delay one rank, which still reads its cast parameters while the others gather changed shards.
 
-    Backward goes on below what is reduced, to the inputs.
+    Backward continues from the trained layer to the inputs.
     """
     task, rank = TASKS["chain"], dist.get_rank()
     reference = task.build()
@@ -201,10 +201,10 @@ def one_rank_is_late() -> None:
 
 
 def test_no_rank_casts_while_another_still_reads() -> None:
-    run_ranks(one_rank_is_late, 2)
+    run_ranks(delay_one_rank, 2)
 
 
-def read_by_hand() -> None:
+def read_after_explicit_unshard() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
     layer = model.get_submodule("layers.1")
@@ -223,10 +223,10 @@ def read_by_hand() -> None:
 
 
 def test_no_rank_casts_into_a_buffer_unsharded_by_hand() -> None:
-    run_ranks(read_by_hand, 2)
+    run_ranks(read_after_explicit_unshard, 2)
 
 
-def write_while_whole() -> None:
+def write_while_unsharded() -> None:
     task = TASKS["chain"]
     model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
     before = own_loss(model, task, 0)
@@ -248,10 +248,10 @@ def write_while_whole() -> None:
 
 
 def test_writing_to_unsharded_parameters_is_an_error() -> None:
-    run_ranks(write_while_whole, 2)
+    run_ranks(write_while_unsharded, 2)
 
 
-# -- what has such a copy, and how long
+# -- the lifetime of the buffer
 
 
 def convert() -> None:
@@ -287,7 +287,7 @@ def test_conversions_loads_and_copies_are_followed() -> None:
     run_ranks(convert, 2)
 
 
-def leave_out() -> None:
+def check_unsuitable_parameters() -> None:
     task = TASKS["mlp"]
     columns, coded, plain = task.build(), task.build(), task.build()
     fully_shard(columns, shard_placement_fn=lambda p: Shard(p.ndim - 1), mp_policy=BF16)
@@ -307,13 +307,13 @@ def leave_out() -> None:
 
 
 def test_only_cast_parameters_have_a_shared_unsharded_buffer() -> None:
-    run_ranks(leave_out, 4)
+    run_ranks(check_unsuitable_parameters, 4)
 
 
-def keep_apart() -> None:
+def disable_sharing() -> None:
     assert storages(shard_layers(TASKS["mlp"].build(), fully_shard, mp_policy=BF16)) == OWNED
 
 
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
 def test_the_switch_keeps_a_buffer_on_every_rank(transport: Environment) -> None:
-    run_ranks(keep_apart, 2, environment=transport)
+    run_ranks(disable_sharing, 2, environment=transport)

@@ -1,4 +1,4 @@
-"""A thousand simulated ranks in one process all-gather and reduce."""
+"""Test a thousand simulated ranks in one process that all-gather and reduce."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests._internals import (
     shard_over_axes,
 )
 
-# name: shape, dim that is cut. Even and uneven, with empty shards on either dim, and nothing at all.
+# name: (shape, sharded dim). Even and uneven sizes, empty shards on either dim, and an empty tensor.
 SHAPES = {
     "even": ((8, 6), 0),
     "long": ((1003, 2), 0),
@@ -39,7 +39,7 @@ SHAPES = {
 
 @contextmanager
 def simulated_mesh(size: int) -> Iterator[DeviceMesh]:
-    """A mesh of ``size`` ranks as the first of them sees it; nothing can be sent over it."""
+    """Provide a mesh of ``size`` ranks as rank 0 sees it. Its process group sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         yield init_device_mesh("cpu", (size,))
@@ -47,18 +47,18 @@ def simulated_mesh(size: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def originals() -> dict[str, torch.Tensor]:
-    """Small integers, so that sums are exact however they are formed."""
+def make_originals() -> dict[str, torch.Tensor]:
+    """Return small integers, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randint(-9, 10, shape, generator=generator).float() for name, (shape, _) in SHAPES.items()}
 
 
-def groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrecisionPolicy) -> list[ParamGroup]:
+def build_groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrecisionPolicy) -> list[ParamGroup]:
     groups = []
     for rank in range(world.size):
         owner, sources = nn.Module(), []
         axes = DataParallelAxes(mesh, torch.device("cpu"), world.communicator(rank))
-        for name, value in originals().items():
+        for name, value in make_originals().items():
             parameter = nn.Parameter(value)
             owner.register_parameter(name, parameter)
             sharding = shard_over_axes(parameter, axes, SHAPES[name][1])
@@ -88,9 +88,9 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
     precision = MixedPrecisionPolicy(param_dtype=dtype)
     world = FakeWorld(size, zero_copy_min_bytes=zero_copy_min_bytes, all_reduce_bytes=all_reduce_bytes)
     streams = CommStreams(torch.device("cpu"))
-    values = originals()
+    values = make_originals()
     with simulated_mesh(size) as mesh:
-        groups = groups_of_all_ranks(mesh, world, precision)
+        groups = build_groups_of_all_ranks(mesh, world, precision)
         for _ in range(2):
             for group in groups:
                 group.unshard(streams)
@@ -98,7 +98,7 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
                 group.wait()
                 for parameter in group.parameters:
                     assert torch.equal(parameter.unsharded.float(), values[parameter.name])
-            # Rank r has r + 1 times the values as gradients. The second round's come on top of the first one's.
+            # Rank r has gradients of (r + 1) times the values. The second round adds to those of the first round.
             for rank, group in enumerate(groups):
                 products = [(p.unsharded.float() * values[p.name]).sum() for p in group.parameters]
                 torch.stack(products).sum().mul(rank + 1).backward()
@@ -116,9 +116,9 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
             assert len(shards) == size
             longest = -(-value.shape[dim] // size)
             assert max(shard.shape[dim] for shard in shards) == longest
-            rtol = 0.0 if precision.param_dtype is None else 0.02  # of bf16
+            rtol = 0.0 if precision.param_dtype is None else 0.02  # the precision of bf16
             torch.testing.assert_close(torch.cat(shards, dim), value * (size + 1), rtol=rtol, atol=0.0)
-    # One launch a round, however many parameters travel direct in it.
+    # One launch per round, for any number of zero-copy parameters.
     assert world.launches["all_gather"] == world.launches["reduce_scatter"] == 2
     assert world.launches["all_reduce"] == (0 if all_reduce_bytes == NEVER_ZERO_COPY else 4), (
         "one each way, of what is short"

@@ -1,4 +1,4 @@
-"""``benchmarks/soak.py`` in a short form: about twenty faults in a row."""
+"""Test ``benchmarks/soak.py`` in a short form: about twenty faults in a row."""
 
 from __future__ import annotations
 

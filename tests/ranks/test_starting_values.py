@@ -1,4 +1,4 @@
-"""Ranks whose shards come from different models raise an error in the first forward."""
+"""Test that ranks whose shards come from different models raise an error in the first forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.transports import COPIES
 
 
 def build(seed: int) -> nn.Sequential:
-    """The last layer has rows on the first rank only."""
+    """Return a model whose last layer has rows on the first rank only."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 1))
 
@@ -38,7 +38,7 @@ def forward(model: nn.Module) -> None:
 
 def refusal(model: nn.Module, kind: type[Exception]) -> str:
     texts = []
-    for _ in range(2):  # it stays an error until somebody has mended it
+    for _ in range(2):  # the error is raised until the values are corrected
         with pytest.raises(kind) as error:
             forward(model)
         texts.append(str(error.value))
@@ -50,7 +50,7 @@ def refusal(model: nn.Module, kind: type[Exception]) -> str:
 
 
 def load_from_first(model: nn.Sequential) -> None:
-    """The first rank's shards, and empty ones, are what they were."""
+    """Load rank 0's values. The first rank's shards, and empty ones, do not change."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, build(0).state_dict() if dist.get_rank() == 0 else {}, options=options)
 
@@ -59,29 +59,29 @@ def load_other(model: nn.Sequential) -> None:
     with torch.no_grad():
         for ours, theirs in zip(model.parameters(), build(7).parameters(), strict=True):
             sharded = cast(DTensor, ours)
-            sharded.data.copy_(distributed_like(theirs, sharded))
+            sharded.data.copy_(distribute_like(theirs, sharded))
 
 
-def distributed_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
+def distribute_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
     return distribute_tensor(value.detach(), sharded.device_mesh, sharded.placements)
 
 
 def assign(model: nn.Sequential) -> None:
     values = {
-        name: distributed_like(value, cast(DTensor, model.get_parameter(name)))
+        name: distribute_like(value, cast(DTensor, model.get_parameter(name)))
         for name, value in build(7).state_dict().items()
     }
     model.load_state_dict(values, assign=True)
 
 
-def by_seed(model: nn.Sequential) -> None:
+def initialize_by_seed(model: nn.Sequential) -> None:
     initialize(model, seed=3)
 
 
-def start_apart() -> list[str]:
+def start_with_different_values() -> list[str]:
     rank = dist.get_rank()
     texts = [refusal(shard(build(rank)), DivergenceError)]
-    for overwrite in (load_from_first, load_other, assign, by_seed):
+    for overwrite in (load_from_first, load_other, assign, initialize_by_seed):
         model = shard(build(rank))
         overwrite(model)
         forward(model)
@@ -99,7 +99,7 @@ def start_apart() -> list[str]:
 
 @pytest.mark.behaviour("J-01", "H-02")
 def test_different_starting_values_are_an_error_unless_overwritten() -> None:
-    first, second = run_ranks(start_apart, 2)
+    first, second = run_ranks(start_with_different_values, 2)
     assert first == second
     everything, rest = first
     assert everything == (
@@ -113,15 +113,15 @@ def test_different_starting_values_are_an_error_unless_overwritten() -> None:
     assert "and so 2 other parameters" in rest
 
 
-def tensor_parallel_starts() -> None:
-    """Parts of tensor-parallel ranks differ and may; those of data-parallel ranks may not."""
+def start_tensor_parallel() -> None:
+    """Check that shards may differ across tensor-parallel ranks but not across data-parallel ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for replica_starts_apart in (False, True):
         torch.manual_seed(mesh.get_local_rank("dp") if replica_starts_apart else 0)
         model = Pairs()
         parallelize_pairs(model, mesh["tp"])
         fully_shard(model, mesh=mesh["dp"])
-        if replica_starts_apart:  # of the same tensor-parallel rank
+        if replica_starts_apart:  # ranks with the same tensor-parallel rank differ
             with pytest.raises(DivergenceError, match=r"'layers\.0\.up\.weight' of group 'root' was not the same on"):
                 model(torch.ones(2, 5))
         else:
@@ -130,13 +130,13 @@ def tensor_parallel_starts() -> None:
 
 @pytest.mark.behaviour("J-01", "A-06")
 def test_initial_values_are_compared_on_data_parallel_axes_only() -> None:
-    run_ranks(tensor_parallel_starts, 4)
+    run_ranks(start_tensor_parallel, 4)
 
 
 # -- equal random shards
 
 
-def on_meta(**options: Any) -> nn.Sequential:
+def build_on_meta(**options: Any) -> nn.Sequential:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
     model = shard(model, **options)
@@ -162,8 +162,8 @@ def equal_rows(parameter: DTensor) -> torch.Tensor:
     return row.expand(parameter.to_local().shape)
 
 
-def one_table_repeats(parameter: DTensor) -> torch.Tensor:
-    """As position embeddings that were made longer by copies of the first ones."""
+def repeat_one_table(parameter: DTensor) -> torch.Tensor:
+    """Return the same shard on all ranks for one parameter, like position embeddings extended by copies."""
     repeats = parameter.shape == (16, 8)
     generator = torch.Generator().manual_seed(0 if repeats else dist.get_rank())
     return torch.randn(parameter.to_local().shape, generator=generator)
@@ -173,12 +173,12 @@ HARMLESS: tuple[Callable[[DTensor], torch.Tensor], ...] = (
     lambda _: torch.zeros(()),
     lambda _: torch.ones(()),
     equal_rows,
-    one_table_repeats,
+    repeat_one_table,
 )
 
 
 def equal_shards() -> list[str]:
-    model, trusted = on_meta(), on_meta()
+    model, trusted = build_on_meta(), build_on_meta()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
         reset(model)
@@ -189,13 +189,13 @@ def equal_shards() -> list[str]:
     with sharded_rng(model, 0):
         reset(model)
     forward(model)
-    model = on_meta()
+    model = build_on_meta()
     initialize(model, seed=0)
     with counted_collectives() as counts:
         forward(model)
     assert counts["comparison"] == 1
     for values in HARMLESS:
-        model = on_meta()
+        model = build_on_meta()
         fill(model, values)
         forward(model)
     return texts
@@ -214,8 +214,8 @@ def test_equal_random_shards_are_an_error_and_other_equal_ones_are_not() -> None
     ]
 
 
-def replicas_are_equal() -> None:
-    model = on_meta(mesh=init_device_mesh("cpu", (2, 2)))
+def compare_equal_replicas() -> None:
+    model = build_on_meta(mesh=init_device_mesh("cpu", (2, 2)))
     initialize(model, seed=0)
     forward(model)
     model = shard(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), mesh=init_device_mesh("cpu", (4, 1)))
@@ -224,4 +224,4 @@ def replicas_are_equal() -> None:
 
 @pytest.mark.behaviour("J-01")
 def test_replicas_may_hold_the_same_values() -> None:
-    run_ranks(replicas_are_equal, 4)
+    run_ranks(compare_equal_replicas, 4)

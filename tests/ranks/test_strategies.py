@@ -1,4 +1,4 @@
-"""The five strategies by name, compared with ``DistributedDataParallel``, also several in one model."""
+"""Test the five strategies by name, also several in one model, against ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.models import TASKS, Block
 from tests.helpers.sharding import exactly, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
-# Replicas and shards of 4 ranks on 2 hosts, and whether parameters stay in memory after forward.
+# The number of replicas and shards for 4 ranks on 2 hosts, and whether parameters stay in memory after forward.
 MEANING = {
     ShardingStrategy.FULL_SHARD: (1, 4, False),
     ShardingStrategy.SHARD_GRAD_OP: (1, 4, True),
@@ -33,7 +33,7 @@ MEANING = {
 
 
 def clip(model: nn.Module, step: int) -> None:
-    """Low enough to cut every step."""
+    """Clip the gradients by a norm low enough to clip in every step."""
     if isinstance(model, DistributedDataParallel):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     else:

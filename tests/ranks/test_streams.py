@@ -1,6 +1,6 @@
-"""Schedules on a device with streams, simulated in virtual time with real communication.
+"""Test schedules on a device with streams, simulated in virtual time with real communication.
 
-They differ from those on the host: the last groups stay unsharded for backward, and several reductions are in flight.
+Unlike on the host, the last groups stay unsharded for backward, and several reductions are in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @contextmanager
 def streams() -> Iterator[None]:
-    """``torch.cpu`` has streams inside. Small messages are treated as large ones are."""
+    """Simulate streams on ``torch.cpu`` inside the context. Small messages are treated like large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         sim = importlib.import_module("sim.device")
@@ -39,7 +39,7 @@ def streams() -> Iterator[None]:
 
 
 def towers() -> nn.Sequential:
-    """Three groups to be, of four gradient buckets each."""
+    """Return three modules to shard, with four gradient buckets each."""
     return nn.Sequential(*(Tower() for _ in range(3)))
 
 
@@ -65,7 +65,7 @@ def test_streams_train_like_the_unsharded_model(ahead: int, transport: Environme
 
 
 def reduce_on_streams() -> None:
-    """All gradient buckets are alike, so that their number tells their bytes."""
+    """Check the bytes in flight. All gradient buckets have the same size, so counting them is enough."""
     rank = dist.get_rank()
     with streams():
         model = towers()
@@ -106,7 +106,7 @@ def test_fused_groups_on_streams_are_reduced_one_after_the_other() -> None:
 
 
 def reduce_a_small_group_after_a_large_one() -> None:
-    """It has less than an eighth of the large one's bytes."""
+    """Reduce a small group, with less than an eighth of the large group's bytes, after the large group."""
     rank = dist.get_rank()
     with streams():
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH // 3), nn.Linear(WIDTH // 3, WIDTH), Tower())
@@ -150,7 +150,7 @@ def keep_for_backward() -> None:
             assert {group.parameter_state for group in groups} == {ParameterState.SHARDED}
             return [i for i, state in enumerate(states) if state is ParameterState.UNSHARDED]
 
-        kept()  # shows the order
+        kept()  # records the order
         nbytes = groups[0].plan.unsharded_bytes
         for ahead, most, expected in ((1, None, [2]), (2, None, [1, 2]), (0, None, []), (2, nbytes, [2]), (2, 0, [])):
             model.set_prefetch_limit(ahead)

@@ -1,6 +1,6 @@
-"""Tensor-parallel parameters: the placement of their shards, and training compared with the plain model.
+"""Test tensor-parallel parameters: the placement of their shards, and training compared with the plain model.
 
-Ranks of one tensor-parallel group see the same data, data-parallel ranks different data.
+Ranks of one tensor-parallel group get the same data, data-parallel ranks different data.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, train
 def sharded_pairs(
     mesh: DeviceMesh, *data: str, build: Callable[[], nn.Module] = PAIRS.build, **options: object
 ) -> nn.Module:
-    """A model of pairs on the dim ``tp`` of ``mesh``, then sharded over ``data``."""
+    """Return a model of pairs, parallelized on the dim ``tp`` of ``mesh`` and then sharded over ``data``."""
     model = build()
     parallelize_pairs(model, mesh["tp"])
     return shard_layers(model, fully_shard, mesh=mesh[data], **options)
 
 
-def pairs_are_pairs(dp: int, tp: int) -> None:
+def train_pairs(dp: int, tp: int) -> None:
     mesh = named_mesh(dp=dp, tp=tp)
     for reshard, optimizer in [(True, "adam-foreach"), (False, "sgd"), (None, "adamw-fused")]:
         model, reference = sharded_pairs(mesh, "dp", reshard_after_forward=reshard), PAIRS.build()
@@ -79,10 +79,10 @@ def pairs_are_pairs(dp: int, tp: int) -> None:
 @pytest.mark.behaviour("A-06", "C-02", "C-03")
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
 def test_column_and_row_wise_parallel_layers_of_uneven_sizes_train_with_parity(dp: int, tp: int) -> None:
-    run_ranks(pairs_are_pairs, dp * tp, dp, tp)
+    run_ranks(train_pairs, dp * tp, dp, tp)
 
 
-def hybrid_pairs() -> None:
+def train_hybrid_pairs() -> None:
     for replicate, shard in [(2, 1), (1, 2)]:
         mesh = named_mesh(replicate=replicate, shard=shard, tp=2)
         model, reference = sharded_pairs(mesh, "replicate", "shard"), PAIRS.build()
@@ -97,14 +97,14 @@ def hybrid_pairs() -> None:
 
 @pytest.mark.behaviour("A-06", "A-07", "C-02")
 def test_a_hybrid_mesh_with_tensor_parallelism_trains_with_parity() -> None:
-    run_ranks(hybrid_pairs, 4)
+    run_ranks(train_hybrid_pairs, 4)
 
 
 def last_dim(parameter: nn.Parameter) -> Shard:
     return Shard(-1)
 
 
-def cut_on_the_last_dim() -> None:
+def shard_on_the_last_dim() -> None:
     mesh = named_mesh(dp=2, tp=2)
     model, reference = sharded_pairs(mesh, "dp", shard_placement_fn=last_dim), PAIRS.build()
     dims = {name: value.ndim - 1 for name, value in values_of(reference).items()}
@@ -118,11 +118,11 @@ def cut_on_the_last_dim() -> None:
 
 @pytest.mark.behaviour("A-05", "A-06")
 def test_a_tensor_parallel_parameter_may_be_sharded_on_another_dim() -> None:
-    run_ranks(cut_on_the_last_dim, 4)
+    run_ranks(shard_on_the_last_dim, 4)
 
 
-def keeps_slices() -> None:
-    """Between forward and backward a smaller mesh holds the parameters; what is registered is as before."""
+def gather_from_a_smaller_mesh() -> None:
+    """Gather from a smaller mesh in backward. The registered parameters do not change in between."""
     mesh = named_mesh(dp=4, tp=1)
     build = seeded(Pairs, hidden=(7, 3))
     for placement in (None, last_dim):
@@ -138,10 +138,10 @@ def keeps_slices() -> None:
 
 @pytest.mark.behaviour("A-05", "A-06", "C-01")
 def test_uneven_tensor_parallel_parameters_can_be_gathered_from_fewer_ranks_in_backward() -> None:
-    run_ranks(keeps_slices, 4)
+    run_ranks(gather_from_a_smaller_mesh, 4)
 
 
-def decoders_are_decoders() -> None:
+def train_decoders() -> None:
     mesh, seen = named_mesh(dp=2, tp=2), set[object]()
     rank = mesh.get_local_rank("dp")
     for checkpointed in ("", "inside", "outside"):
@@ -152,7 +152,7 @@ def decoders_are_decoders() -> None:
             for name, layer in list(layers.named_children()):
                 if checkpointed == "inside" and data_mesh is not None:
                     fully_shard(layer, mesh=data_mesh)
-                if checkpointed:  # the reference too, for the same names
+                if checkpointed:  # also on the reference, so that the names are equal
                     setattr(layers, name, checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT))
                 if checkpointed != "inside" and data_mesh is not None:
                     fully_shard(layers.get_submodule(name), mesh=data_mesh)
@@ -168,14 +168,11 @@ def decoders_are_decoders() -> None:
 
 @pytest.mark.behaviour("C-02", "C-13", "C-16")
 def test_partial_gradients_of_sequence_parallelism_are_summed_with_and_without_checkpointing() -> None:
-    run_ranks(decoders_are_decoders, 4)
+    run_ranks(train_decoders, 4)
 
 
 class Summed(nn.Module):
-    """Parameters that tensor-parallel ranks have copies of, with gradients that are pending sums over these ranks.
-
-    Beside them a plain parameter, which shares their messages.
-    """
+    """Has a parameter replicated over tensor-parallel ranks, whose gradient is a pending sum over these ranks."""
 
     def __init__(self, tensor_mesh: DeviceMesh, placements: list[Placement]) -> None:
         super().__init__()
@@ -198,8 +195,8 @@ class Beside(Summed):
         return super().forward(x) + self.plain.sum()
 
 
-def sums_in_the_reduce_dtype() -> None:
-    """256 of one tensor-parallel rank and 1 of the other make 257 in float32, 256 in bfloat16."""
+def sum_in_the_reduce_dtype() -> None:
+    """Add 256 from one tensor-parallel rank and 1 from the other: 257 in float32, 256 in bfloat16."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     flat, hybrid = named_mesh(dp=2, tp=2), named_mesh(replicate=2, shard=1, tp=2)
 
@@ -248,11 +245,11 @@ def sums_in_the_reduce_dtype() -> None:
 
 @pytest.mark.behaviour("C-02", "C-16", "D-01", "J-02")
 def test_pending_sums_over_tensor_parallel_ranks_are_made_in_the_reduce_dtype() -> None:
-    run_ranks(sums_in_the_reduce_dtype, 4)
+    run_ranks(sum_in_the_reduce_dtype, 4)
 
 
-def accumulates_and_freezes() -> None:
-    """Two microbatches a step, of which the first is not reduced, with frozen parameters of every placement."""
+def accumulate_with_frozen_parameters() -> None:
+    """Train with two microbatches per step, the first without reduction, and frozen parameters of every placement."""
     mesh = named_mesh(dp=2, tp=2)
     frozen = ("layers.0.up.weight", "layers.1.down.weight", "layers.1.up.bias", "head.bias")
     model, reference = sharded_pairs(mesh, "dp"), PAIRS.build()
@@ -277,11 +274,11 @@ def accumulates_and_freezes() -> None:
 
 @pytest.mark.behaviour("C-02", "C-05", "C-07")
 def test_frozen_tensor_parallel_parameters_and_gradient_accumulation() -> None:
-    run_ranks(accumulates_and_freezes, 4)
+    run_ranks(accumulate_with_frozen_parameters, 4)
 
 
-def is_as_with_the_peer() -> None:
-    """Even sizes, which the peer wants where a dim other than the first is cut twice."""
+def compare_with_torch() -> None:
+    """Compare with torch's FSDP2. It requires even sizes if a dim other than the first is sharded twice."""
     mesh = named_mesh(dp=2, tp=2)
     rank = mesh.get_local_rank("dp")
     policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
@@ -304,10 +301,10 @@ def is_as_with_the_peer() -> None:
 
 @pytest.mark.behaviour("A-06", "C-02", "D-01")
 def test_placements_and_training_are_bitwise_those_of_torch() -> None:
-    run_ranks(is_as_with_the_peer, 4)
+    run_ranks(compare_with_torch, 4)
 
 
-def saves_and_loads() -> None:
+def save_and_load() -> None:
     mesh = named_mesh(dp=2, tp=2)
     model, rank = sharded_pairs(mesh, "dp"), mesh.get_local_rank("dp")
     run = assert_trains_alike(model, PAIRS.build(), rank, 2, play(PAIRS), what="before saving")
@@ -330,7 +327,7 @@ def saves_and_loads() -> None:
         other.load_state_dict({name: value.clone() for name, value in state.items()}, assign=assign)
         check_loaded(other, trained, rank)
 
-    # torch's ``distribute_tensor``, by which this loads, refuses uneven strided shards
+    # torch's ``distribute_tensor``, which loads these values, rejects uneven strided shards
     options = StateDictOptions(full_state_dict=True)
     even = [sharded_pairs(mesh, "dp", build=seeded(Pairs, hidden=(8, 4))) for _ in range(2)]
     with torch.no_grad():
@@ -342,7 +339,7 @@ def saves_and_loads() -> None:
 
 
 def check_loaded(model: nn.Module, values: dict[str, torch.Tensor], rank: int) -> None:
-    """It holds ``values``, and computes with them."""
+    """Assert that the model holds ``values`` and computes with them."""
     for name, value in values_of(model).items():
         exactly(value, values[name], f"loaded {name}")
     plain = PAIRS.build()
@@ -353,11 +350,11 @@ def check_loaded(model: nn.Module, values: dict[str, torch.Tensor], rank: int) -
 
 @pytest.mark.behaviour("A-06", "F-01", "F-03", "F-04")
 def test_state_dicts_of_tensor_parallel_models_hold_and_restore_the_trained_values() -> None:
-    run_ranks(saves_and_loads, 4)
+    run_ranks(save_and_load, 4)
 
 
-def refuses_meshes() -> None:
-    """On one rank these meshes would be as good as any."""
+def reject_meshes() -> None:
+    """Check that meshes that share an axis are errors."""
     mesh, other = named_mesh(dp=2, tp=2), named_mesh(dp=2, tp=2)
     for data, tensor in ((mesh["dp"], mesh["dp"]), (mesh["dp"], mesh), (mesh["dp"], other["dp"]), (other, mesh["tp"])):
         model = nn.Linear(3, 4)
@@ -371,4 +368,4 @@ def refuses_meshes() -> None:
 
 @pytest.mark.behaviour("A-06")
 def test_meshes_that_share_an_axis_are_refused() -> None:
-    run_ranks(refuses_meshes, 4)
+    run_ranks(reject_meshes, 4)

@@ -1,4 +1,4 @@
-"""``examples/train_text.py`` on two ranks verifies itself, resumes, and overwrites no checkpoint."""
+"""Test that ``examples/train_text.py`` on two ranks verifies itself, resumes, and overwrites no checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_text_example_trains_verifies_and_resumes(tmp_path: Path) -> None:
     assert refused.returncode != 0
     assert f"{tmp_path} already holds step-00000007: pass --resume to go on from there" in refused.stdout
 
-    (tmp_path / "step-00000007" / "manifest.json").unlink()  # as if it had never been finished
+    (tmp_path / "step-00000007" / "manifest.json").unlink()  # as if the checkpoint had not been finished
     said = torchrun(PROGRAM, *flags(tmp_path, "--steps", "9", "--resume"))
     assert "resumed at step 4: parameters and AdamW state equal to those saved" in said
 

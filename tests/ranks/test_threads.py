@@ -1,4 +1,4 @@
-"""Threads of one process that train their own models."""
+"""Test threads of one process that train their own models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 THREADS = 8
 MODELS = 2
-"""That each thread builds, one after the other."""
+"""The number of models that each thread builds one after the other."""
 WIDTH = 6
 
 
@@ -38,7 +38,7 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def build(seed: int, mesh: DeviceMesh, **options: Any) -> Any:
-    """The default generator is one for all threads, so that the values come from another one."""
+    """Build a model with values from its own generator, because all threads share the default generator."""
     generator = torch.Generator().manual_seed(seed)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
     with torch.no_grad():
@@ -66,8 +66,8 @@ def train(model: Any, seed: int, steps: int = 2) -> torch.optim.Optimizer:
     return optimizer
 
 
-def live(seed: int, mesh: DeviceMesh, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """What models of one thread come to that are built, trained, copied, saved, loaded and dropped."""
+def use_models(seed: int, mesh: DeviceMesh, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Build, train, copy, save, load and drop models in one thread, and return their values."""
     found = []
     for number in range(MODELS):
         model = build(seed + number, mesh, reshard_after_forward=number == 0)
@@ -90,17 +90,17 @@ def exactly(found: object, expected: object) -> None:
 @pytest.mark.behaviour("J-04", "H-06")
 def test_eight_threads_train_the_same_models_as_one(alone: None, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (1,))
-    expected = [live(100 * i, mesh, tmp_path / f"one-{i}") for i in range(THREADS)]
-    calls = [partial(live, 100 * i, mesh, tmp_path / f"of-several-{i}") for i in range(THREADS)]
+    expected = [use_models(100 * i, mesh, tmp_path / f"one-{i}") for i in range(THREADS)]
+    calls = [partial(use_models, 100 * i, mesh, tmp_path / f"of-several-{i}") for i in range(THREADS)]
     exactly(together(calls, 1e-5), expected)
 
 
 def train_in_threads(numbers: list[int]) -> None:
-    """Two threads of each rank, each over a process group of its own."""
+    """Train in two threads of each rank, each over its own process group."""
     meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in numbers]
 
     def run(i: int) -> dict[str, torch.Tensor]:
-        """What the second one keeps unsharded must not depend on when the first one's optimizer steps."""
+        """Train one model. The second thread's unsharded parameters must not depend on the first thread's steps."""
         precision = MixedPrecisionPolicy(torch.bfloat16 if i else None)
         model = build(i, meshes[i], mp_policy=precision, reshard_after_forward=not i)
         model.set_reshard_after_backward(not i)

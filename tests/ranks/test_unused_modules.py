@@ -1,4 +1,4 @@
-"""Ranks that skip different modules in forward, backward or both, in every step others."""
+"""Test ranks that skip different modules in forward, backward or both, with other modules in every step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Residual(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Layers of which each call runs some; a second level inside layer 1."""
+    """Runs a different selection of layers in each call. Layer 1 has nested layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def sharded(model: Any, nested: bool = True, **options: Any) -> Any:
 
 
 def fill_with_zeros(reference: nn.Module) -> None:
-    """What no rank used gets zeros, as with torch's FSDP2, so that an optimizer treats it as it does there."""
+    """Fill gradients that no rank has with zeros, as torch's FSDP2 does, so that an optimizer treats them alike."""
     for parameter in reference.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -146,7 +146,7 @@ def test_modules_that_run_in_another_order_than_they_are_registered_are_named() 
 
 
 class Encoded(nn.Module):
-    """A frozen encoder that only some ranks run, without gradients, and a container without parameters of its own."""
+    """Has a frozen encoder that only some ranks run without gradients, and a container without own parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def recompute_a_container() -> None:
         loss.backward()
 
 
-def list_in_step() -> None:
+def shard_a_list() -> None:
     model: Any = Encoded()
     fully_shard([model.encoder, model.inner])
     fully_shard(model)
@@ -221,11 +221,11 @@ def list_in_step() -> None:
 @pytest.mark.behaviour("C-17")
 def test_unsupported_models_for_unused_modules_are_an_error() -> None:
     run_ranks(recompute_a_container, 2)
-    run_ranks(list_in_step, 2)
+    run_ranks(shard_a_list, 2)
 
 
 class Partly(nn.Module):
-    """Two branches of which a call may use one."""
+    """Has two branches. A call may use only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ def bound_memory_while_one_rank_skips() -> None:
         fully_shard(module)
     model.set_reduce_scatter_unused_params(True)
     nbytes = state_of(model.skippable).group.plan.unsharded_bytes
-    model.set_max_unsharded_bytes(3 * nbytes)  # the root, which stays, and two of the other three
+    model.set_max_unsharded_bytes(3 * nbytes)  # the root, which stays, and two of the other three groups
     for step in range(3):
         model(batch_of(step, dist.get_rank()), dist.get_rank() == 0).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -312,7 +312,7 @@ def test_ranks_with_unused_modules_gather_alike_under_a_memory_bound() -> None:
 
 
 class Unused(nn.Module):
-    """A parameter that calls use when told to, one that they never do, and a frozen one."""
+    """Has a parameter used on request, a parameter that is never used, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class Unused(nn.Module):
 
 
 class Twice(nn.Module):
-    """Two of them, of which the second may be skipped."""
+    """Has two ``Unused`` modules. A call may skip the second one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,12 +345,12 @@ def build_twice(shard: Any, *, zeros: bool, **options: Any) -> Any:
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The full gradients. Collective."""
+    """Return the full gradients. Must be called on all ranks."""
     return {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else None for name, p in model.named_parameters()}
 
 
-def of_unused_parameters(shard: Any) -> dict[str, dict[str, torch.Tensor | None]]:
-    """Gradients in many cases; all ranks do the same."""
+def collect_gradients(shard: Any) -> dict[str, dict[str, torch.Tensor | None]]:
+    """Return the gradients in many cases. All ranks do the same."""
     found, x = {}, torch.ones(())
     for zeros in (True, False):
         model = build_twice(shard, zeros=zeros)
@@ -377,8 +377,8 @@ def of_unused_parameters(shard: Any) -> dict[str, dict[str, torch.Tensor | None]
     return found
 
 
-def zeros_for_unused_parameters() -> None:
-    ours, theirs = of_unused_parameters(fully_shard), of_unused_parameters(peer.fully_shard)
+def compare_zeros_with_torch() -> None:
+    ours, theirs = collect_gradients(fully_shard), collect_gradients(peer.fully_shard)
     for case, expected in theirs.items():
         assert {n for n, g in ours[case].items() if g is None} == {n for n, g in expected.items() if g is None}, case
         torch.testing.assert_close(ours[case], expected, msg=lambda m, case=case: f"{case}: {m}")  # type: ignore[misc]
@@ -405,11 +405,11 @@ def zeros_for_unused_parameters() -> None:
 
 @pytest.mark.behaviour("C-17")
 def test_parameters_that_no_rank_used_get_zeros_if_asked_for_as_with_torchs_fsdp2() -> None:
-    run_ranks(zeros_for_unused_parameters, 2)
+    run_ranks(compare_zeros_with_torch, 2)
 
 
 class Tower(nn.Module):
-    """Its inputs need no gradient, so no hook shows the end of its backward."""
+    """The inputs of this module need no gradient, so no hook shows the end of its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,7 +431,7 @@ class TwoTowers(nn.Module):
 
 
 def use_other_parameters_of_a_tower() -> None:
-    """Only rank 0 uses ``right.second``."""
+    """Use ``right.second`` only on rank 0."""
     torch.manual_seed(0)
     reference, x = TwoTowers(), torch.ones(2, 300)
     model: Any = copy.deepcopy(reference)

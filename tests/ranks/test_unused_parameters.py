@@ -1,4 +1,4 @@
-"""Ranks that use different parameters of one group in the same step get one gradient."""
+"""Test that ranks that use different parameters of one group in the same step get the same gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.training import assert_equal_runs, train
 
 
 class Experts(nn.Module):
-    """Every rank routes its inputs to experts of its own choice, within one group. The last expert is nobody's."""
+    """Each rank chooses the experts that it uses in one group. No rank uses the last expert."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -46,15 +46,15 @@ class Model(nn.Module):
         return out
 
 
-def chosen_by(step: int, rank: int, layer: int) -> list[int]:
-    """In step 0 each rank has an expert alone, in step 1 some share one, in step 2 all do the same."""
+def choose_experts(step: int, rank: int, layer: int) -> list[int]:
+    """Return the chosen experts: one per rank in step 0, partly shared ones in step 1, the same ones in step 2."""
     return [[rank % 4], [layer, 1] if rank else [3], [0, 2], [3 - rank % 4, rank % 2]][step % 4]
 
 
 def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     assert isinstance(model, Model)
     for i, layer in enumerate(model.layers):
-        layer.chosen = chosen_by(step, rank, i)  # type: ignore[assignment]
+        layer.chosen = choose_experts(step, rank, i)  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(100 * step + rank)
     loss: torch.Tensor = model(torch.randn(4, model.width, generator=generator, requires_grad=True)).square().mean()
     loss.backward()
@@ -62,7 +62,7 @@ def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def accumulate(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """Three microbatches, of which the first is kept in full and the second by shards."""
+    """Accumulate three microbatches, the first in full gradients and the second in sharded gradients."""
     if not isinstance(model, FSDPModule):
         return torch.stack([play(model, 3 * step + i, rank) for i in range(3)])
     assert isinstance(model, nn.Module)
@@ -81,7 +81,7 @@ def shard(model: Model, mesh_shape: tuple[int, ...], reshard_after_forward: bool
 
 
 def check_that_ranks_agree(model: nn.Module) -> None:
-    """The same parameters have a gradient everywhere; nobody's expert has none."""
+    """Assert that all ranks have gradients for the same parameters and none for the unused expert."""
     present = [name for name, p in model.named_parameters() if p.grad is not None]
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, present)
@@ -116,7 +116,7 @@ def test_parameters_used_on_any_rank_have_the_same_gradient_on_all(mesh_shape: t
 
 
 class Always:
-    """An attribute that stays what it is."""
+    """An attribute whose value never changes."""
 
     def __init__(self, value: int) -> None:
         self._value = value
@@ -129,7 +129,7 @@ class Always:
 
 
 def train_unequally_with_direct_messages() -> None:
-    """Where every gradient has a message of its own, flags make one more; a few alone go packed."""
+    """Train with zero-copy gradients, where flags need one more message. A few such gradients are packed instead."""
     for zero_copy_min_bytes in (1, 8 * 8 * 4):
         with pytest.MonkeyPatch.context() as patch:
             for communicator in COMMUNICATORS:
@@ -140,8 +140,8 @@ def train_unequally_with_direct_messages() -> None:
             train_unequally((2,), 8, 4)
 
 
-def flags_in_low_precision() -> None:
-    """A flag summed over ranks must not vanish: in bf16 and fp16, where the message is divided before it is sent."""
+def sum_flags_in_low_precision() -> None:
+    """Check that a flag summed over ranks does not vanish in bf16 and fp16, which divide messages before the sum."""
     for dtype in (torch.bfloat16, torch.float16):
         model = Model(experts=300)
         fully_shard(model.layers[0], mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
@@ -160,4 +160,4 @@ def flags_in_low_precision() -> None:
 @pytest.mark.behaviour("C-17", "C-04")
 def test_flags_are_sent_with_zero_copy_messages_and_in_low_precision() -> None:
     run_ranks(train_unequally_with_direct_messages, 2)
-    run_ranks(flags_in_low_precision, 4)
+    run_ranks(sum_flags_in_low_precision, 4)

@@ -1,4 +1,4 @@
-"""What the watchdog reports as a fault: late ranks, caught exceptions, interrupts."""
+"""Test the faults that the watchdog reports, compared with late ranks, caught exceptions and interrupts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 LATE = PATIENCE + 1.5
-"""Seconds: enough for the others to ask, and to be answered."""
+"""Seconds of delay that let other ranks query the late rank and get an answer."""
 
 both_transports = pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 
 
-# -- what is no fault
+# -- events that are no faults
 
 
 class Recomputing(Layers):
@@ -35,7 +35,7 @@ class Recomputing(Layers):
 
 
 class FallingBack(Layers):
-    """The first layer has a fast path that is not there."""
+    """Uses a fallback because the fast path of the first layer fails."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         try:
@@ -45,7 +45,7 @@ class FallingBack(Layers):
         return self.layers[2](self.layers[1](x))  # type: ignore[no-any-return]
 
 
-def late_with_a_grad_bucket(kind: type[Layers]) -> None:
+def delay_a_grad_bucket(kind: type[Layers]) -> None:
     model: Any = kind()
     for layer in model.layers:
         fully_shard(layer)
@@ -63,11 +63,11 @@ def late_with_a_grad_bucket(kind: type[Layers]) -> None:
 @pytest.mark.parametrize("kind", [Recomputing, FallingBack])
 @both_transports
 def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers], transport: Environment) -> None:
-    run_ranks(late_with_a_grad_bucket, 2, kind, environment=transport)
+    run_ranks(delay_a_grad_bucket, 2, kind, environment=transport)
 
 
-def late_after_a_recovery() -> None:
-    """What a rank waited for when its peer failed is over, though operations are counted from 0 again."""
+def delay_after_a_recovery() -> None:
+    """Check that a recovery clears the operation that a rank waited for, although operations are renumbered from 0."""
     model = build()
     with inflict("raises in forward", model), pytest.raises((ArithmeticError, PeerError)):
         step(model)
@@ -85,14 +85,14 @@ def late_after_a_recovery() -> None:
 @pytest.mark.behaviour("G-03", "H-01")
 @both_transports
 def test_ranks_wait_for_a_late_one_after_a_recovery(transport: Environment) -> None:
-    run_ranks(late_after_a_recovery, 2, environment=transport)
+    run_ranks(delay_after_a_recovery, 2, environment=transport)
 
 
-# -- what is
+# -- faults
 
 
-def interrupted() -> str:
-    """Ctrl-C, or whatever is no ``Exception``, ends a forward of a rank whose program goes on."""
+def interrupt_a_forward() -> str:
+    """Interrupt a forward with Ctrl-C, or another exception that is no ``Exception``, and continue the program."""
     model = build()
     step(model)
     error = KeyboardInterrupt if is_last() else PeerError
@@ -115,12 +115,12 @@ def _interrupt(*_: object) -> None:
 @pytest.mark.behaviour("H-01", "H-03", "H-06")
 @both_transports
 def test_a_rank_whose_forward_was_interrupted_is_named(transport: Environment) -> None:
-    told, _ = run_ranks(interrupted, 2, environment=transport)
+    told, _ = run_ranks(interrupt_a_forward, 2, environment=transport)
     assert "rank 1 was interrupted in the forward of root" in told
 
 
-def busy_while_others_give_up() -> tuple[str, str]:
-    """Rank 2 raises, rank 0 gives up, and rank 1 computes until both have closed their connections."""
+def compute_while_others_give_up() -> tuple[str, str]:
+    """Raise on rank 2 and give up on rank 0 while rank 1 computes until both have closed their connections."""
     model = build()
     step(model)
     hooks: list[Any] = []
@@ -138,15 +138,15 @@ def busy_while_others_give_up() -> tuple[str, str]:
 @pytest.mark.behaviour("H-01", "H-05")
 @both_transports
 def test_a_rank_busy_during_a_failure_gets_the_error_later(transport: Environment) -> None:
-    *told, failed = run_ranks(busy_while_others_give_up, 3, environment=transport)
+    *told, failed = run_ranks(compute_while_others_give_up, 3, environment=transport)
     assert failed == ("ArithmeticError", "no luck")
     for kind, text in told:
         assert kind == "PeerError"
         assert "rank 2 raised ArithmeticError: no luck in the forward of layers.1" in text
 
 
-def two_roots() -> None:
-    """What one root's backward tells of itself is not that of another, which runs in the same one."""
+def run_two_roots() -> None:
+    """Check that two roots in one backward do not change each other's state."""
     roots: list[Any] = [nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))]
     for root in roots:
         fully_shard(root)
@@ -160,4 +160,4 @@ def two_roots() -> None:
 
 @pytest.mark.behaviour("H-03")
 def test_roots_that_share_a_backward_count_it_once() -> None:
-    run_ranks(two_roots, 2, environment=SOCKETS)
+    run_ranks(run_two_roots, 2, environment=SOCKETS)

@@ -1,4 +1,4 @@
-"""``fully_shard(model, policy=...)`` and ``tie_groups`` train like explicit calls."""
+"""Test that ``fully_shard(model, policy=...)`` and ``tie_groups`` train like explicit calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLICIES: dict[str, PolicyLike] = {
 
 
 class Recurrent(nn.Module):
-    """One layer under three names, one of which is within a module that is called before."""
+    """Has one layer under three names. One name is inside a module that is called earlier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_shared_modules_are_one_group() -> None:
     run_ranks(train_shared_modules, 2)
 
 
-def options_reach_all_groups() -> None:
+def check_options_of_all_groups() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     other = MixedPrecisionPolicy(param_dtype=torch.float32)
@@ -106,11 +106,11 @@ def options_reach_all_groups() -> None:
 
 @pytest.mark.behaviour("B-05", "B-01", "A-11")
 def test_options_of_the_call_reach_all_groups_unless_overridden() -> None:
-    run_ranks(options_reach_all_groups, 2)
+    run_ranks(check_options_of_all_groups, 2)
 
 
-def start_alike(*, on_meta: bool) -> None:
-    """Values of the first rank, whatever the groups, and a tied weight stays one."""
+def initialise_alike(*, on_meta: bool) -> None:
+    """Check that all groups start with the first rank's values and that a tied weight stays one parameter."""
     calls: list[str] = []
 
     def init(module: nn.Module) -> None:
@@ -142,10 +142,10 @@ def start_alike(*, on_meta: bool) -> None:
 @pytest.mark.behaviour("A-15", "A-12", "B-01")
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_groups_are_initialised_and_synchronised_one_after_the_other(on_meta: bool) -> None:
-    run_ranks(start_alike, 2, on_meta=on_meta)
+    run_ranks(initialise_alike, 2, on_meta=on_meta)
 
 
-def by_hand(model: nn.Module, order: tuple[str, ...]) -> nn.Module:
+def shard_by_hand(model: nn.Module, order: tuple[str, ...]) -> nn.Module:
     assert isinstance(model, Transformer)
     tie_groups([model.embedding, model.head])
     for name in order:
@@ -155,7 +155,7 @@ def by_hand(model: nn.Module, order: tuple[str, ...]) -> nn.Module:
 
 def train_tied_by_hand() -> None:
     for order in (("embedding", "head"), ("head", "embedding"), ("head",), ("embedding", "layers.0")):
-        shard: Callable[..., nn.Module] = partial(by_hand, order=order)
+        shard: Callable[..., nn.Module] = partial(shard_by_hand, order=order)
         check_parity(TASKS["tied"].build, play_task("tied"), OPTIMIZERS["sgd"], shard=shard, what=str(order))
 
 

@@ -1,4 +1,4 @@
-"""An all-gather over several communicators whose launch fails frees no memory that is in use."""
+"""An all-gather over several communicators frees no memory in use if a launch fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class ShmSocket:
-    """A communicator on which everything is under way for ever, or one that cannot launch."""
+    """A communicator whose operations never complete, or which cannot launch."""
 
     aliases = False
     size = 2
@@ -36,7 +36,7 @@ class ProcessGroups:
 
 
 class Bucket:
-    """A bucket whose parameters travel straight to their places."""
+    """A bucket whose parameters are all zero-copy."""
 
     cached_part = None
     awaits_readers = False

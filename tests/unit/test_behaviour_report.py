@@ -1,4 +1,4 @@
-"""The report of behaviours: an id is passing if a test of it passed and none failed."""
+"""The report of behaviours. An id passes if at least one of its tests passed and none failed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_list_has_well_formed_ids_each_under_its_section() -> None:
 
 
 def run_pytest(tmp_path: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest with our conftest as a plugin over one file outside the repository."""
+    """Run pytest on one file outside the repository, with our conftest as a plugin."""
     (tmp_path / "test_it.py").write_text(source)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = behaviour(*ids): as in the repository\n")
     pytest_with_conftest = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--behaviours"]

@@ -1,4 +1,4 @@
-"""Simulations of the benchmarks: virtual time, links, the switch between libraries, memory events."""
+"""Simulations of the benchmarks: virtual time, links, the network switch, and memory events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _scripts_beside_each_other() -> Iterator[None]:
+def _import_benchmark_scripts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         yield
@@ -111,9 +111,9 @@ def test_the_switch_gives_packets_the_rate_of_both_links_and_the_delay() -> None
     leaving, arriving = [0.0] * 3, [0.0] * 3
     lab._enqueue(0, to_c, leaving, arriving)
     lab._enqueue(1, to_c, leaving, arriving)
-    lab._enqueue(1, bytes([0x60, *to_c[1:]]), leaving, arriving)  # IPv6, which the lab does not speak
+    lab._enqueue(1, bytes([0x60, *to_c[1:]]), leaving, arriving)  # IPv6, which the lab does not support
     (first, *_), (second, *_) = sorted(lab._waiting)
-    assert second - first == pytest.approx(0.001, abs=1e-4)  # a thousand bytes at 1 MB/s, one after the other
+    assert second - first == pytest.approx(0.001, abs=1e-4)  # two packets of 1000 bytes in sequence at 1 MB/s
     lab._enqueue(0, to_c, [1e12] * 3, arriving)
     assert len(lab._waiting) == 2  # the link was full
 
@@ -142,7 +142,7 @@ def test_a_memory_ledger_counts_live_bytes_and_storage_bytes_after_each_operatio
     kept = torch.empty(1000)
     with ledger:
         kept.zero_()
-        kept.neg().neg()  # three alive at once
+        kept.neg().neg()  # three live tensors at the peak
         assert (ledger.held, ledger.peak) == (12000, 12000)
         kept.untyped_storage().resize_(0)
         assert ledger.count() == 0
@@ -170,6 +170,6 @@ def test_early_reductions_overlap_and_16_bits_expose_only_the_first_gather_and_l
     ((narrow,), (wide,), (peer,)) = (
         exposure.steps(exposure.VARIANTS[name], 64, [wire]) for name in ("ours, 16-bit gradients", "ours", "fsdp2")
     )
-    one_gather = (exposure.floor(64, 400.0) - 0.04) / 3 + 0.02  # of three parts: bf16 there, fp32 back
+    one_gather = (exposure.floor(64, 400.0) - 0.04) / 3 + 0.02  # gathers are bf16, reductions fp32: a third
     assert narrow["exposed ms"] == pytest.approx(2 * one_gather, abs=0.2)
     assert narrow["exposed ms"] < wide["exposed ms"] < peer["exposed ms"] - one_gather

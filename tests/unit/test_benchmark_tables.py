@@ -1,4 +1,4 @@
-"""Statistics of the benchmarks, and ``RESULTS.md`` made from their files."""
+"""Statistics of the benchmarks, and the generation of ``RESULTS.md`` from result files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _results() -> ModuleType:
 
 
 def _script(name: str) -> ModuleType:
-    """Benchmarks are scripts beside each other, not a package."""
+    """Import a benchmark. Benchmarks are scripts in one folder, not a package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         return importlib.import_module(name)

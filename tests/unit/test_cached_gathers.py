@@ -1,4 +1,4 @@
-"""Cached all-gathers: results are received in place, other cases are refused."""
+"""Cached all-gathers receive results in place and refuse unsupported cases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RANKS = 2
 
 
 def part_of(widths: Sequence[int], *, rank: int, in_runs: bool, dtype: torch.dtype = torch.float32) -> CachedPart:
-    """A bucket of vectors, of each of which a rank has so many elements: its own rank and counted from there."""
+    """Return a bucket of vectors whose shards have ``widths`` elements. Values start from 100 times the rank."""
     shards = [TensorShards((RANKS * width,), 0, RANKS) for width in widths]
     layout = plan_gather(shards, itemsize=dtype.itemsize, zero_copy_min_bytes=1 << 30)
     packed = torch.arange(100.0 * rank, 100.0 * rank + layout.packed_numel)
@@ -55,7 +55,7 @@ def part_of(widths: Sequence[int], *, rank: int, in_runs: bool, dtype: torch.dty
 
 
 class Slab(FakeCommunicator):
-    """Gives out parts of larger memory, as a user's own may."""
+    """Allocates slices of larger tensors, as a user's communicator may."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel + 5, dtype=dtype, device=device)[5:]
@@ -83,7 +83,7 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
         gathers.append(gather)
     for step in range(2):
         for part in (part for parts in ranks for part in parts):
-            part.packed.add_(step)  # as an optimizer does
+            part.packed.add_(step)  # like an optimizer
         sent = [gather.send("") for gather in gathers]
         for (work, _, rows), gather, parts in zip(sent, gathers, ranks, strict=True):
             assert all(part.buffer.nbytes == 0 for part in parts), "taken before anything came"

@@ -1,4 +1,4 @@
-"""How often public operations on state prepare the model: once, whatever they read and write."""
+"""Public operations on state prepare the model exactly once."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def group() -> Iterator[None]:
         yield
 
 
-def prepared(monkeypatch: pytest.MonkeyPatch, operation: Callable[[], object]) -> int:
-    """How many times ``operation`` prepares a model of one sharded module."""
+def count_preparations(monkeypatch: pytest.MonkeyPatch, operation: Callable[[], object]) -> int:
+    """Count how often ``operation`` prepares a model with one sharded module."""
     calls: list[FSDPState] = []
     with monkeypatch.context() as patches:
         patches.setattr(FSDPState, "drain_before_changes", lambda state: calls.append(state))
@@ -54,7 +54,7 @@ def test_a_public_operation_prepares_the_model_once(tmp_path: Path, monkeypatch:
         "update": averages.update,
         "load averages": lambda: averages.load_state_dict(averages.state_dict()),
     }
-    found = {name: prepared(monkeypatch, operation) for name, operation in operations.items()}
+    found = {name: count_preparations(monkeypatch, operation) for name, operation in operations.items()}
     assert found.pop("load_state_dict") == 2, "once here, and once in the model's own method, which is called last"
     assert set(found.values()) == {1}, found
 
@@ -68,5 +68,5 @@ def test_swapping_averages_prepares_the_model_before_and_after(monkeypatch: pyte
             model(torch.ones(2, 3))
 
     before = model.weight.detach().clone()
-    assert prepared(monkeypatch, evaluate) == 2
+    assert count_preparations(monkeypatch, evaluate) == 2
     assert torch.equal(model.weight, before)

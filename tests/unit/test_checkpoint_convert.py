@@ -1,4 +1,4 @@
-"""Conversion in one process: other formats, refusals, memory, complete targets."""
+"""Conversion in one process: other formats, refused conversions, peak memory, and complete targets."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# -- formats of others
+# -- formats of other libraries
 
 
-def with_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's own state dict, where it was made of ``model.named_parameters()``."""
+def named_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state dict of an optimizer that was made with ``model.named_parameters()``."""
     named = torch.optim.AdamW(model.named_parameters())
     named.load_state_dict({**optimizer.state_dict(), "param_groups": named.state_dict()["param_groups"]})
     return named.state_dict()
@@ -48,7 +48,7 @@ TORCH_FILES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], dict[str, An
     "ours": lambda m, o: {"model": m.state_dict(), "optimizer": optimizer_state_dict(m, o), "epoch": 5, "step": 3},
     "by number, with names": lambda m, o: {
         "model_state_dict": m.state_dict(),
-        "optimizer_state_dict": with_names(m, o),
+        "optimizer_state_dict": named_state_dict(m, o),
         "epoch": 5,
         "step": 3,
     },
@@ -144,7 +144,7 @@ def test_data_not_supported_by_safetensors_are_named(tmp_path: Path) -> None:
     ]
 
 
-# -- what is refused
+# -- refused conversions
 
 
 def test_an_existing_target_is_replaced_only_with_force(tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_a_killed_conversion_leaves_the_target_and_the_next_one_cleans_up(tmp_pa
     assert not any(".incomplete" in name for name in left)
 
 
-def killed_between_renames(saved: Path, target: Path) -> None:
-    """Kills a conversion that has put the old target aside, and not the new one in its place."""
+def kill_between_renames(saved: Path, target: Path) -> None:
+    """Kill a conversion after it renamed the old target and before it renames the new one."""
     script = (
         "import os, signal\n"
         "from pathlib import Path\n"
@@ -296,9 +296,9 @@ def test_a_conversion_killed_between_its_renames_is_put_in_order(tmp_path: Path,
     saved = save(tmp_path / "run", model, optimizer).path
     target, old = tmp_path / "target", tmp_path / "target.old"
     convert(saved, target, Kind.DCP)
-    killed_between_renames(saved, target)
+    kill_between_renames(saved, target)
     assert names_in(tmp_path) == [".target.incomplete", "run", "target.old"]
-    if replaced:  # it was killed a little later
+    if replaced:  # as if it were killed after the second rename
         (tmp_path / ".target.incomplete" / "target").rename(target)
     with pytest.raises(CheckpointError, match=r"target exists already. Pass --force to replace it\.$"):
         convert(saved, target, Kind.DCP)
@@ -346,7 +346,7 @@ for i, kind in enumerate(["torch", "dcp", "safetensors", "torch", "safetensors",
 @pytest.mark.behaviour("F-11")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_full_checkpoint_is_never_in_memory(tmp_path: Path) -> None:
-    """19 tensors of 16 MB: each way takes a few of them, of 304 MB."""
+    """Each conversion holds only a few of 19 tensors of 16 MB (304 MB) in memory."""
     model = nn.ParameterList([torch.full((4 << 20,), float(i)) for i in range(19)])
     save(tmp_path / "run", model)
     measured = subprocess.run(

@@ -1,4 +1,4 @@
-"""Coordination of checkpoints: reports of mismatches, errors of several ranks, rendezvous, progress."""
+"""Coordination of checkpoints: reports of mismatches, errors of several ranks, rendezvous and progress."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ def test_long_lists_are_truncated() -> None:
 
 @pytest.mark.behaviour("F-12")
 def test_a_rank_that_arrived_last_but_announced_nothing_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one to come may be killed, or slower than the deadline, before it says that all are there."""
+    """The last rank may be killed or exceed the deadline before it announces that all ranks have arrived."""
     store: Any = dist.HashStore()
     place, note = "checkpoint/0", {"call": "save", "group": True}
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
 
-    def comes() -> None:
+    def arrive() -> None:
         store.wait([f"{place}/0"])
         store.set(f"{place}/1", json.dumps(note))
 
-    other = threading.Thread(target=comes)
+    other = threading.Thread(target=arrive)
     other.start()
     assert ranks._assemble(ranks._Rendezvous(store, store), note, 0.5) == {"group": True}
     other.join()

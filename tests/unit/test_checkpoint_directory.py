@@ -1,4 +1,4 @@
-"""Names in a directory of checkpoints, wherever a save was killed."""
+"""Names in a directory of checkpoints after a save was killed at any point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of state dicts without process groups: options, unsharded modules, settings of optimizers."""
+"""Forms of state dicts without process groups: options, unsharded modules and optimizer settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules imported with the package."""
+"""Modules that are imported with the package."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_directory_is_read_as_transformers_does(tmp_path: Path) -> None:
 
 
 def damaged(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Paths, and what must be said about each."""
+    """Yield paths of damaged or missing files with the expected error of each."""
     good = folder / "good.safetensors"
     library.save_file({"x": torch.ones(100)}, good)
     (folder / "empty").mkdir()
@@ -318,11 +318,11 @@ pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[che
 
 
 class Killed(BaseException):
-    """Nothing after it is done, as after a kill."""
+    """Simulates a kill: no cleanup runs after it."""
 
 
 class Fuse:
-    """Lets so many calls that change the file system happen, and none after."""
+    """Allows ``calls`` changes of the file system, then raises."""
 
     CALLS = ("replace", "unlink", "mkdir", "rmdir", "pwrite", "fsync", "posix_fallocate")
 

@@ -1,4 +1,4 @@
-"""Checkpoints without process groups: damage, mismatches, steps, deletion, other formats."""
+"""Checkpoints without process groups: damage, mismatches, steps, deletion and other formats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def refused(path: Path, **options: Any) -> str:
-    """What the error says. Nothing has been loaded."""
+    """Load a checkpoint, check that nothing is loaded, and return the text of the error."""
     model, optimizer = trained()
     before, random_state = state_of(model), torch.get_rng_state()
     moments = {name: value.clone() for name, value in optimizer.state[model.first.weight].items()}
@@ -78,7 +78,7 @@ def test_damage_is_found_before_anything_is_loaded(tmp_path: Path, case: str) ->
 
 
 def saved_steps(folder: Path, *values: float) -> dict[int, Path]:
-    """A checkpoint for each of the ``values``, of steps 1, 2, …"""
+    """Save a checkpoint for each of the ``values``, with steps 1, 2, …"""
     paths = {}
     for step, value in enumerate(values, 1):
         model, optimizer = trained()
@@ -149,7 +149,7 @@ def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
 
 
 def damage_last_item(path: Path) -> None:
-    """Overwrites what DCP put around the tensor that was written last, and no size."""
+    """Overwrite the last tensor that was written and its container with zeros, without changing sizes."""
     metadata = read_metadata(path)
     item = max(metadata.storage_data.values(), key=lambda item: item.offset)
     data = bytearray((path / item.relative_path).read_bytes())
@@ -173,7 +173,7 @@ def test_damage_found_while_reading_says_that_the_model_is_partly_loaded(tmp_pat
 
 
 class Expanded(nn.Linear):
-    """A buffer whose elements share memory."""
+    """Has a buffer whose elements share memory."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)

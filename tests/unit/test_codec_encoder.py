@@ -1,4 +1,4 @@
-"""The encoder: rows to bytes, the sum of decoded rows, residuals of error feedback."""
+"""The encoder: encoding of rows, the sum of decoded rows, and residuals of error feedback."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_sum_is_that_of_the_decoded_rows_in_their_order(
 
 
 class Short(Int8):
-    """Says more than it makes."""
+    """Declares larger payloads than it returns."""
 
     def payload_bytes(self, numel: int) -> int:
         return 4 + super().payload_bytes(numel)
@@ -157,7 +157,7 @@ def test_the_residual_codec_may_depend_on_the_parameter() -> None:
 
 @dataclass
 class Unhashable:
-    """Compares by value and may be changed."""
+    """Compares by value and is mutable, so it has no hash."""
 
     payload_bytes = Int8.payload_bytes
     encode = Int8.encode

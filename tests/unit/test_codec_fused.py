@@ -12,7 +12,7 @@ from tests._internals import _compiled as fused
 
 
 @pytest.mark.behaviour("E-08")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler, about itself
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler warns about its own code
 @pytest.mark.parametrize("codec", [Int4(block=16), Float8(block=64)], ids=repr)
 def test_a_compiled_codec_is_bitwise_equal(codec: Int4 | Float8, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = ((3, 77), (3, 77))

@@ -1,4 +1,4 @@
-"""Float8 with a scale for each row of a parameter, which needs the parameter's shape."""
+"""Float8 with one scale per row of a parameter. The codec needs the parameter's shape."""
 
 from __future__ import annotations
 

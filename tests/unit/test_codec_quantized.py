@@ -1,4 +1,4 @@
-"""All codecs: bounds of their error for any values, and independence of rows."""
+"""Error bounds of all codecs for any values, and independence of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ scaling = pytest.mark.parametrize("codec", BLOCKWISE + ROTATED, ids=repr)
 
 
 def largest_of_block(codec: Any, rows: torch.Tensor) -> torch.Tensor:
-    """For each element, the largest magnitude of its block."""
+    """Return the largest magnitude of each element's block, in the shape of ``rows``."""
     block = codec.block or max(1, rows.size(1))
     out = torch.zeros_like(rows)
     for start in range(0, rows.size(1), block):
@@ -34,7 +34,7 @@ def largest_of_block(codec: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def bound(codec: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The documented error, a hair more for the rounding of the scale, and what is too small to have one."""
+    """Return the documented error bound, plus tolerances for the rounding of the scale and for values near zero."""
     if isinstance(codec, Cast):
         info = torch.finfo(codec.dtype)
         fits = rows.abs() <= info.max
@@ -72,7 +72,8 @@ def test_a_block_with_nan_or_infinity_is_nan_and_others_are_unchanged(
     broken = rows.masked_fill(bad, data.draw(st.sampled_from([torch.nan, torch.inf, -torch.inf])))
     expected = round_trip(codec, rows).masked_fill(in_bad_blocks, torch.nan)
     torch.testing.assert_close(round_trip(codec, broken), expected, rtol=0, atol=0, equal_nan=True)
-    # As what an integer a nan becomes is up to the machine, so none may get that far: it does not matter which it was.
+    # The conversion of nan to an integer depends on the machine. Payloads must not depend on it: all non-finite values
+    # have the same payload.
     assert torch.equal(codec.encode(broken), codec.encode(rows.masked_fill(bad, -torch.inf)))
 
 
@@ -122,7 +123,7 @@ def test_encoded_sizes_follow_from_the_number_of_bits() -> None:
     assert Int4(block=128).payload_bytes(1024) == 512 + 4 * 8
     assert Float8().payload_bytes(1024) == 1024 + 4
     assert Cast().payload_bytes(1024) == 2048
-    assert Int4(block=4).payload_bytes(5) == 4 + 4 * 2  # three bytes, and up to where a scale may begin
+    assert Int4(block=4).payload_bytes(5) == 4 + 4 * 2  # three bytes, padded to the alignment of a scale
     assert Float8().payload_bytes(0) == Float8(block=3).payload_bytes(0) == Int8().payload_bytes(0) == 0
 
 

@@ -1,4 +1,4 @@
-"""Rotated blocks: the Hadamard transform, its error bound, and its benefit."""
+"""Rotated blocks: the Hadamard transform, its error bound, and the smaller error with outliers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.codec_rows import FLOAT, ROTATED, finite_rows, round_trip
 
 
 def matrix(block: int) -> torch.Tensor:
-    """Sylvester's, normalised."""
+    """Return Sylvester's Hadamard matrix, normalised."""
     out = torch.ones(1, 1, dtype=torch.float64)
     while out.size(0) < block:
         out = torch.cat([torch.cat([out, out], dim=1), torch.cat([out, -out], dim=1)])
@@ -25,13 +25,13 @@ def matrix(block: int) -> torch.Tensor:
 
 
 def in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """``(num_rows, num_blocks, block)`` fp64, the last one padded with zeros."""
+    """Reshape to fp64 ``(num_rows, num_blocks, block)``. The last block is padded with zeros."""
     padded = torch.nn.functional.pad(rows.double(), (0, -rows.size(1) % block))
     return padded.view(rows.size(0), padded.size(1) // block, block)
 
 
 def heavy_tailed() -> torch.Tensor:
-    """Student's t with three degrees of freedom: a normal divided by the root of a chi-square by its degrees."""
+    """Draw from Student's t with three degrees of freedom: a normal over the root of a mean of three squares."""
     generator = torch.Generator().manual_seed(7)
     chi_square = torch.randn(3, 4, 4096, generator=generator).square().sum(0)
     return torch.randn(4, 4096, generator=generator) / (chi_square / 3).sqrt()

@@ -1,4 +1,4 @@
-"""Results of training with codecs, and the same figures in the documentation."""
+"""The documentation has the same figures as the results of training with codecs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``describe``: the table for models of any number of ranks. Ranks are simulated."""
+"""The table of ``describe`` for models on any number of simulated ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices of parameters and buffers, and the errors where they are ambiguous."""
+"""Devices of parameters and buffers, and the errors if devices are ambiguous."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def group() -> Iterator[None]:
 @pytest.mark.behaviour("A-13")
 def test_parameters_on_a_device_that_is_not_the_meshs_are_all_named() -> None:
     other = nn.Linear(3, 3)
-    with FakeTensorMode():  # the only way to tensors of a device that is not there
+    with FakeTensorMode():  # creates tensors of a device that does not exist
         other.weight, other.bias = (nn.Parameter(torch.empty(3, device="cuda")) for _ in range(2))
     model = nn.Sequential(nn.Linear(3, 3), other)
     match = (

@@ -1,4 +1,4 @@
-"""Diagnostics files: their format, when they are written, and their joint analysis.
+"""The format of diagnostics files, the events that write them, and their joint analysis.
 
 ``tests/ranks/test_diagnostics.py`` tests ranks that fail.
 """
@@ -38,7 +38,7 @@ from tests._internals import (
 
 
 @pytest.fixture(autouse=True)
-def disabled_afterwards() -> Iterator[None]:
+def disable_afterwards() -> Iterator[None]:
     yield
     diagnostics.disable()
     assert not trace.listeners
@@ -50,7 +50,7 @@ def collective(label: str, number: int, connection: int = 0, ranks: tuple[int, .
     return TraceEvent(Operation.COLLECTIVE, label, 8, "", float(number), float(number), 8, position)
 
 
-def made_up(
+def make_dump(
     rank: int,
     *launched: TraceEvent,
     faults: Sequence[Fault] = (),
@@ -77,14 +77,14 @@ def labels(launched: str, connection: int = 0) -> list[TraceEvent]:
     return [collective(label, number, connection) for number, label in enumerate(launched)]
 
 
-# -- the form
+# -- format
 
 
 def test_records_round_trip_through_files() -> None:
     position = Position("group", (0, 1), 0, 3)
     plain = TraceEvent(Operation.UNSHARD, "a", 8, "gather", 1.0, 2.0)
     fault = Fault("PeerError", "two\nlines", "here", 5.0, position, ("frame",))
-    dump = made_up(1, plain, collective("b", 3), faults=[fault], waiting=OperationId((0, 1), 3, "b"))
+    dump = make_dump(1, plain, collective("b", 3), faults=[fault], waiting=OperationId((0, 1), 3, "b"))
     assert decode(encode(dump)) == dump
     assert [json.loads(line)["kind"] for line in encode(dump)] == [
         "rank",
@@ -111,13 +111,13 @@ def test_files_of_another_format_are_refused(text: str, message: str) -> None:
 
 
 def test_a_folder_lists_missing_damaged_and_old_files(tmp_path: Path) -> None:
-    store(tmp_path, by_rank(made_up(0, world_size=4, attempt=1), made_up(2, world_size=4)))
+    store(tmp_path, by_rank(make_dump(0, world_size=4, attempt=1), make_dump(2, world_size=4)))
     (tmp_path / file_name(3)).write_text("{")
     found = read(tmp_path)
     assert (list(found.dumps), found.missing, found.stale, list(found.damaged)) == ([0], (1, 3), (2,), [file_name(3)])
 
 
-# -- ranks compared
+# -- comparison of ranks
 
 
 @pytest.mark.parametrize(
@@ -132,34 +132,34 @@ def test_a_folder_lists_missing_damaged_and_old_files(tmp_path: Path) -> None:
 def test_the_first_difference_is_found(
     first: str, second: str, number: int | None, cells: tuple[str, str] | None
 ) -> None:
-    (found,) = sequences(by_rank(made_up(0, *labels(first)), made_up(1, *labels(second))))
+    (found,) = sequences(by_rank(make_dump(0, *labels(first)), make_dump(1, *labels(second))))
     assert found.first_difference == number
     if number is not None:
         assert tuple(found.rows[number].labels.values()) == cells
 
 
 def test_forgotten_events_are_no_difference() -> None:
-    (found,) = sequences(by_rank(made_up(0, *labels("abc")), made_up(1, *labels("abc")[2:])))
+    (found,) = sequences(by_rank(make_dump(0, *labels("abc")), make_dump(1, *labels("abc")[2:])))
     assert [row.labels[1] for row in found.rows] == [FORGOTTEN, FORGOTTEN, "c"]
     assert found.first_difference is None
 
 
 def test_operation_numbers_restart_with_a_new_connection() -> None:
-    both = by_rank(made_up(0, *labels("ab"), *labels("x", 1)), made_up(1, *labels("abcd"), *labels("x", 1)))
+    both = by_rank(make_dump(0, *labels("ab"), *labels("x", 1)), make_dump(1, *labels("abcd"), *labels("x", 1)))
     (found,) = sequences(both)
     assert [row.labels for row in found.rows] == [{0: "x", 1: "x"}]
 
 
 def test_a_rank_waits_for_late_ranks() -> None:
     place = OperationId((0, 1), 2, "c")
-    told = waits(by_rank(made_up(0, *labels("abc"), waiting=place), made_up(1, *labels("ab"))))
+    told = waits(by_rank(make_dump(0, *labels("abc"), waiting=place), make_dump(1, *labels("ab"))))
     assert [(wait.rank, wait.label, wait.number, wait.awaited) for wait in told] == [(0, "c", 2, (1,))]
 
 
 def test_a_rank_that_arrived_and_failed_is_shown_as_awaited() -> None:
     given_up = Fault("PeerError", "rank 1 failed", "c", 2.0, Position("group", (0, 1), 0, 2))
     own = Fault("ArithmeticError", "no luck", "the forward of b", 1.0)
-    told = waits(by_rank(made_up(0, *labels("abc"), faults=[given_up]), made_up(1, *labels("abc"), faults=[own])))
+    told = waits(by_rank(make_dump(0, *labels("abc"), faults=[given_up]), make_dump(1, *labels("abc"), faults=[own])))
     assert [(wait.rank, wait.awaited) for wait in told] == [(0, (1,))]
 
 
@@ -169,7 +169,7 @@ def test_the_diagnostics_command_shows_ranks_side_by_side(tmp_path: Path) -> Non
 
     ranks = (0, 1, 2)
     events = [[collective(label, n, ranks=ranks) for n, label in enumerate(each)] for each in ("abc", "abc", "axc")]
-    store(tmp_path, by_rank(*(made_up(rank, *own, world_size=4) for rank, own in zip(ranks, events, strict=True))))
+    store(tmp_path, by_rank(*(make_dump(rank, *own, world_size=4) for rank, own in zip(ranks, events, strict=True))))
     shown = testing.CliRunner().invoke(commands.app, ["merge", str(tmp_path), "--stacks"])
     assert shown.exit_code == 1
     assert "No file of rank 3" in shown.stdout
@@ -182,7 +182,7 @@ def test_the_diagnostics_command_shows_ranks_side_by_side(tmp_path: Path) -> Non
     assert "there is no file of diagnostics in" in empty.output
 
 
-# -- when they are written
+# -- events that write files
 
 
 def test_the_last_events_are_kept(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_signal_is_written_and_then_handled_as_before(tmp_path: Path) -> None:
     try:
         diagnostics.enable(tmp_path, signals=[signal.SIGUSR1])
         os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0)  # the handler comes between two instructions
+        time.sleep(0)  # the handler runs between two instructions
         assert handled == [True]
         assert read(tmp_path).dumps[0].header.reason == "SIGUSR1"
     finally:
@@ -249,9 +249,9 @@ def test_a_signal_is_written_and_then_handled_as_before(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons warn of it where there are threads
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons warn of fork with threads
 def test_a_forked_process_is_no_rank(tmp_path: Path) -> None:
-    """As data loaders make them, and end them by SIGTERM."""
+    """Data loaders fork such processes and end them by SIGTERM."""
     diagnostics.enable(tmp_path)
     child = os.fork()
     if not child:

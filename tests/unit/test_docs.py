@@ -1,4 +1,4 @@
-"""Examples in the documentation run: ``>>>`` examples of pages and docstrings, the README's program."""
+"""Runs the examples in the documentation: ``>>>`` examples of pages and docstrings, and the README's program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 
 
 def python_lines(text: str) -> Iterator[str]:
-    """The lines of a page, all blank but those in Python blocks, so that line numbers stay."""
+    """Blank the lines of a page outside Python blocks, so that line numbers stay the same."""
     inside = False
     for line in text.splitlines():
         fence = line.startswith("```")
@@ -31,18 +31,18 @@ def python_lines(text: str) -> Iterator[str]:
 
 
 def page_examples(text: str, name: str) -> list[doctest.DocTest]:
-    """A page is one session."""
+    """Return the examples of a page as one session."""
     test = doctest.DocTestParser().get_doctest("\n".join(python_lines(text)), {}, name, name, 0)
     return [test] if test.examples else []
 
 
 def module_examples(name: str) -> list[doctest.DocTest]:
-    """Every docstring is a session of its own, which starts with the module's names."""
+    """Return the examples of a module. Every docstring is a session that starts with the module's names."""
     return [test for test in doctest.DocTestFinder().find(importlib.import_module(name)) if test.examples]
 
 
 def failures(test: doctest.DocTest) -> str:
-    """What doctest says about the examples that do not hold; empty if all do."""
+    """Return doctest's report on the examples that fail, or an empty text."""
     report = io.StringIO()
     doctest.DocTestRunner(verbose=False).run(test, out=report.write)
     return report.getvalue()
@@ -61,9 +61,9 @@ DOCSTRINGS = [
 
 
 @pytest.fixture(autouse=True)
-def _no_process_group_stays() -> Iterator[None]:
+def _destroy_process_group() -> Iterator[None]:
     yield
-    if dist.is_initialized():  # an example failed before it got to its end
+    if dist.is_initialized():  # an example failed before its last line
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A model without references is freed by reference counts, without the garbage collector."""
+"""Reference counting frees a model without references, without the garbage collector."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def test_a_dropped_model_is_freed_without_the_garbage_collector(name: str) -> No
 
 
 class Note:
-    """An argument that is no tensor."""
+    """A non-tensor argument."""
 
 
 class Known(Exception):
-    """An exception that weak references may refer to."""
+    """An exception that supports weak references."""
 
 
 class Shift(nn.Module):
-    """Adds a weight to its input, for which autograd saves neither. Lists weak references to its arguments."""
+    """Adds a weight to its input, so that autograd saves no tensors. Keeps weak references to its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Shift(nn.Module):
 
 
 class TwoShifts(nn.Module):
-    """Calls two modules, each with a note of its own."""
+    """Calls two modules, each with its own note."""
 
     def __init__(self) -> None:
         super().__init__()

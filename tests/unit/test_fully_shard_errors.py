@@ -1,4 +1,4 @@
-"""Invalid calls of ``fully_shard``: the error, and that the module is unchanged."""
+"""Invalid calls of ``fully_shard`` raise errors and leave the module unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WithScalar(nn.Module):
 
 
 class Unwilling(nn.Linear):
-    """Cannot be derived from."""
+    """A class that does not allow subclasses."""
 
     def __init_subclass__(cls) -> None:
         raise TypeError("no subclasses of Unwilling")
@@ -59,7 +59,7 @@ class Unwilling(nn.Linear):
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("A-03")
 def test_without_a_process_group_the_error_says_how_to_start_one() -> None:
-    """In a process of its own, in which nothing has ever been initialised."""
+    """The test starts a process in which no process group was ever initialised."""
     code = """
 import torch, composable_fsdp
 model = torch.nn.Linear(2, 2)

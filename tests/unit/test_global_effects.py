@@ -1,4 +1,4 @@
-"""What the library installs outside of its own modules: nothing at import, the rest at the latest moment."""
+"""The library installs no global hooks at import, and later only the hooks that it needs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_import_installs_nothing() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("A-01")
 def test_a_sharded_module_on_one_rank_installs_optimizer_hooks_and_error_explanations() -> None:
-    """Neither a thread nor a function at exit or at fork: there is no other rank to answer or to lose."""
+    """With one rank, no thread starts and no functions are registered for exit or fork."""
     assert run(SHARD) == "['excepthook', 'optimizer hooks']"
 
 
@@ -133,7 +133,7 @@ print("another excepthook:", changes(begin))
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("A-01")
 def test_global_hooks_live_as_long_as_sharded_models_and_their_copies() -> None:
-    """A model may also end while its optimizer's hooks run. An excepthook installed after ours stays."""
+    """A model may be freed while its optimizer's hooks run. An excepthook installed after ours is kept."""
     assert run(f"{LIFETIME}{DROPPED_IN_A_STEP}{OTHER_EXCEPTHOOK}").splitlines() == [
         "one of two models is left: ['excepthook', 'optimizer hooks']",
         "none is left: []",

@@ -1,4 +1,4 @@
-"""Functions that run without autograd's recording."""
+"""Functions that run without recording by autograd."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests._internals import CommStreams, without_grad
 
 
 @without_grad
-def grad_mode_within(fails: bool = False) -> bool:
-    """Whether autograd records here."""
+def records_inside(fails: bool = False) -> bool:
+    """Return whether autograd records inside this function."""
     if fails:
         raise ValueError("on purpose")
     return torch.is_grad_enabled()
@@ -19,14 +19,14 @@ def grad_mode_within(fails: bool = False) -> bool:
 @pytest.mark.parametrize("outside", [True, False])
 def test_operations_inside_are_not_recorded_and_the_mode_is_restored(outside: bool) -> None:
     with torch.set_grad_enabled(outside):
-        assert not grad_mode_within()
+        assert not records_inside()
         assert torch.is_grad_enabled() == outside
 
 
 def test_the_mode_is_restored_after_an_exception() -> None:
     with torch.enable_grad():
         with pytest.raises(ValueError, match="on purpose"):
-            grad_mode_within(fails=True)
+            records_inside(fails=True)
         assert torch.is_grad_enabled()
 
 

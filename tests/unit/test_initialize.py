@@ -23,7 +23,7 @@ def group() -> Iterator[None]:
 
 
 class Tied(nn.Module):
-    """On meta but for one buffer; a shared parameter, a shared buffer, one that no checkpoint has."""
+    """Is on meta except for one buffer. Has a shared parameter, a shared buffer and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_to_empty_without_recurse_stops_at_the_module() -> None:
 
 
 class Init:
-    """Gives a module's own tensors memory and ones. Notes for which modules it was called."""
+    """Allocates a module's own tensors, fills them with ones, and records the modules of its calls."""
 
     def __init__(self, *kinds: type[nn.Module]) -> None:
         self.called: list[nn.Module] = []
@@ -138,7 +138,7 @@ def test_parameters_left_on_meta_by_the_init_function_are_named() -> None:
 def test_ignored_modules_are_unchanged() -> None:
     inner = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.BatchNorm1d(2))
     module = nn.Sequential(nn.Linear(2, 2), inner)
-    module[0].weight = inner[0].weight  # shared with an ignored one: ignored as well
+    module[0].weight = inner[0].weight  # shared with an ignored module, so it is ignored too
     before = {n: p for n, p in module.named_parameters(remove_duplicate=False) if n != "0.bias"}
     buffers = dict(module.named_buffers())
     fully_shard(module, ignored_modules=[inner], sync_module_states=True, param_init_fn=Init())

@@ -1,4 +1,4 @@
-"""``patch_torch``: imports from torch get our FSDP until the patch is undone."""
+"""``patch_torch`` makes imports from torch return this library's FSDP until the patch is undone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def client() -> Iterator[ModuleType]:
-    """An empty module, imported as far as Python knows."""
+    """Register an empty module as imported."""
     module = ModuleType("client_of_torch")
     sys.modules[module.__name__] = module
     yield module

@@ -1,4 +1,4 @@
-"""Private names of torch's FSDP2 that clients use: the state of a module, and its contract."""
+"""Private names of torch's FSDP2 that other libraries use: the state of a module and its contract."""
 
 from __future__ import annotations
 
@@ -199,11 +199,11 @@ def test_dynamo_finds_its_marks_on_all_modules() -> None:
         assert module._fsdp_use_orig_params is True
 
 
-# -- private names, used in the manner of the libraries that use them
+# -- private names, in the code patterns of other libraries
 
 
 def test_a_state_is_an_instance_of_torchs_class_and_inherits_nothing_from_it() -> None:
-    """As torchtnt and DINOv3 tell sharded modules."""
+    """Torchtnt and DINOv3 recognize sharded modules by this class."""
     model = chain()
     state = _get_module_state(model[0])
     assert isinstance(state, FSDPState)
@@ -240,7 +240,7 @@ def test_every_module_of_a_list_has_the_state_and_the_group_of_the_list() -> Non
 
 
 def test_a_model_is_moved_to_the_host_between_rollouts() -> None:
-    """As VeOmni and verl do it."""
+    """The code follows VeOmni and verl."""
     model = chain()
     model(torch.ones(2, 3)).sum()  # the root stays unsharded
     for module in model.modules():
@@ -256,7 +256,7 @@ def test_a_model_is_moved_to_the_host_between_rollouts() -> None:
 
 
 def test_reshard_after_forward_can_be_set_through_mesh_infos() -> None:
-    """As verl's ``set_reshard_after_forward`` and DINOv3 do it."""
+    """The code follows verl's ``set_reshard_after_forward`` and DINOv3."""
     model = chain()
     for stays in (True, False, True):
         for module in model.modules():
@@ -276,7 +276,7 @@ def test_reshard_after_forward_can_be_set_through_mesh_infos() -> None:
     before = state._fsdp_param_group.post_forward_mesh_info
     assert isinstance(before, FSDPMeshInfo)
     assert getattr(state, "_is_root") is None  # noqa: B009 (mypy takes it to stay so)
-    state._lazy_init()  # the root is the one whose parameters stay, where that was left open
+    state._lazy_init()  # by default only the root's parameters stay unsharded
     assert state._is_root is True
     assert state._fsdp_param_group.post_forward_mesh_info is None
     assert not state._fsdp_param_group._reshard_after_forward
@@ -301,7 +301,7 @@ def test_gradient_settings_are_read_and_set_on_groups() -> None:
 
 
 def test_meshes_precision_and_parameters_are_described_in_torchs_words() -> None:
-    """As NeMo Automodel, torchtitan and finetuning-scheduler read them."""
+    """The code follows NeMo Automodel, torchtitan and finetuning-scheduler."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     model: Any = nn.Sequential(nn.Linear(3, 2))
     fully_shard(model[0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -341,7 +341,7 @@ def test_groups_are_gathered_and_freed_by_their_own_methods() -> None:
 
 
 def test_hooks_of_tensors_see_the_pass_for_which_they_gather() -> None:
-    """As weights of TransformerEngine look, to send only what the pass needs."""
+    """Weights of TransformerEngine do this to send only the data that the pass needs."""
     model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for layer in model:
         fully_shard(layer, reshard_after_forward=True)

@@ -1,8 +1,8 @@
-"""The layout of the package: layers, file names, sizes of folders.
+"""The layout of the package: layers, file names and sizes of folders.
 
-A file imports from layers above its own and from its own layer, and no files import each other in a circle. Imports
-count wherever they stand: in functions, under ``TYPE_CHECKING``, as ``importlib.import_module("...")`` and as attribute
-access such as ``torch.distributed.fsdp`` after ``import torch``.
+A file imports from layers above its own and from its own layer, and imports are not circular. All imports count: at the
+top, in functions, under ``TYPE_CHECKING``, by ``importlib.import_module("...")``, and by attribute access such as
+``torch.distributed.fsdp`` after ``import torch``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 PACKAGE = "composable_fsdp"
 ROOT = Path(__file__).parents[2] / PACKAGE
 
-# Files and folders without the package prefix. A folder stands for all files in it that are not named themselves.
-# Layers in one row do not import each other.
+# Files and folders without the package prefix. A folder includes all of its files that have no row of their own. Layers
+# in one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "trace"),
     ("policies", "codecs", "_consistency"),
@@ -43,32 +43,32 @@ ROWS: tuple[tuple[str, ...], ...] = (
 )
 ROW = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 
-# Pure: no process groups, streams or modules. Placements are plain values, so the layout may speak of them.
+# Pure modules use no process groups, streams or modules. Placements are plain values, so layouts may use them.
 PURE = ("_consistency.rank_report", "_runtime.groups.state_machine", "_layout", "_runtime.schedule")
 IMPURE = ("torch.distributed", "torch.nn", "torch.cuda", "torch.accelerator")
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 
-# Torch's own implementation, which only one folder may know.
+# Torch's own implementation, which only one folder may import.
 PEER = ("torch.distributed.fsdp", "torch.distributed._composable")
 COMPAT = "_torch_compat"
 
 MOST_ENTRIES = 20
-"""Files and folders in one folder."""
+"""The maximum number of files and folders in one folder."""
 
 
-def within(name: str, packages: tuple[str, ...]) -> bool:
-    """Whether a dotted name is one of the packages or something inside one."""
+def is_within(name: str, packages: tuple[str, ...]) -> bool:
+    """Return whether a dotted name is one of the packages or is inside one of them."""
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 def module_name(path: Path) -> str:
-    """``_comm/c10d.py`` -> ``_comm.c10d``; ``_comm/__init__.py`` -> ``_comm``."""
+    """Convert ``_comm/c10d.py`` to ``_comm.c10d``, and ``_comm/__init__.py`` to ``_comm``."""
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or PACKAGE
 
 
-def absolute(name: str, package: str, level: int) -> str:
-    """The full name of a relative import in a file of ``package``."""
+def absolute_name(name: str, package: str, level: int) -> str:
+    """Return the full name of a relative import in a file of ``package``."""
     if level == 0:
         return name
     base = package.split(".")
@@ -76,10 +76,10 @@ def absolute(name: str, package: str, level: int) -> str:
 
 
 def imported_names(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
-    """``(line, full dotted name)`` of everything that the source imports, or reaches through a module that it imported.
+    """Yield ``(line, full dotted name)`` of each import, and of each attribute access on an imported module.
 
-    ``from a import b`` gives ``a.b``, whether ``b`` is a module or not. What is reached through one of our own packages
-    needs no second look: the rows put everything in a package above the package itself.
+    ``from a import b`` gives ``a.b`` even if ``b`` is no module. Attribute access on this project's packages is not
+    included, because the rows put the files of a package above the package itself.
     """
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -89,41 +89,41 @@ def imported_names(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
                 bound[alias.asname or head] = alias.name if alias.asname else head
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
-            base = absolute(node.module or "", package, node.level)
+            base = absolute_name(node.module or "", package, node.level)
             for alias in node.names:
                 bound[alias.asname or alias.name] = f"{base}.{alias.name}"
                 yield node.lineno, f"{base}.{alias.name}"
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             head, *rest = ast.unparse(node).split(".")
-            if head in bound and not within(bound[head], (PACKAGE,)):
+            if head in bound and not is_within(bound[head], (PACKAGE,)):
                 yield node.lineno, ".".join([bound[head], *rest])
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             function = ast.unparse(node.func).split(".")[-1]
             name = node.args[0].value
             if bound.get(function, function).endswith(("import_module", "__import__")) and isinstance(name, str):
                 relative = name.lstrip(".")
-                yield node.lineno, absolute(relative, package, len(name) - len(relative))
+                yield node.lineno, absolute_name(relative, package, len(name) - len(relative))
 
 
 def own_modules(root: Path = ROOT) -> dict[str, Path]:
-    """The files of the package by module name."""
+    """Return the files of the package by module name."""
     return {module_name(path.relative_to(root)): path for path in sorted(root.rglob("*.py"))}
 
 
 def own_module(name: str, modules: dict[str, Path]) -> str | None:
-    """The module of ours that a full dotted name leads to; None for names that are not ours.
+    """Return this project's module that a full dotted name refers to, or None for other projects.
 
-    The longest known module counts: ``errors`` for ``composable_fsdp.errors.MeshError``. A name that leads to none
-    belongs to the package itself, as ``composable_fsdp.fully_shard`` does.
+    The result is the longest known module: ``errors`` for ``composable_fsdp.errors.MeshError``. Names without a known
+    module, such as ``composable_fsdp.fully_shard``, belong to the package itself.
     """
-    if not within(name, (PACKAGE,)):
+    if not is_within(name, (PACKAGE,)):
         return None
-    return longest(".".join(name.split(".")[1:]), modules) or PACKAGE
+    return longest_prefix(".".join(name.split(".")[1:]), modules) or PACKAGE
 
 
-def longest(name: str, known: Container[str]) -> str | None:
-    """The longest part of a dotted name, from its beginning, that is known."""
+def longest_prefix(name: str, known: Container[str]) -> str | None:
+    """Return the longest known prefix of a dotted name."""
     inside = name.split(".")
     return next((each for end in range(len(inside), 0, -1) if (each := ".".join(inside[:end])) in known), None)
 
@@ -132,7 +132,7 @@ MODULES = own_modules()
 
 
 def imports(source: str, path: str) -> Iterator[tuple[int, str]]:
-    """``(line, full dotted name)`` of what the source of ``composable_fsdp/<path>`` imports."""
+    """Yield ``(line, full dotted name)`` of each import in the source of ``composable_fsdp/<path>``."""
     module = module_name(Path(path))
     here = PACKAGE if module == PACKAGE else f"{PACKAGE}.{module}"
     package = here if path.endswith("__init__.py") else here.rpartition(".")[0]
@@ -140,26 +140,26 @@ def imports(source: str, path: str) -> Iterator[tuple[int, str]]:
 
 
 def violations(source: str, path: str) -> list[str]:
-    """What the source of ``composable_fsdp/<path>`` imports against the rules, one sentence each."""
+    """Describe each import in the source of ``composable_fsdp/<path>`` that violates a rule in one sentence."""
     module = module_name(Path(path))
-    layer = longest(module, ROW)
+    layer = longest_prefix(module, ROW)
     if layer is None:
         return [f"{PACKAGE}/{path} is in no layer. Add {module!r} to ROWS in tests/unit/test_layering.py"]
     found = []
     for line, name in imports(source, path):
         target = own_module(name, MODULES)
-        above = longest(target, ROW) if target is not None else None
+        above = longest_prefix(target, ROW) if target is not None else None
         if target is not None and above != layer and (above is None or ROW[above] >= ROW[layer]):
             found.append(f"{PACKAGE}/{path}:{line} imports {target}, which is not in a layer above {layer}")
-        if within(name, PEER) and layer != COMPAT:
+        if is_within(name, PEER) and layer != COMPAT:
             found.append(f"{PACKAGE}/{path}:{line} uses {name}, which only files of {COMPAT} may")
-        if within(module, PURE) and within(name, IMPURE) and not within(name, (PLACEMENTS,)):
+        if is_within(module, PURE) and is_within(name, IMPURE) and not is_within(name, (PLACEMENTS,)):
             found.append(f"{PACKAGE}/{path}:{line} uses {name}, but {module} is pure")
     return sorted(set(found))
 
 
-def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other, or an empty list."""
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a cycle, or an empty list."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -180,13 +180,13 @@ def test_there_are_no_import_cycles() -> None:
             own_module(name, MODULES) for _, name in imports(path.read_text(), path.relative_to(ROOT).as_posix())
         }
         graph[module] = {target for target in targets if target is not None and target != module}
-    assert circle(graph) == []
-    assert {"errors", "codecs.protocol"} <= set(circle(graph | {"errors": {"codecs.protocol"}}))
+    assert find_cycle(graph) == []
+    assert {"errors", "codecs.protocol"} <= set(find_cycle(graph | {"errors": {"codecs.protocol"}}))
 
 
 def test_no_layer_has_two_rows_and_each_has_files() -> None:
     assert len(ROW) == sum(map(len, ROWS))
-    assert {longest(module, ROW) for module in MODULES} == set(ROW)
+    assert {longest_prefix(module, ROW) for module in MODULES} == set(ROW)
 
 
 def test_the_architecture_page_shows_the_layers() -> None:
@@ -206,8 +206,8 @@ def test_tests_import_private_names_only_through_internals() -> None:
 
 
 def is_private(name: str) -> bool:
-    """Whether a dotted name leads to a name of ours with an underscore."""
-    return within(name, (PACKAGE,)) and any(part.startswith("_") and part[:2] != "__" for part in name.split("."))
+    """Return whether a dotted name refers to a private name of this project."""
+    return is_within(name, (PACKAGE,)) and any(part.startswith("_") and part[:2] != "__" for part in name.split("."))
 
 
 def test_file_names_in_the_package_are_unique() -> None:

@@ -1,4 +1,4 @@
-"""Blocks of tensors, compared with cutting a tensor of element numbers."""
+"""Blocks of tensors, compared with slices of a tensor of element numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
-    """A shape, and what each mesh axis does to it: dim, ranks, blocks."""
+    """Draw a shape, and a dim, a number of ranks and a number of blocks for each mesh axis."""
     shape = draw(SHAPES)
     axes = st.tuples(st.integers(0, max(0, len(shape) - 1)), st.integers(1, 4), st.integers(1, 3))
     return shape, draw(st.lists(axes, max_size=3)) if shape else []
@@ -27,14 +27,14 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def chunk(tensor: torch.Tensor, dim: int, count: int, index: int) -> torch.Tensor:
-    """Written apart from the library: by torch, which leaves out pieces at the end that are empty."""
+    """Compute a chunk with torch, independently of the library. Torch omits empty chunks at the end."""
     if tensor.size(dim) == 0:
         return tensor
     pieces = tensor.chunk(count, dim)
     return pieces[index] if index < len(pieces) else tensor.narrow(dim, 0, 0)
 
 
-def by_chunks(shape: tuple[int, ...], cuts: list[Cut]) -> torch.Tensor:
+def cut_with_torch(shape: tuple[int, ...], cuts: list[Cut]) -> torch.Tensor:
     tensor = numbered(shape)
     for dim, count, index, blocks in cuts:
         parts = [chunk(chunk(tensor, dim, blocks, b), dim, count, index) for b in range(blocks)]
@@ -52,7 +52,7 @@ def all_ranks(axes: list[tuple[int, int, int]]) -> list[list[Cut]]:
 def test_each_local_shard_is_a_chunk_of_chunks(drawn) -> None:
     shape, axes = drawn
     for cuts in all_ranks(axes):
-        extent, expected = ShardExtent.after(shape, cuts), by_chunks(shape, cuts)
+        extent, expected = ShardExtent.after(shape, cuts), cut_with_torch(shape, cuts)
         assert extent.local_shape == tuple(expected.shape)
         assert torch.equal(extent.take(numbered(shape)), expected)
 

@@ -1,4 +1,4 @@
-"""Offsets of the tensors of a bucket: at rest, in messages, unsharded."""
+"""Offsets of the tensors of a bucket in the shard store, in messages, and in the unsharded buffer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ITEMSIZES = st.sampled_from([1, 2, 4, 8])
 
 
 def assert_partition(parts: Iterable[tuple[int, ...]], numbers: range) -> None:
-    """Every number is in exactly one part."""
+    """Check that every number is in exactly one part."""
     assert sorted(i for part in parts for i in part) == list(numbers)
 
 

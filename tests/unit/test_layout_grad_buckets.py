@@ -1,4 +1,4 @@
-"""Division of a group into buckets of gradients: by sizes and order alone."""
+"""Division of a group into gradient buckets depends only on sizes and order."""
 
 from __future__ import annotations
 

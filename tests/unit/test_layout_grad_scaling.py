@@ -16,7 +16,7 @@ FACTORS = st.none() | st.floats(0.25, 5000)
 
 
 def reduce(reduction: Reduction, gradients: torch.Tensor) -> torch.Tensor:
-    """What ranks with the rows of ``gradients`` get, in the dtype of ``gradients``, summed pairwise as a tree would."""
+    """Reduce the rows of ``gradients``, one per rank, in their dtype. Rows are summed pairwise in a tree."""
     rows = gradients / reduction.pre_divide
     while len(rows) > 1:
         if len(rows) % 2:
@@ -81,7 +81,7 @@ def test_the_reduction_is_the_sum_divided_by_the_factor(
 ) -> None:
     gradients = torch.randn(num_ranks, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     expected = gradients.mean(0) if factor is None else gradients.sum(0) / factor
-    for dtype in (torch.float64, torch.float16):  # planned for, while the arithmetic stays exact enough to compare
+    for dtype in (torch.float64, torch.float16):  # only the plan uses this dtype; the values are fp64
         reduction = plan_reduction(dtype, num_ranks, averages=averages, divide_factor=factor, sum_only=sum_only)
         torch.testing.assert_close(reduce(reduction, gradients), expected, rtol=1e-12, atol=1e-12)
 
@@ -100,11 +100,11 @@ DIVISORS = st.integers(-130, 130).map(lambda k: 2.0**k) | st.floats(0.25, 5000) 
 
 
 @given(st.sampled_from(list(BITS)), DIVISORS, st.booleans(), st.integers(0, 2**32))
-@example(torch.float32, 2.0**-130, False, 0)  # whose reciprocal is more than fp32 can hold
+@example(torch.float32, 2.0**-130, False, 0)  # its reciprocal overflows in fp32
 def test_divided_values_are_bitwise_those_of_a_division(
     dtype: torch.dtype, divisor: float, negative: bool, seed: int
 ) -> None:
-    # Any bits at all: numbers of all sizes, denormal ones, infinities. Those that are none are all alike.
+    # Arbitrary bits: numbers of all magnitudes, denormal numbers, infinities. All nans are compared as equal.
     bits = torch.iinfo(BITS[dtype])
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(bits.min, bits.max, (200,), dtype=BITS[dtype], generator=generator).view(dtype)

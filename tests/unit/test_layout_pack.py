@@ -33,17 +33,17 @@ from tests.helpers.layouts import DIRECT_BYTES, shards_of_one_bucket, tensor_sha
 
 FEWER = settings(max_examples=40)
 FLOATS = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
-UNTOUCHED = -1.0  # what no test tensor holds
+UNTOUCHED = -1.0  # no test tensor has this value
 
 
 def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32, start: int = 0) -> Tensor:
-    """Every element another value, in a dtype that has so many."""
+    """Return a tensor with consecutive values. ``dtype`` must be able to represent them."""
     return torch.arange(start, start + prod(shape)).to(dtype).view(tuple(shape))
 
 
 @st.composite
 def laid_out(draw: st.DrawFn, values: Tensor) -> Tensor:
-    """``values`` with its dims in any order in memory, perhaps with gaps."""
+    """Draw strides for ``values``: the dims may be permuted in memory, with or without gaps."""
     order = draw(st.permutations(range(values.ndim)))
     inverse = sorted(range(values.ndim), key=order.__getitem__)
     gap = draw(st.integers(1, 2))
@@ -53,14 +53,14 @@ def laid_out(draw: st.DrawFn, values: Tensor) -> Tensor:
 
 
 def piece_of(shards: TensorShards, full: Tensor, rank: int) -> Tensor:
-    """The definition: what ``rank`` owns, contiguous, then zeros."""
+    """Return the shard of ``rank`` by definition: its elements, contiguous, then padding with zeros."""
     owned = shards.layout.owned_by(rank)
     flat = full.narrow(shards.dim, owned.start, len(owned)).reshape(-1)
     return torch.cat([flat, flat.new_zeros(shards.padded_numel - flat.numel())])
 
 
 def column_block(num_rows: int, width: int, fill: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """A message and the block of its columns that starts at 3 and leaves 2 over."""
+    """Return a message and a block of its columns, which excludes the first 3 and the last 2 columns."""
     message = torch.full((num_rows, width + 5), fill, dtype=dtype)
     return message, message[:, 3 : 3 + width]
 
@@ -128,7 +128,7 @@ def test_a_missing_gradient_is_packed_as_zeros(shards: TensorShards) -> None:
 @FEWER
 @given(tensor_shards())
 def test_a_gradient_expanded_from_one_element_is_packed_like_any_other(shards: TensorShards) -> None:
-    gradient = torch.ones(1).expand(shards.shape)  # what sum().backward() leaves
+    gradient = torch.ones(1).expand(shards.shape)  # sum().backward() makes such gradients
     _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
     pack_gradient(shards, gradient, rows)
     assert int(rows.sum()) == shards.numel
@@ -146,11 +146,11 @@ def test_unpacking_restores_the_tensor_and_writes_nothing_else(shards: TensorSha
     assert bool((place[shards.full_numel :] == UNTOUCHED).all())
 
 
-# -- how many kernels that takes
+# -- number of kernels
 
 
 class CountKernels(TorchDispatchMode):
-    """Names of the operators that moved or made data, views left out."""
+    """Records the names of operators that move or make data. Views are excluded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_unpacking_takes_one_copy_for_contiguous_or_even_pieces_and_at_most_two(
     assert len(kernels.names) <= (1 if shards.concatenates or shards.layout.is_even else 2)
 
 
-# -- in other surroundings
+# -- other devices and modes
 
 
 CASES = [TensorShards(s, d, 4) for s, d in [((8, 3), 0), ((7, 3), 0), ((3, 8), 1), ((3, 7), 1), ((2,), 0), ((0, 2), 0)]]
@@ -223,7 +223,7 @@ def test_copies_work_on_meta_tensors(shards: TensorShards) -> None:
 
 
 def store_of(layout: GatherLayout, fulls: Sequence[Tensor], rank: int) -> Tensor:
-    """The flat shards of ``rank``."""
+    """Return the flat shards of ``rank``."""
     store = torch.zeros(layout.store.numel, dtype=fulls[0].dtype)
     for shards, offset, full in zip(layout.shards, layout.store.offsets, fulls, strict=True):
         take_shard(shards, full, rank, store[offset : offset + shards.padded_numel])
@@ -231,7 +231,7 @@ def store_of(layout: GatherLayout, fulls: Sequence[Tensor], rank: int) -> Tensor
 
 
 def gather(layout: GatherLayout, stores: Sequence[Tensor], buffer: Tensor, regions: Sequence[int]) -> None:
-    """What the runtime does around an all-gather; ``regions`` are the lengths of the places in ``buffer``."""
+    """Simulate an all-gather with its copies. ``regions`` are the lengths of the parameters' regions in ``buffer``."""
     for i in layout.zero_copy:
         start, length, place = layout.store.offsets[i], layout.shards[i].padded_numel, layout.places.offsets[i]
         arrived = torch.cat([store[start : start + length] for store in stores])
@@ -245,7 +245,7 @@ def gather(layout: GatherLayout, stores: Sequence[Tensor], buffer: Tensor, regio
 
 
 def parameters_in(layout: GatherLayout, buffer: Tensor) -> list[Tensor]:
-    """The views of ``buffer`` that modules would see."""
+    """Return the views of ``buffer`` that modules use as parameters."""
     places = zip(layout.shards, layout.places.offsets, strict=True)
     return [buffer[place : place + shards.numel].view(shards.shape) for shards, place in places]
 
@@ -297,7 +297,7 @@ def test_the_store_of_an_only_rank_holds_the_parameters_as_they_are(
 
 
 def message_of(layout: ReduceLayout, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    """One rank's packed message. Where the layout promises that there is no padding, its memory starts as garbage."""
+    """Return one rank's packed message. If the layout has no padding, the memory is not initialized to zero."""
     num_shards = layout.shards[0].num_shards
     garbage = 0.0 if layout.has_padding else float("nan")
     message = torch.full((num_shards, layout.packed_numel), garbage, dtype=dtype)
@@ -327,7 +327,7 @@ def test_reducing_the_gradients_of_all_ranks_leaves_each_with_its_shard_of_the_s
         return small.to(dtype)
 
     gradients = [[gradient(rank, k) for k in range(len(indices))] for rank in range(num_ranks)]
-    outputs = torch.zeros(num_ranks, layout.output.numel, dtype=reduce_dtype)  # row r: what rank r gets
+    outputs = torch.zeros(num_ranks, layout.output.numel, dtype=reduce_dtype)  # row r is the result of rank r
     if layout.packed_numel:
         summed = torch.stack([message_of(layout, mine, reduce_dtype) for mine in gradients]).sum(0)
         outputs[:, : layout.packed_numel] = summed.view(num_ranks, layout.packed_numel)

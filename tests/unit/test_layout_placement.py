@@ -1,4 +1,4 @@
-"""Placements: ``ShardLayout`` cuts a dim as DTensor does. No communication."""
+"""``ShardLayout`` shards a dim like DTensor's placements. The tests do not communicate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MESHES = [(1,), (2,), (4,), (6,), (1, 4), (2, 3), (3, 2)]
 
 @contextmanager
 def process_group(backend: str, rank: int, world_size: int) -> Iterator[None]:
-    """A default process group of this process alone: the ``fake`` backend only pretends that there are others."""
+    """Initialize a default process group with the ``fake`` backend, which simulates other ranks."""
     store = FakeStore() if backend == "fake" else dist.HashStore()
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
     try:
@@ -106,7 +106,7 @@ def test_inner_placements_are_kept_last() -> None:
 def read(
     rows: list[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> list[int]:
-    """What DTensor takes a rank to hold of a tensor with one dim: its placements, read from left to right."""
+    """Return the rows of a 1-d tensor that DTensor assigns to a rank. It applies placements from left to right."""
     for placement, size, rank in zip(placements, sizes, coordinate, strict=True):
         if isinstance(placement, _StridedShard):
             pieces = [chunk(rows, int(placement.split_factor), i) for i in range(int(placement.split_factor))]
@@ -126,8 +126,8 @@ axis_sizes = st.integers(1, 6)
 
 @given(st.integers(0, 60), axis_sizes, axis_sizes, st.integers(1, 2))
 def test_the_placements_describe_the_shards_of_all_ranks(length: int, data: int, inner: int, ndim: int) -> None:
-    """The other axis cut first, then the data-parallel one cut what was left."""
-    assume(is_told_truly(length, data, inner))
+    """The inner axis is sharded first, then its shards are sharded over the data-parallel axis."""
+    assume(can_describe(length, data, inner))
     placements = data_parallel_placements(ndim, 0, (Shard(0),), (inner,))
     sizes = (2, data, inner)[-len(placements) :]
     held = []
@@ -139,11 +139,11 @@ def test_the_placements_describe_the_shards_of_all_ranks(length: int, data: int,
     assert sorted(held) == sorted(list(range(length)) * ndim)
 
 
-def is_told_truly(length: int, data: int, inner: int) -> bool:
-    """Placements read left to right tell true only if each data-parallel rank's rows lie in the first of the pieces.
+def can_describe(length: int, data: int, inner: int) -> bool:
+    """Return whether placements, applied from left to right, can describe the shards.
 
-    They do not where a shorter piece reaches further over the data-parallel ranks than a longer one before it: 7 rows
-    in pieces of 4 and 3 over 3 ranks are 2, 2, 0 and 1, 1, 1.
+    They cannot if a shorter piece has rows on more data-parallel ranks than a longer piece before it. For example, 7
+    rows in pieces of 4 and 3 give 2, 2, 0 and 1, 1, 1 rows on 3 ranks.
     """
     for rank in range(data):
         counts = [len(chunk(chunk(list(range(length)), inner, i), data, rank)) for i in range(inner)]
@@ -153,5 +153,5 @@ def is_told_truly(length: int, data: int, inner: int) -> bool:
 
 
 def test_placements_are_exact_for_up_to_two_ranks_per_axis() -> None:
-    assert all(is_told_truly(n, data, inner) for n in range(200) for data in (1, 2) for inner in (1, 2))
-    assert not is_told_truly(7, 3, 2)
+    assert all(can_describe(n, data, inner) for n in range(200) for data in (1, 2) for inner in (1, 2))
+    assert not can_describe(7, 3, 2)

@@ -1,4 +1,4 @@
-"""The plan of a group: its buckets, and the all-gather from a smaller mesh."""
+"""The plan of a group: its buckets and the all-gather from a smaller mesh."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parameter_specs(draw: st.DrawFn) -> ParameterSpec:
     )
 
 
-# Groups are slow to draw, and what one bucket may look like is test_layout_bucket's business.
+# Groups are slow to draw, and test_layout_bucket tests single buckets.
 FEWER = settings(max_examples=40)
 SPECS = st.lists(parameter_specs(), min_size=1, max_size=6).map(tuple)
 OPTIONS = st.builds(PlanOptions, WORLD_SIZES, DIRECT_BYTES, DIRECT_BYTES)
@@ -196,14 +196,14 @@ def test_a_smaller_mesh_gathers_to_the_offsets_of_the_full_mesh(
 
 
 def test_equal_plans_are_cached() -> None:
-    def ask(trainable: bool) -> GroupPlan:
+    def make_plan(trainable: bool) -> GroupPlan:
         dtype = torch.float32
         return plan_group(
             (ParameterSpec("w", (4, 4), 0, dtype, dtype, dtype, dtype, trainable),), (PlanOptions(2, 0, 0),)
         )
 
-    assert ask(True) is ask(True)
-    assert ask(True) is not ask(False)
+    assert make_plan(True) is make_plan(True)
+    assert make_plan(True) is not make_plan(False)
 
 
 @FEWER
@@ -230,19 +230,19 @@ def test_encoded_shared_or_widened_parameters_keep_their_padding() -> None:
     fp32 = torch.float32
     row = ParameterSpec("weight", (1, 64), 0, fp32, fp32, fp32, fp32, trainable=True)
 
-    def ways(spec: ParameterSpec, options: PlanOptions = all_reduced) -> tuple[bool, bool]:
+    def uses_all_reduce(spec: ParameterSpec, options: PlanOptions = all_reduced) -> tuple[bool, bool]:
         (bucket,) = plan_group((spec,), (options,)).buckets
         return bool(bucket.gather.all_reduced), bool(bucket.reduce.all_reduced)
 
-    assert ways(row) == (True, True)
-    assert ways(dataclasses.replace(row, extended=True)) == (False, True)
-    assert ways(dataclasses.replace(row, codec=Int8())) == (False, True)
-    assert ways(dataclasses.replace(row, gradient_codecs=GradientCodecs(shard=Int8()))) == (True, False)
-    assert ways(dataclasses.replace(row, gradient_extended=True)) == (True, False)
-    assert ways(row, dataclasses.replace(all_reduced, alias=True)) == (False, True)
+    assert uses_all_reduce(row) == (True, True)
+    assert uses_all_reduce(dataclasses.replace(row, extended=True)) == (False, True)
+    assert uses_all_reduce(dataclasses.replace(row, codec=Int8())) == (False, True)
+    assert uses_all_reduce(dataclasses.replace(row, gradient_codecs=GradientCodecs(shard=Int8()))) == (True, False)
+    assert uses_all_reduce(dataclasses.replace(row, gradient_extended=True)) == (True, False)
+    assert uses_all_reduce(row, dataclasses.replace(all_reduced, alias=True)) == (False, True)
     widened = dataclasses.replace(row, dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
-    assert ways(widened) == (True, True)
-    assert ways(widened, dataclasses.replace(all_reduced, widens=True)) == (True, False)
+    assert uses_all_reduce(widened) == (True, True)
+    assert uses_all_reduce(widened, dataclasses.replace(all_reduced, widens=True)) == (True, False)
 
 
 def test_a_sum_made_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> None:
@@ -265,7 +265,7 @@ def spec_of(name: str, numel: int) -> ParameterSpec:
 
 
 def grad_buckets_of(sizes: dict[str, int], least: int) -> list[list[str]]:
-    """Names of the parameters of each gradient bucket; ``sizes`` in elements, which travel in 4 bytes."""
+    """Return the parameter names of each gradient bucket. ``sizes`` are in elements, which are sent in 4 bytes."""
     specs = tuple(spec_of(name, numel) for name, numel in sizes.items())
     plan = plan_group(specs, (PlanOptions(2, NEVER_ZERO_COPY, NEVER_ZERO_COPY, grad_bucket_bytes=least),))
     found: list[list[str]] = [[] for _ in plan.grad_buckets]

@@ -1,4 +1,4 @@
-"""Shards of one dim over ranks."""
+"""Sharding of one dim over ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_padded_length_is_the_smallest_multiple_that_holds_the_dim(length: i
 @given(st.integers(0, 200), st.integers(1, 17))
 def test_the_cut_is_the_one_of_torch_chunk(length: int, n: int) -> None:
     chunks = [tuple(chunk.tolist()) for chunk in torch.arange(length).chunk(n)]
-    chunks += [()] * (n - len(chunks))  # torch leaves empty chunks out
+    chunks += [()] * (n - len(chunks))  # torch omits empty chunks
     assert [tuple(ShardLayout(length, n).owned_by(r)) for r in range(n)] == chunks
 
 
@@ -56,7 +56,7 @@ def test_the_shards_of_all_ranks_are_the_chunks_of_the_tensor(shards: TensorShar
 @given(tensor_shards())
 def test_every_piece_holds_the_elements_of_its_rank(shards: TensorShards) -> None:
     assert shards.padded_numel == prod(shards.padded_shape)
-    assert shards.shard_shape(0) == shards.padded_shape  # so no piece could be smaller
+    assert shards.shard_shape(0) == shards.padded_shape  # so no padded shard could be smaller
     for rank in range(shards.num_shards):
         assert prod(shards.shard_shape(rank)) <= shards.padded_numel
 

@@ -27,7 +27,7 @@ def process_group() -> Iterator[None]:
 
 
 def sharded(*sizes: int) -> list[nn.Parameter]:
-    """Vectors of ones with gradients of ones."""
+    """Return sharded vectors of ones with gradients of ones."""
     mesh = init_device_mesh("cpu", (1,))
     parameters = [nn.Parameter(distribute_tensor(torch.ones(size), mesh, [Shard(0)])) for size in sizes]
     for parameter in parameters:
@@ -39,7 +39,7 @@ def sharded(*sizes: int) -> list[nn.Parameter]:
 def test_state_of_offloaded_shards_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     (parameter,) = sharded(8)
     optimizer = local_optimizer(torch.optim.AdamW([parameter]))
-    monkeypatch.setattr(DeviceMesh, "device_type", "meta")  # a mesh of another device than that of the shards
+    monkeypatch.setattr(DeviceMesh, "device_type", "meta")  # the mesh has another device than the shards
     for _ in range(2):
         optimizer.step()
     state = optimizer.state[parameter]
@@ -47,7 +47,7 @@ def test_state_of_offloaded_shards_stays_in_host_memory(monkeypatch: pytest.Monk
 
 
 class Sign(Optimizer):
-    """An element-wise optimizer of a user, with all kinds of state; ``fail_at`` is a size that it chokes on."""
+    """A custom element-wise optimizer with all kinds of state. It raises for parameters of size ``fail_at``."""
 
     def __init__(self, parameters: Any, fail_at: int = 0) -> None:
         super().__init__(parameters, {"lr": 0.5})
@@ -67,7 +67,7 @@ class Sign(Optimizer):
                 if not state:
                     state["first"] = True
                 state["calls"] = state.get("calls", 0) + 1
-                state["sum"] = state.get("sum", 0) + parameter.grad  # a new tensor every time
+                state["sum"] = state.get("sum", 0) + parameter.grad  # a new tensor in every step
                 parameter.add_(state["sum"].sign(), alpha=-group["lr"] * scale)
                 self.updated.append(type(parameter))
         total = self.state[cast(Any, "total")]

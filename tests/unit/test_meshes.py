@@ -1,4 +1,4 @@
-"""Invalid meshes and placements and their errors; gradients of DTensors."""
+"""Errors for invalid meshes and placements, and gradients of DTensors."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def mesh_of(*names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
 
 
-def placed(mesh: DeviceMesh, *placements: Placement) -> nn.Linear:
-    """A linear layer with both parameters on ``mesh``."""
+def place_linear(mesh: DeviceMesh, *placements: Placement) -> nn.Linear:
+    """Return a linear layer with both parameters distributed on ``mesh``."""
     module = nn.Linear(3, 4)
     for name, parameter in list(module.named_parameters()):
         module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
@@ -89,7 +89,7 @@ def test_dims_need_a_mesh_that_has_them() -> None:
 @pytest.mark.behaviour("A-06")
 def test_names_may_come_in_any_order() -> None:
     mesh = mesh_of("a", "tp", "b")
-    module = fully_shard(placed(mesh, *[Replicate()] * 3), mesh=mesh, dp_mesh_dims=Dims(shard=("b", "a")))
+    module = fully_shard(place_linear(mesh, *[Replicate()] * 3), mesh=mesh, dp_mesh_dims=Dims(shard=("b", "a")))
     assert isinstance(module.weight, DTensor)
     assert sum(placement == Shard(0) for placement in module.weight.placements) == 1
 
@@ -100,7 +100,7 @@ def test_plain_parameters_and_those_on_another_mesh_are_named() -> None:
     match = r"must be a DTensor on the mesh.*'weight' is a plain tensor.*distribute_module\(module, mesh\)"
     assert_refused(ParameterError, match, nn.Linear(3, 4), mesh=mesh, dp_mesh_dims=dims)
     match = r"'0\.weight' is on DeviceMesh\(.*tp.*distribute_module"
-    model = nn.Sequential(placed(mesh["tp"], Shard(0)))
+    model = nn.Sequential(place_linear(mesh["tp"], Shard(0)))
     assert_refused(ParameterError, match, model, mesh=mesh, dp_mesh_dims=dims)
 
 
@@ -109,15 +109,15 @@ def test_plain_parameters_and_those_on_another_mesh_are_named() -> None:
 def test_parameters_that_are_not_replicated_on_data_parallel_dims_are_named(dims: DataParallelMeshDims) -> None:
     mesh = mesh_of("dp", "tp")
     match = r"parameter 'weight' is placed S.*0.* on the data-parallel mesh dim 'dp'; it must be Replicate\(\)"
-    assert_refused(ParameterError, match, placed(mesh, Shard(0), Replicate()), mesh=mesh, dp_mesh_dims=dims)
+    assert_refused(ParameterError, match, place_linear(mesh, Shard(0), Replicate()), mesh=mesh, dp_mesh_dims=dims)
 
 
 @pytest.mark.behaviour("A-06")
 def test_unrelated_meshes_are_shown_with_the_remedy() -> None:
     mesh = mesh_of("dp", "tp")
     match = r"slices of one mesh.*mesh\['dp'\] and mesh\['tp'\] of init_device_mesh.*Got .* and "
-    assert_refused(MeshError, match, placed(mesh["tp"], Shard(0)), mesh=init_device_mesh("cpu", (1,)))
-    assert_refused(MeshError, match, placed(mesh["tp"], Shard(0)))  # the default mesh is no slice of anything
+    assert_refused(MeshError, match, place_linear(mesh["tp"], Shard(0)), mesh=init_device_mesh("cpu", (1,)))
+    assert_refused(MeshError, match, place_linear(mesh["tp"], Shard(0)))  # the default mesh is not a slice
 
 
 @pytest.mark.behaviour("A-05")
@@ -133,15 +133,15 @@ def test_torchs_mesh_infos_must_shard_over_the_last_dim() -> None:
     mesh = mesh_of("a", "b")
     model = nn.Linear(3, 4)
 
-    def refused(info: object, match: str) -> None:
+    def check_refused(info: object, match: str) -> None:
         result = TorchResult(Shard(0), info)  # type: ignore[arg-type]
         assert_refused(ConfigurationError, match, model, shard_placement_fn=lambda p: result)
 
-    refused(DDPMeshInfo(mesh["a"], replicate_mesh_dim=0), r"'weight'.*mesh_info is a DDPMeshInfo")
+    check_refused(DDPMeshInfo(mesh["a"], replicate_mesh_dim=0), r"'weight'.*mesh_info is a DDPMeshInfo")
     turned = r"'weight'.*\(replicate, shard\)"
-    refused(HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1), turned)
-    refused(FSDPMeshInfo(mesh, shard_mesh_dim=0), turned)
-    refused(FSDPMeshInfo(mesh, shard_mesh_dim=1), turned)  # and does not say that the other one replicates
+    check_refused(HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1), turned)
+    check_refused(FSDPMeshInfo(mesh, shard_mesh_dim=0), turned)
+    check_refused(FSDPMeshInfo(mesh, shard_mesh_dim=1), turned)  # the info does not say that the other dim replicates
 
 
 @pytest.mark.behaviour("A-05")

@@ -1,4 +1,4 @@
-"""Payloads of several buckets in one message: every all-gather gets its rows, for all dtypes."""
+"""Packing of several buckets' payloads into one message. Every all-gather gets its rows, for all dtypes."""
 
 from __future__ import annotations
 

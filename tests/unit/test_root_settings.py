@@ -1,4 +1,4 @@
-"""Settings that hold for all groups of a root are checked at the first forward."""
+"""Settings that apply to all groups of a root are checked in the first forward."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_settings_that_move_parameters_are_refused_between_forward_and_backward(
 def test_settings_that_move_parameters_are_allowed_after_the_last_backward() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     model.layers[0].requires_grad_(False)
-    model(torch.ones(1, 8)).sum().backward()  # which does not come to the frozen layer
+    model(torch.ones(1, 8)).sum().backward()  # backward does not reach the frozen layer
     sharded(model).set_reduce_scatter_unused_params(True)
     with torch.no_grad():
         model(torch.ones(1, 8))

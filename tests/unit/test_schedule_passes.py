@@ -1,4 +1,4 @@
-"""Schedules of models that are drawn, and each pass by itself."""
+"""Schedules of randomly drawn models, and tests of each pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def events_of(tree: object, name: str = "root") -> list[schedule.Event]:
-    """The events of a forward of nested modules: a dict or a list of pairs of names and what is inside."""
+    """Return the forward events of nested modules, given as a dict or pairs of names and children."""
     inside = [event for child, below in tree for event in events_of(below, child)]  # type: ignore[attr-defined]
     return [s.Event(s.Hook.PRE_FORWARD, name), *inside, s.Event(s.Hook.POST_FORWARD, name)]
 
@@ -131,7 +131,7 @@ def test_prefetching_stays_within_the_bound(
     order, specs, options = model
     if options.max_unsharded_bytes is None:
         return
-    specs = {name: replace(spec, is_small=False) for name, spec in specs.items()}  # fusions are not prefetches
+    specs = {name: replace(spec, is_small=False) for name, spec in specs.items()}  # fusions are not prefetched
     plan, held = passes.build(order, specs, options), set[str]()
     for event, actions in plan:
         for action in actions:

@@ -1,4 +1,4 @@
-"""A steady iteration performs its schedule: what is printed is what happens, for models and options that are drawn."""
+"""Steady iterations of randomly drawn models perform exactly the printed schedule."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ RANKS, WIDTH = 4, 8
 
 @dataclass(frozen=True)
 class Drawn:
-    """A model: ``size`` rows of weights in each leaf, blocks around leaves, and how each is sharded."""
+    """A drawn model with leaves, blocks around leaves, and sharding options."""
 
     leaves: tuple[tuple[int, bool, bool | int | None], ...]
-    """Of each leaf: the hidden size, whether it is sharded by itself, and ``reshard_after_forward``."""
+    """For each leaf: its hidden size, a flag to shard it by itself, and ``reshard_after_forward``."""
     around: tuple[int, ...]
-    """The leaves in blocks of their own, which are sharded too.
+    """The leaves that have their own block, which is also sharded.
 
     A schedule assumes that the parameters of a block are used before the groups inside it.
     """
@@ -85,7 +85,7 @@ class Sequence(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.order:
             x = self.parts[index](x)
-        return 2 * x  # so that backward comes to this module before it comes to the last one inside
+        return 2 * x  # so that backward reaches this module before its last child
 
 
 def build(drawn: Drawn) -> FSDPModule:
@@ -121,7 +121,7 @@ def fake_ranks() -> Iterator[None]:
 
 
 def predicted(model: FSDPModule) -> list[str]:
-    """The trace that the schedule promises."""
+    """Return the trace that the schedule predicts."""
     lines = []
     in_flight: list[schedule.Reduce] = []
     held = set(model.schedule().initially_unsharded)
@@ -171,13 +171,13 @@ def test_a_steady_iteration_performs_what_the_schedule_says(drawn: Drawn) -> Non
         optimizer.zero_grad()
         expected = predicted(model)
         found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
-        # What stayed from the last backward is stale after the optimizer's step, and freed when forward begins.
+        # Parameters kept from the last backward are stale after the optimizer's step and freed when forward begins.
         stale = next((i for i, line in enumerate(found) if not line.startswith("reshard")), 0)
         assert found[stale:] == expected, model.schedule()
 
 
 def calls_per_group(groups: int) -> float:
-    """Return the number of Python calls of a steady step, per group. All groups but the root are fused."""
+    """Return the number of Python calls of a steady step per group. All groups except the root are fused."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(groups)))
     for layer in model:
         fully_shard(layer)

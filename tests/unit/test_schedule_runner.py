@@ -1,4 +1,4 @@
-"""Steps in which the runner meets other events or groups than its schedule has."""
+"""Steps whose events or groups differ from the runner's schedule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def peak_of(step: Callable[[], object]) -> int:
-    """The most bytes of unsharded parameters in ``step``."""
+    """Return the peak bytes of unsharded parameters in ``step``."""
     held = peak = 0
     with Recorder() as recorder:
         step()
@@ -126,7 +126,7 @@ def test_a_module_that_runs_again_after_an_error_is_freed(mesh: DeviceMesh) -> N
 
 
 def unsharded_in(step: Callable[[], object]) -> list[str]:
-    """The all-gathers and waits of ``step``."""
+    """Return the all-gathers and waits of ``step``."""
     with Recorder() as recorder:
         step()
     return [str(event) for event in recorder if event.operation in (Operation.UNSHARD, Operation.WAIT)]
@@ -139,7 +139,7 @@ def test_an_owner_below_another_root_is_unsharded_for_its_user(mesh: DeviceMesh,
     fully_shard(owner, mesh=mesh)
     fully_shard(user, mesh=mesh, shared_from=[owner])
     x = torch.ones(1, WIDTH)
-    if owner_is_root:  # both are then called "root"
+    if owner_is_root:  # both groups are then named "root"
         owner(x).sum().backward()
     gathers = unsharded_in(lambda: user(x))
     assert len(gathers) == 4, "of both groups"
@@ -155,7 +155,7 @@ def test_groups_of_another_root_can_be_prefetched(mesh: DeviceMesh) -> None:
     first.layers[1].set_modules_to_forward_prefetch([second.layers[0]])  # type: ignore[operator]
     x = torch.ones(1, WIDTH)
     for part in (first, second):
-        part(x, range(2)).sum().backward()  # names the groups
+        part(x, range(2)).sum().backward()  # the first forward names the groups
     first(x, range(2))
     assert unsharded_in(lambda: second(x, range(2)))[:3] == ["unshard root", "wait root", "wait layers.0"]
 
@@ -176,7 +176,7 @@ def test_a_root_does_not_keep_alive_what_it_prefetches_of_another(mesh: DeviceMe
 
 
 class WithForce(nn.Module):
-    """A model that differentiates a part of itself in its forward."""
+    """A model whose forward differentiates one of its submodules."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The predicted time and memory of schedules, against what can be computed by hand and against bounds."""
+"""Predicted time and memory of schedules, compared with values computed by hand and with bounds."""
 
 from __future__ import annotations
 

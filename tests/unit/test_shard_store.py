@@ -1,4 +1,4 @@
-"""Casts and copies of shards to the dtype and device of computation."""
+"""Casts and copies of shards to the compute dtype and device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ META = torch.device("meta")
 
 
 class Operators(TorchDispatchMode):
-    """The names of all operators that ran."""
+    """Records the names of all operators that run."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The class of a sharded module, which inherits nothing from torch's class of the same name."""
+"""The class of a sharded module inherits nothing from torch's class of the same name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Concrete(Abstract):
 
 
 class WithNew(nn.Module):
-    """Its instances know how they were made."""
+    """Its instances record the arguments of ``__new__``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> WithNew:
         made = super().__new__(cls)
@@ -77,7 +77,7 @@ class WithNew(nn.Module):
 
 
 def modules() -> list[nn.Module]:
-    """One of every kind of class that could be hard to derive from."""
+    """Return one module of each kind of class that could be hard to subclass."""
     return [
         nn.Linear(3, 3),
         nn.Sequential(nn.Linear(3, 3), nn.ReLU()),
@@ -148,8 +148,8 @@ def test_calling_the_sharded_class_builds_the_original() -> None:
     assert torch.equal(made.weight, torch.full((4,), 2.0))
 
 
-def from_torchs_fsdp(owner: type, name: str) -> bool:
-    """Whether ``owner.name`` is code of torch's own implementation, however it came there."""
+def is_from_torch_fsdp(owner: type, name: str) -> bool:
+    """Return whether ``owner.name`` comes from torch's own implementation, even indirectly."""
     holder = next(cls for cls in owner.__mro__ if name in vars(cls))
     if holder.__module__.startswith(("torch.distributed.fsdp", "torch.distributed._composable")):
         return True
@@ -157,7 +157,7 @@ def from_torchs_fsdp(owner: type, name: str) -> bool:
     return str(getattr(value, "__module__", "")).startswith(("torch.distributed.fsdp", "torch.distributed._composable"))
 
 
-# What every class statement makes for its own class, and what only describes it.
+# Attributes that every class statement creates, and attributes that only describe a class.
 OF_THE_CLASS_STATEMENT = {
     "__module__",
     "__doc__",
@@ -187,7 +187,7 @@ def test_no_attribute_comes_from_torchs_class(ours: Callable[[], type], theirs: 
     assert issubclass(cls, theirs)
     names = {name for ancestor in cls.__mro__ for name in vars(ancestor)} - OF_THE_CLASS_STATEMENT
     assert set(vars(theirs)) - OF_THE_CLASS_STATEMENT <= names
-    assert sorted(name for name in names if from_torchs_fsdp(cls, name)) == []
+    assert sorted(name for name in names if is_from_torch_fsdp(cls, name)) == []
 
 
 @pytest.mark.behaviour("A-01")
@@ -195,9 +195,9 @@ def test_the_compat_check_notices_an_inherited_method() -> None:
     class Careless(torch_fsdp.FSDPModule):
         set_is_last_backward = torch_fsdp.FSDPModule.set_is_last_backward
 
-    assert from_torchs_fsdp(Careless, "reshard")
-    assert from_torchs_fsdp(Careless, "set_is_last_backward")
-    assert not from_torchs_fsdp(FSDPModule, "reshard")
+    assert is_from_torch_fsdp(Careless, "reshard")
+    assert is_from_torch_fsdp(Careless, "set_is_last_backward")
+    assert not is_from_torch_fsdp(FSDPModule, "reshard")
 
 
 @pytest.mark.behaviour("A-18")

@@ -1,4 +1,4 @@
-"""Parameters after ``fully_shard``, sharded and unsharded, on a single rank."""
+"""Sharded and unsharded parameters after ``fully_shard`` on a single rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def group() -> Iterator[None]:
 
 
 class Zoo(nn.Module):
-    """Parameters of many kinds; ``seen`` are those that the last forward found, by name."""
+    """Has many kinds of parameters. ``seen`` holds the parameters in the last forward by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_attributes_survive_a_conversion(convert: Callable[[nn.Module], object])
 
 
 class Tied(nn.Module):
-    """One tensor under three names, two of them in one module, and one module under two names."""
+    """Has one tensor with three names, two of them in one module, and one module with two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_parameters_shared_within_a_group_are_one_object_before_during_and_after
 
 
 class Swaps(nn.Module):
-    """Notes every assignment to ``weight``."""
+    """Records every assignment to ``weight``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_a_module_that_overrides_setattr_sees_every_swap(nested: bool) -> None:
 
 
 class Costly(nn.Linear):
-    """Counts what a plain ``nn.Module`` does when a parameter is registered."""
+    """Counts the registrations of parameters."""
 
     registrations = 0
 

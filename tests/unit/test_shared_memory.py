@@ -1,4 +1,4 @@
-"""Transfers of tensors through staging memory in several pieces."""
+"""Transfers of tensors in several pieces through staging memory."""
 
 from __future__ import annotations
 

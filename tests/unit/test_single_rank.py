@@ -1,4 +1,4 @@
-"""One rank: training, modules without parameters, the meta device, conversions."""
+"""Training on one rank, modules without parameters, the meta device, and conversions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def group() -> Iterator[None]:
 
 
 class Spy(nn.Module):
-    """Two linears; ``seen`` is the address of the first one's weight in each forward."""
+    """Has two linear layers. ``seen`` holds the address of the first weight in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def test_one_rank_trains_with_parity_and_without_communication(
     reshard: bool | int | None, shape: tuple[int, ...], nested: bool
 ) -> None:
-    """Without even a process group: it is gone by the time that training begins."""
+    """The process group is destroyed before training begins."""
     model, reference = TASK.build(), TASK.build()
     mesh = init_device_mesh("cpu", shape)
     if nested:
@@ -94,7 +94,7 @@ def test_one_rank_trains_with_parity_and_without_communication(
 
 @dataclass
 class MappedOutput(OrderedDict[str, torch.Tensor]):
-    """A dataclass whose fields are its items too, as every output of transformers."""
+    """A dataclass whose fields are also its items, like every output of transformers."""
 
     hidden: torch.Tensor
 
@@ -106,7 +106,7 @@ class MappedOutput(OrderedDict[str, torch.Tensor]):
 
 
 class TakesMapped(nn.Module):
-    """Takes and returns :class:`MappedOutput`, and reads it by its key."""
+    """Takes and returns :class:`MappedOutput`, and reads it by key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_dataclass_that_is_a_mapping_is_cast_in_both_its_forms() -> None:
 
 @pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
 def test_the_backend_of_a_device_does_not_depend_on_how_the_job_named_it(backend: str | None) -> None:
-    """Torch itself calls these ``undefined``, ``gloo`` and ``cpu:gloo``."""
+    """Torch's names of these backends are ``undefined``, ``gloo`` and ``cpu:gloo``."""
     dist.destroy_process_group()
     try:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -165,7 +165,7 @@ def test_on_one_rank_unsharded_parameters_are_the_shards_own_memory(reshard: boo
 @pytest.mark.behaviour("A-16", "D-01")
 @pytest.mark.parametrize("reshard", [True, False])
 def test_one_rank_with_mixed_precision_computes_in_bf16_and_steps_in_fp32(reshard: bool) -> None:
-    """Exactly as a bf16 copy of fp32 master weights does."""
+    """The results are bitwise equal to a bf16 copy of fp32 master weights."""
     model, master = TASK.build(), TASK.build()
     compute = copy.deepcopy(master).bfloat16()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16), reshard_after_forward=reshard)
@@ -222,7 +222,7 @@ def test_modules_without_parameters_anywhere_in_a_chain_train_with_parity() -> N
     model, reference = task.build(), task.build()
     for child in model.children():
         fully_shard(child)
-    fully_shard(model)  # nothing is left for its own group
+    fully_shard(model)  # its own group has no parameters
     train_alike(model, reference, task, rtol=0, atol=0)
 
 
@@ -372,7 +372,7 @@ def test_a_shared_parameter_replaced_under_its_second_name_is_noticed() -> None:
 @pytest.mark.behaviour("A-10", "A-12")
 @pytest.mark.parametrize("kept", ["first.weight", "second.weight"])
 def test_a_shared_parameter_can_be_assigned_under_either_name(kept: str) -> None:
-    """As from files that store a shared tensor once."""
+    """Files that store a shared tensor once have only one of the names."""
     with torch.device("meta"):
         model = Tied()
     fully_shard(model)
@@ -516,7 +516,7 @@ def test_a_setter_that_reallocates_keeps_accumulated_gradients() -> None:
 
 
 class Inputs(nn.Module):
-    """Uses the first input, adds the second one, passes the third on and leaves the last out."""
+    """Applies a layer to the first input, adds the second, returns a view of the third, and does not use the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -530,7 +530,7 @@ class Inputs(nn.Module):
 @pytest.mark.behaviour("C-04", "C-06")
 @pytest.mark.parametrize("wanted", ["all", "first", "second", "parameters"])
 def test_the_backward_of_a_module_with_several_inputs_ends_with_the_last_gradient(wanted: str) -> None:
-    """Gradients are right, the parameters are sharded as soon as backward has left the module, twice in a row."""
+    """Gradients are correct, and parameters are resharded when backward leaves the module, in two backwards."""
     plain: Any = nn.Sequential(Inputs(), Inputs(), Inputs())
     model: Any = copy.deepcopy(plain)
     for part in model:
@@ -544,7 +544,7 @@ def test_the_backward_of_a_module_with_several_inputs_ends_with_the_last_gradien
         loss = outputs[0].sum() + outputs[1].square().sum()
         chosen = {"all": None, "first": leaves[:1], "second": leaves[1:2], "parameters": list(each.parameters())}
         if wanted == "parameters" and each is model:
-            chosen["parameters"] = None  # those in memory are others
+            chosen["parameters"] = None  # the parameters in memory are other objects
         with Recorder() as events:
             for _ in range(2):
                 loss.backward(retain_graph=True, inputs=chosen[wanted])

@@ -12,7 +12,7 @@ CUT, LOADED, CONSTANT = bytes(range(64)), bytes(range(64, 128)), bytes(64)
 
 
 def candidate(name: str, start: int, shard: bytes = CUT, then: bytes | None = None) -> Candidate:
-    """A parameter that was cut out of the whole values ``start``."""
+    """Return a parameter whose full values had the sample ``start`` when they were sharded."""
     return Candidate(name, (4, 4), 4, True, start.to_bytes(8, "little"), shard if then is None else then, shard)
 
 
@@ -31,7 +31,7 @@ def test_ranks_that_began_with_other_values_are_named_by_parameter() -> None:
 
 @pytest.mark.behaviour("J-01")
 def test_rank_reports_after_loading_a_checkpoint_are_small() -> None:
-    """Ranks whose shard is empty cannot know that a load has changed it on others, so that all ranks tell."""
+    """Ranks with an empty shard cannot know that a load changed the values on other ranks, so all ranks report."""
     names = [f"parameter 'layers.{i}.weight' of group 'layers.{i}'" for i in range(1000)]
     filled = start_details([candidate(name, i, LOADED, CUT) for i, name in enumerate(names)])
     some_empty = start_details([candidate(n, i, *((b"",) if i % 5 else (LOADED, CUT))) for i, n in enumerate(names)])

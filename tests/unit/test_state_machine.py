@@ -41,7 +41,7 @@ def reachable(table: Table, start: Enum) -> set[Enum]:
     return found
 
 
-def life(table: Table, start: Enum) -> str:
+def draw_transitions(table: Table, start: Enum) -> str:
     """Draw ``table`` as a tree from ``start``. Each state shows its operations where it is first reached."""
     ends: dict[Enum, dict[Enum, Enum]] = {}
     for (begin, operation), end in table.items():
@@ -73,7 +73,7 @@ def life(table: Table, start: Enum) -> str:
 
 def test_the_architecture_page_shows_both_state_tables() -> None:
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
-    drawn = f"{life(PARAMETER_TRANSITIONS, P.SHARDED)}\n\n{life(GRADIENT_TRANSITIONS, G.NONE)}"
+    drawn = f"{draw_transitions(PARAMETER_TRANSITIONS, P.SHARDED)}\n\n{draw_transitions(GRADIENT_TRANSITIONS, G.NONE)}"
     assert f"```text\n{drawn}\n```" in page, f"docs/architecture.md must show:\n{drawn}"
 
 
@@ -202,7 +202,7 @@ def test_an_illegal_operation_names_group_state_legal_operations_and_remedy() ->
         advance(PARAMETER_TRANSITIONS, P.SHARDED, PO.WAIT, "layers.3")
     assert isinstance(caught.value, FSDPError)
     assert isinstance(caught.value, RuntimeError)
-    assert caught.value.__suppress_context__  # the KeyError would tell nobody anything
+    assert caught.value.__suppress_context__  # the KeyError does not help the user
 
 
 def test_an_illegal_operation_on_lent_parameters_names_the_group_and_the_context_to_leave() -> None:
@@ -228,8 +228,8 @@ def test_each_hook_has_actions_in_each_pass_in_which_it_can_fire() -> None:
     never = {
         (Pass.IDLE, Hook.POST_FORWARD),
         (Pass.IDLE, Hook.END_FORWARD),
-        (Pass.BACKWARD, Hook.END_FORWARD),  # recomputation is no forward of its own
-        (Pass.FORWARD, Hook.END_BACKWARD),  # the forward around a backward goes on after it
+        (Pass.BACKWARD, Hook.END_FORWARD),  # recomputation is not a separate forward
+        (Pass.FORWARD, Hook.END_BACKWARD),  # the forward that contains a backward continues after it
     }
     assert set(ACTIONS_OF_HOOKS) == {(each, hook) for each in Pass for hook in Hook} - never
 

@@ -1,4 +1,4 @@
-"""Strategies by name: the resulting mesh and resharding, and the errors."""
+"""The mesh, the resharding and the errors of strategies by name."""
 
 from __future__ import annotations
 

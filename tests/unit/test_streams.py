@@ -14,7 +14,7 @@ from tests._internals import CommStream, CommStreams
 
 
 class Buffer:
-    """Something that a weak reference can point at."""
+    """An object that supports weak references."""
 
 
 class LoggedWork:
@@ -26,7 +26,7 @@ class LoggedWork:
 
 
 class SimulatedDevice(ModuleType):
-    """A device module whose streams and events write down what they are told."""
+    """A device module whose streams and events record their calls."""
 
     def __init__(self) -> None:
         super().__init__("simulated")

@@ -1,4 +1,4 @@
-"""Simulated ranks: additions to the contract, and errors where real ranks would hang."""
+"""Simulated ranks: behaviour beyond the contract, and errors where real ranks would hang."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def message(error: pytest.ExceptionInfo[BaseException]) -> str:
     return str(error.value)
 
 
-# When data move
+# Time of data movement
 
 
 def test_data_move_when_the_last_rank_launches_and_not_before() -> None:
@@ -169,7 +169,7 @@ def test_a_rank_that_mismatched_has_not_launched() -> None:
     work.wait()
 
 
-# What the protocol does not allow
+# Invalid calls
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_worlds_and_ranks_that_do_not_exist_are_refused() -> None:
             FakeWorld(2).communicator(rank)
 
 
-# Knobs and counts
+# Settings and counts
 
 
 def test_the_settings_reach_every_communicator() -> None:
@@ -248,7 +248,7 @@ def all_reduced(tensors: list[torch.Tensor], op: ReduceOp = ReduceOp.SUM) -> tor
 
 
 def test_narrow_floats_are_summed_in_fp32_and_rounded_once() -> None:
-    # In bf16 256 + 1 is 256, so that a sum in bf16 would stay there.
+    # In bf16 256 + 1 is 256, so a sum in bf16 would stay 256.
     total = all_reduced([torch.tensor([256.0], dtype=torch.bfloat16), *torch.ones(4, 1, dtype=torch.bfloat16)])
     assert total.dtype is torch.bfloat16
     assert total.item() == 260.0
@@ -297,7 +297,7 @@ def test_a_thousand_fake_ranks_need_only_the_memory_of_their_tensors() -> None:
     size = 1000
     world = FakeWorld(size)
     shards = [torch.full((2,), float(rank)) for rank in range(size)]
-    full = torch.zeros(2 * size)  # shared by all ranks, as nobody looks at them apart
+    full = torch.zeros(2 * size)  # all ranks share one output
     works = [comm.all_gather([Transfer(full, shards[comm.rank])]) for comm in ranks_of(world)]
     for work in works:
         work.wait()

@@ -1,4 +1,4 @@
-"""Injected faults on simulated ranks: effect, operation, and that each occurs once."""
+"""Injected faults on simulated ranks have the right effect in the right operation, exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of workers, and one error made from those of all ranks. No processes."""
+"""Answers of workers, and the combination of all ranks' errors into one. The tests start no processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def answer(function: Callable[..., object], *args: object) -> Returned | Raised:
     return _run(Call(tuple(sys.path), os.getcwd(), job))
 
 
-def raised(function: Callable[..., object], *args: object) -> Raised:
+def catch_error(function: Callable[..., object], *args: object) -> Raised:
     outcome = answer(function, *args)
     assert isinstance(outcome, Raised)
     return outcome
@@ -57,11 +57,11 @@ def test_a_result_is_pickled() -> None:
     outcome = answer(divide, 6, 3)
     assert isinstance(outcome, Returned)
     assert pickle.loads(outcome.result) == 2.0
-    assert not outcome.reusable  # this process has none
+    assert not outcome.reusable  # this process has no workers
 
 
 def test_a_traceback_begins_at_the_function_and_shows_its_source() -> None:
-    outcome = raised(divide, 1, 0)
+    outcome = catch_error(divide, 1, 0)
     assert outcome.error == "ZeroDivisionError: division by zero"
     lines = outcome.traceback.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -70,18 +70,18 @@ def test_a_traceback_begins_at_the_function_and_shows_its_source() -> None:
 
 
 def test_the_first_line_of_a_long_error_precedes_the_traceback() -> None:
-    outcome = raised(fail_in_two_lines)
+    outcome = catch_error(fail_in_two_lines)
     assert outcome.error == "ValueError: first"
     assert outcome.traceback.endswith("ValueError: first\nsecond\n")
 
 
 def test_exit_and_pytests_outcomes_are_failures_too() -> None:
-    assert raised(sys.exit, 5).error == "SystemExit: 5"
-    assert raised(pytest.fail, "enough").error == "Failed: enough"
+    assert catch_error(sys.exit, 5).error == "SystemExit: 5"
+    assert catch_error(pytest.fail, "enough").error == "Failed: enough"
 
 
 def test_a_result_that_cannot_be_pickled_is_named() -> None:
-    assert raised(threading.Lock).error.startswith(
+    assert catch_error(threading.Lock).error.startswith(
         "TypeError: The result, a lock, cannot be sent to the caller of run_ranks: cannot pickle"
     )
 

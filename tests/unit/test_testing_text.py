@@ -1,4 +1,4 @@
-"""Texts of the test kit: names of ranks, and the stack where one hangs."""
+"""Texts of the test kit: names of ranks, and the stack of a rank that hangs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_ranks_are_named_by_ranges(ranks: Iterable[int], text: str) -> None:
 
 
 def dump(source: str) -> str:
-    """As faulthandler writes it: innermost frame first, all threads."""
+    """Return a dump of all threads in faulthandler's format, with the innermost frame first."""
     return f"""Thread 0x00007f97a92146c0 (most recent call first):
   File "/lib/multiprocessing/connection.py", line 395 in _recv
   File "/our/composable_fsdp/testing/_worker.py", line 60 in _receive

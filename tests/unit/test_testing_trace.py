@@ -1,4 +1,4 @@
-"""``assert_trace``: the comparison, and the shown difference."""
+"""The comparison of ``assert_trace`` and the difference that it shows."""
 
 from __future__ import annotations
 

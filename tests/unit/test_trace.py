@@ -1,4 +1,4 @@
-"""Events, the recorder, the memory ledger."""
+"""Trace events, the recorder and the memory ledger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from composable_fsdp.trace import Operation, Recorder, TraceEvent, emit, ledger,
 
 
 @pytest.fixture(autouse=True)
-def nobody_listens_before_or_after() -> Iterator[None]:
+def _check_no_listeners() -> Iterator[None]:
     assert listeners == []
     yield
     assert listeners == []
@@ -91,7 +91,7 @@ def test_leaving_the_outer_recorder_first_leaves_the_inner_one_listening() -> No
     outer, inner = Recorder(), Recorder()
     outer.__enter__()
     inner.__enter__()
-    outer.__exit__(None, None, None)  # both have heard the same so far: equal lists, but not the same one
+    outer.__exit__(None, None, None)  # both have equal events so far, but must not be confused
     emit(Operation.UNSHARD, "a")
     inner.__exit__(None, None, None)
     assert (len(outer.events), len(inner.events)) == (0, 1)

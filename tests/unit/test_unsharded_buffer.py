@@ -1,4 +1,4 @@
-"""Memory freed and allocated again under the views that autograd saved."""
+"""Freeing and reallocation of memory under views that autograd saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def made() -> tuple[OwnedBuffer, torch.Tensor]:
 
 
 def test_existing_memory_is_not_allocated_again() -> None:
-    # torch would move all of it, which takes the time of a copy, and the memory twice meanwhile.
+    # torch would move the data, which takes the time of a copy and twice the memory.
     buffer, view = made()
     buffer.region(100, 900).copy_(torch.arange(900.0))
     before = view.data_ptr()

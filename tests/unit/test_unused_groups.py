@@ -1,4 +1,4 @@
-"""Which turns a rank takes that skips groups: whatever it runs, the sequence of begins and ends is one."""
+"""A rank acts for groups that it skips, so that all ranks have the same sequence of begins and ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tree = list[tuple[str, int]]
 
 @st.composite
 def trees(draw: st.DrawFn, depth: int = 3) -> Tree:
-    """Groups in pre-order, each with the number of those inside it."""
+    """Draw groups in pre-order, each with the number of groups inside it."""
 
     def grow(name: str, depth: int) -> Tree:
         children = draw(st.integers(0, 3)) if depth else 0
@@ -23,7 +23,7 @@ def trees(draw: st.DrawFn, depth: int = 3) -> Tree:
 
 
 def run(tree: Tree, runs: set[str]) -> list[str]:
-    """What a rank does that runs the groups ``runs``: its own begins and ends, and the turns between them."""
+    """Return the begins and ends on a rank that runs the groups ``runs``, including those for skipped groups."""
     groups = UnusedGroups(tree)
     events: list[str] = []
 

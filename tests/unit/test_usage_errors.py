@@ -1,4 +1,4 @@
-"""Invalid use of a sharded model: the error, or that the change is followed."""
+"""Invalid use of a sharded model raises an error, and supported changes take effect."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def group() -> Iterator[None]:
 
 
 class Encoder(nn.Module):
-    """Computes in ``forward`` and in another method."""
+    """Has a second method that computes, besides ``forward``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def build() -> Any:
     return fully_shard(model)
 
 
-# -- calls that bypass the module's own
+# -- calls that bypass the module's __call__
 
 
 @pytest.mark.behaviour("H-02", "C-08")
@@ -192,7 +192,7 @@ def test_parameters_that_an_optimizer_gets_later_are_checked_too() -> None:
         optimizer.step()
 
 
-# -- parameters that are changed
+# -- changed parameters
 
 
 @pytest.mark.behaviour("H-02")
@@ -242,7 +242,7 @@ CHANGED = (
 def test_an_optimizer_step_between_forward_and_backward_is_an_error(
     optimizer_of: Callable[..., Any], keeps: bool
 ) -> None:
-    """As autograd raises it for parameters that are not sharded."""
+    """Autograd also raises an error for parameters that are not sharded."""
     model = build()
     model.set_reshard_after_forward(not keeps)
     optimizer = optimizer_of(model.parameters())
@@ -272,12 +272,12 @@ def test_an_in_place_change_between_forward_and_backward_is_named() -> None:
         loss.backward()
     model.reset_iter_state()
     loss = model(X).sum()
-    bias.to_local().detach().fill_(1.0)  # is counted for all that share the memory
+    bias.to_local().detach().fill_(1.0)  # increments the version of all tensors that share the memory
     with pytest.raises(LifecycleError, match=CHANGED):
         loss.backward()
     model.reset_iter_state()
     loss = model(X).sum()
-    bias.to_local().data.fill_(2.0)  # is not counted
+    bias.to_local().data.fill_(2.0)  # does not increment the version
     loss.backward()
     model.set_version_check(True)
     loss = model(X).sum()
@@ -301,12 +301,12 @@ def test_parameters_that_are_nan_or_complex_have_not_changed() -> None:
 @pytest.mark.behaviour("H-06", "C-12")
 @pytest.mark.parametrize("reads_shards", [False, True])
 def test_operations_allowed_between_forward_and_backward(reads_shards: bool) -> None:
-    """Forwards of any kind, steps of other models, reads of whole parameters, and steps once gradients are there."""
+    """Allows all forwards, steps of other models, reads of full parameters, and steps after gradients are ready."""
     model, other = build(), build()
     if reads_shards:
         model.set_version_check(True)
     steps = torch.optim.SGD(other.parameters(), lr=0.1, foreach=True)
-    losses = [model(X).sum() for _ in range(2)]  # several forwards before their backwards
+    losses = [model(X).sum() for _ in range(2)]  # several forwards before the first backward
     with torch.no_grad():
         model(X)
     with torch.inference_mode():
@@ -536,7 +536,7 @@ def test_a_second_thread_in_one_model_is_refused_and_the_first_continues(where: 
 
 
 class WithMaster(torch.optim.SGD):
-    """May keep a copy of its parameters in fp32."""
+    """An optimizer that may keep an fp32 copy of its parameters."""
 
 
 def step(module: nn.Module, kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Reports of the watchdog on ranks that keep others waiting, and its cost without faults."""
+"""Reports of the watchdog on ranks that block others, and its cost without faults."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_rank_without_a_report_after_a_lost_connection_is_gone() -> None:
 
 @pytest.mark.behaviour("H-03", "H-05")
 def test_the_last_operation_of_a_rank_that_is_gone_is_named() -> None:
-    """It is the last one that any rank has completed with it, over the same connections if there is one."""
+    """It is the last operation that any rank completed with the lost rank, preferably over the same connections."""
     done = [OperationId(OWN.ranks, number, f"all-gather of layers.{number} in forward") for number in (5, 6)]
     without_it = OperationId((0, 1), 90, "all-gather of experts in forward")
     other_line = OperationId((1, 2), 80, "all-gather of norm in forward", "another group")
@@ -137,7 +137,7 @@ def test_an_unresponsive_store_does_not_block_ranks() -> None:
 
 
 class SlowStore:
-    """``store``, of which each ``set`` takes so many ``seconds``, or until ``answers`` is set."""
+    """A store whose ``set`` takes ``seconds``, or blocks until ``answers`` is set."""
 
     def __init__(self, store: dist.Store, seconds: float | None) -> None:
         self._store, self._seconds = store, seconds
@@ -197,7 +197,7 @@ def test_a_rank_reported_lost_is_not_waited_for() -> None:
 
 
 class UnreliableStore:
-    """``store``, whose next ``failures`` operations fail."""
+    """A store whose next ``failures`` operations fail."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -251,12 +251,12 @@ print(sorted(watchdogs[1].collect_reports([0])))
 
 @pytest.mark.multiprocess
 def test_store_threads_have_ended_when_python_exits() -> None:
-    """Otherwise C++ ends the process, with SIGABRT: of many threads that do nothing else, some are always there."""
+    """Otherwise C++ aborts the process with SIGABRT. Many threads run so that some are always inside the store."""
     done = subprocess.run([sys.executable, "-c", BUSY_TO_THE_END], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
 
 
-# -- passes that are left
+# -- passes that end with an exception
 
 
 def fail(*_: object) -> None:
@@ -264,7 +264,7 @@ def fail(*_: object) -> None:
 
 
 def backward_of(running: RunningPass, end: Callable[[], None], *, fails: bool) -> None:
-    """A backward that has ``running`` as its pass, in a graph whose last gradient may raise."""
+    """Run a backward with the pass ``running``, in a graph whose last gradient may raise."""
     x = torch.ones(2, requires_grad=True)
     middle = x * 2
     middle.register_hook(lambda _: Variable._execution_engine.queue_callback(EndOfRun(end, running)))
@@ -278,7 +278,7 @@ def backward_of(running: RunningPass, end: Callable[[], None], *, fails: bool) -
 def test_a_backward_that_raised_is_left_before_its_exception_is_caught(fails: bool) -> None:
     running = RunningPass("backward", "root", None)
     told: list[str] = []
-    with pytest.raises(ArithmeticError) as caught:  # which keeps the traceback, and all frames in it
+    with pytest.raises(ArithmeticError) as caught:  # keeps the traceback and all of its frames
         backward_of(running, lambda: told.append(running.left) if fails else fail(), fails=fails)
     assert running.left == "raised in the backward of root"
     assert caught.value is not None
@@ -351,16 +351,16 @@ def test_checking_a_suspended_coroutine_does_not_close_it() -> None:
 
 
 def test_no_code_reads_stacks_of_other_threads() -> None:
-    """CPython makes frame objects for that while the thread changes its stack: a rank has crashed there."""
+    """CPython creates frame objects while the other thread changes its stack. A rank crashed there."""
     package = Path(composable_fsdp.__file__).parent
     assert [path for path in package.rglob("*.py") if "_current_frames" in path.read_text()] == []
 
 
-# -- agreement
+# -- order checks
 
 
 class Ranks:
-    """All ranks of a group, one after the other, up to where one of them would wait for the others."""
+    """Runs all ranks of a group in turn, up to the first wait for other ranks."""
 
     def __init__(self, size: int, level: OrderCheck) -> None:
         self.asked: list[int] = []
@@ -375,7 +375,7 @@ class Ranks:
         return {0: own, 1: "something else"}
 
     def begin(self, operation: str) -> int:
-        """All do the same: how many asked."""
+        """Begin an operation on all ranks, and return the number of ranks that compared."""
         before = len(self.asked)
         for agreement in self.agreements:
             agreement.begin(operation)
@@ -393,7 +393,7 @@ def test_ranks_decide_alike_whether_to_compare(operations: list[str]) -> None:
 @pytest.mark.behaviour("G-04")
 def test_a_sequence_that_repeats_is_not_compared_again(operations: list[str], times: int) -> None:
     ranks = Ranks(2, OrderCheck.FIRST)
-    operations = [operations[0]] * times + operations[1:]  # as a group whose gradients need several messages
+    operations = [operations[0]] * times + operations[1:]  # like a group whose gradients need several messages
     for operation in [*operations, *operations[:CONTEXT]]:
         assert ranks.begin(operation) == 2
     assert sum(map(ranks.begin, [*operations[CONTEXT:], *operations])) == 0
@@ -405,7 +405,7 @@ def test_a_new_sequence_is_compared_between_ranks() -> None:
     for operation in "ab" * CONTEXT:
         ranks.begin(operation)
     ranks.exchanged = [1, 2]
-    ranks.begin("a")  # as before: nobody is asked
+    ranks.begin("a")  # a known sequence, so ranks do not compare
     with pytest.raises(DivergenceError, match="rank 0: c\n  rank 1: something else"):
         ranks.begin("c")
 

@@ -1,4 +1,4 @@
-"""Wrap policies: the modules that they choose, and errors of ``policy=`` and ``tie_groups``."""
+"""The modules that wrap policies choose, and the errors of ``policy=`` and ``tie_groups``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BYTES = 4
 
 
 class Block(nn.Module):
-    """40 parameters: 20 in each of two layers."""
+    """Has 40 parameters, 20 in each of two layers."""
 
     def __init__(self, experts: int = 0) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """An embedding and a head, each as large as a block, blocks in a list, and a parameter of its own."""
+    """Has an embedding and a head, each as large as a block, a list of blocks, and its own parameter."""
 
     def __init__(self, depth: int = 3, experts: int = 0) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
 
 def names(policy: object, model: nn.Module, **ignored: object) -> list[str]:
-    """The groups of a complete plan; modules of one group joined by ``+``."""
+    """Return the groups of a complete plan. The modules of a group are joined by ``+``."""
     scope = Scope(model, **ignored)  # type: ignore[arg-type]
     return ["+".join(group.names) for group in plan_groups(as_wrap_policy(policy), scope, OPTIONS)]
 
@@ -243,7 +243,7 @@ def test_balanced_groups_are_adjacent_modules_of_no_more_than_the_target(sizes: 
         assert len(groups) - 1 <= 2 * -(-sum(sizes) // target)
 
 
-# -- overrides and mistakes
+# -- overrides and errors
 
 
 @pytest.mark.behaviour("B-01")
@@ -272,7 +272,7 @@ def test_overrides_apply_to_their_groups_including_the_model() -> None:
 
 
 class Fixed:
-    """A policy of a user's own."""
+    """A custom policy."""
 
     def __init__(self, *groups: str) -> None:
         self.groups = groups
