@@ -414,7 +414,7 @@ def test_two_hundred_failed_steps_leak_nothing(transport: Environment) -> None:
 @pytest.mark.behaviour("H-01")
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 def test_abandoned_connections_are_freed(transport: Environment) -> None:
-    for memory, files, threads in run_ranks(fail_often, 2, 20, alone=True, environment=transport):
+    for memory, files, threads in run_ranks(fail_often, 2, 10, alone=True, environment=transport):
         assert memory <= 1 << 20
         assert files == 0
         assert threads == 0

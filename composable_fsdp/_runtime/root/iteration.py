@@ -92,7 +92,7 @@ class Iteration:
         self._unused_modules: UnusedModules | None = None
         """Set while the order of groups must not depend on which modules this rank runs."""
         for state in states.values():
-            state.group.gradients.on_ready = _weak_callback(self, Iteration.gradients_ready, state)
+            state.group.gradients.on_ready = _weak_callback(self, Hook.GRAD_READY, state)
 
     @property
     def streams(self) -> CommStreams:
@@ -184,10 +184,6 @@ class Iteration:
         The gradients of its inputs and of its use of the parameters are complete.
         """
         self._run(Hook.POST_BACKWARD, call)
-
-    def gradients_ready(self, state: FSDPState) -> None:
-        """Run the actions for the gradients of ``state``: those of a bucket, or all of them, are ready."""
-        self._run(Hook.GRAD_READY, state)
 
     def end_backward(self) -> None:
         """Run the actions for the end of the autograd run."""
@@ -614,15 +610,13 @@ def _noop() -> None:
     pass
 
 
-def _weak_callback(
-    iteration: Iteration, method: Callable[[Iteration, FSDPState], None], state: FSDPState
-) -> Callable[[], None]:
-    """Return a callable for ``method(iteration, state)`` that owns neither, because both own objects that hold it."""
+def _weak_callback(iteration: Iteration, hook: Hook, state: FSDPState) -> Callable[[], None]:
+    """Return a callable that runs ``hook`` for ``state``. It owns neither, because both own objects that hold it."""
     weak_iteration, weak_state = ref(iteration), ref(state)
 
     def call() -> None:
         alive, its_state = weak_iteration(), weak_state()
         if alive is not None and its_state is not None:
-            method(alive, its_state)
+            alive._run(hook, its_state)
 
     return call

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
 from composable_fsdp._runtime.groups.param_group_gradients import (
-    ParamGroupGradients,
     PendingReduction,
     ReductionLaunch,
     reduce_together,
@@ -62,19 +61,20 @@ class ReductionQueue:
         if state.accumulation is Accumulation.UNSHARDED:
             gradients.hold()
             return
-        fusion = self._fusion_of(state)
+        fusion, partial = self._fusion_of(state), False
         if alone or state not in fusion:
-            self._reduce((gradients,), partial=state.keeps_partial)
-            return
-        self._waiting.add(state)
-        if not at_end and not self._waiting.issuperset(fusion):
-            return
-        self._waiting.difference_update(fusion)
-        together = [each.group.gradients for each in fusion]
-        for member in together:
-            if member.state is not GradientState.LOCAL:
-                member.contribute()
-        self._reduce(together, partial=False)
+            together, partial = [gradients], state.keeps_partial
+        else:
+            self._waiting.add(state)
+            if not at_end and not self._waiting.issuperset(fusion):
+                return
+            self._waiting.difference_update(fusion)
+            together = [each.group.gradients for each in fusion]
+            for member in together:
+                if member.state is not GradientState.LOCAL:
+                    member.contribute()
+        for launch in reduce_together(together, self.streams, self._fused_buckets, partial=partial):
+            self._run(launch)
 
     def _fusion_of(self, state: FSDPState) -> Sequence[FSDPState]:
         """Return the states whose reductions are fused with those of ``state`` in this backward."""
@@ -107,10 +107,6 @@ class ReductionQueue:
     def abandon(self) -> None:
         """Forget all reductions in flight, which will not complete."""
         self._in_flight.clear()
-
-    def _reduce(self, members: Sequence[ParamGroupGradients], *, partial: bool) -> None:
-        for launch in reduce_together(members, self.streams, self._fused_buckets, partial=partial):
-            self._run(launch)
 
     def _run(self, launch: ReductionLaunch) -> None:
         self._make_room(launch)
