@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import os
-from weakref import ref
+import threading
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 __all__ = ["world_store"]
 
-_world: ref[dist.ProcessGroup] | None = None
-_number = 0
+_known: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, dist.Store]] = WeakKeyDictionary()
+"""The torch store of a default group and the one to use, by default group."""
+_lock = threading.Lock()
 
 
 def world_store() -> dist.Store:
-    """Return the store of the default process group, with a prefix of its own for each default group of this process.
+    """Return the store of the default process group, with a prefix of its own for each default group.
 
     A job may destroy its default group and initialize another over the same store, and the store of torchrun survives a
-    restart of the job. Keys stay in a store, so ranks would read what an earlier group has left.
+    restart of the job. Keys stay in a store, so ranks would read what an earlier group has left. Each rank counts its
+    default groups in the store itself: a process that replaces another goes on with the number of its rank.
     """
-    global _world, _number
     world = dist.group.WORLD
     assert world is not None
-    if _world is None or _world() is not world:
-        _world, _number = ref(world), _number + 1
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"composable_fsdp/{attempt}/{_number}", dist.distributed_c10d._get_default_store())
+    base = dist.distributed_c10d._get_default_store()
+    with _lock:
+        known = _known.get(world)
+        if known is None or known[0] is not base:
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"composable_fsdp/{attempt}", base)
+            number = store.add(f"default groups of rank {dist.get_rank()}", 1)
+            known = _known[world] = base, dist.PrefixStore(str(number), store)
+        return known[1]

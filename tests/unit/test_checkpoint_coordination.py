@@ -87,7 +87,7 @@ def test_a_rank_that_arrived_last_but_announced_nothing_is_not_missing(monkeypat
 
     other = threading.Thread(target=arrive)
     other.start()
-    assert ranks._assemble(ranks._Rendezvous(store, store), note, 0.5) == {"group": True}
+    assert ranks._assemble(ranks._Rendezvous(store), note, 0.5) == {"group": True}
     other.join()
 
 

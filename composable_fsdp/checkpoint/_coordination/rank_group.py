@@ -176,10 +176,9 @@ def _decide(
 
 
 class _Rendezvous:
-    """The rendezvous of one default process group with the store ``base``, and the process group for checkpoints."""
+    """The store of a default process group, the number of rendezvous so far, and the process group for checkpoints."""
 
-    def __init__(self, base: dist.Store, store: dist.Store) -> None:
-        self.base = base
+    def __init__(self, store: dist.Store) -> None:
         self.store = store
         self.number = 0
         self.group: dist.ProcessGroup | None = None
@@ -213,10 +212,10 @@ def _join(call: str, timeout: float) -> RankGroup:
         return RankGroup(0, 1, None, timeout)
     world = dist.group.WORLD
     assert world is not None
-    base = dist.distributed_c10d._get_default_store()
+    store = world_store()
     rendezvous = _rendezvous_states.get(world)
-    if rendezvous is None or rendezvous.base is not base:
-        rendezvous = _rendezvous_states[world] = _Rendezvous(base, world_store())
+    if rendezvous is None or rendezvous.store is not store:
+        rendezvous = _rendezvous_states[world] = _Rendezvous(store)
     if rendezvous.group is not None and not _is_registered(rendezvous.group):
         rendezvous.group = None
     try:
