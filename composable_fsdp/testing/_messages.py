@@ -47,10 +47,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """From a worker: the function's pickled result, and whether the worker can run another function."""
+    """From a worker: the function's pickled result, and whether the default process group still exists."""
 
     result: bytes
-    reusable: bool
+    group_alive: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,6 @@ from composable_fsdp.testing._messages import Call, Job, Raised, Ready, Returned
 
 __all__ = ["main"]
 
-_MOST_THREADS = 64
-"""The number of threads with which a worker is replaced: a new one starts in a fraction of a second.
-
-Something that a function left behind may keep process groups, and so their threads, alive.
-"""
-
 
 def main(rank: int, world_size: int, port: int, descriptors: Sequence[int]) -> None:
     """Serve calls until the other end of the pipe is closed.
@@ -129,20 +123,12 @@ def _run(call: Call) -> Returned | Raised:
         with warnings.catch_warnings():
             apply_warning_filters(job.filters)
             result = job.function(*job.args, **job.kwargs)
-        return Returned(_pickled(result), reusable=dist.is_initialized() and _num_threads() <= _MOST_THREADS)
+        return Returned(_pickled(result), group_alive=dist.is_initialized())
     except BaseException as error:  # exit() and pytest.fail() must reach the caller too
         own_frame = error.__traceback__
         text = traceback.format_exception(type(error), error, own_frame and own_frame.tb_next)
         first_line = f"{type(error).__name__}: {error}".splitlines()[0]
         return Raised(first_line, "".join(text))
-
-
-def _num_threads() -> int:
-    """Return the number of threads of this process, or 0 where the system does not tell."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except FileNotFoundError:
-        return 0
 
 
 def _pickled(result: object) -> bytes:

@@ -109,7 +109,7 @@ def _on_pool(key: _Key, job: bytes, timeout: float, lost: Collection[int]) -> li
         outcomes = pool.wait_until_ready()
         if all(isinstance(outcome, Ready) for outcome in outcomes):
             outcomes = pool.run(job, timeout, lost)
-            reusable = not lost and all(isinstance(outcome, Returned) and outcome.reusable for outcome in outcomes)
+            reusable = not lost and all(isinstance(outcome, Returned) and outcome.group_alive for outcome in outcomes)
     finally:
         if reusable:
             _pools[key] = pool

@@ -57,7 +57,7 @@ def test_a_result_is_pickled() -> None:
     outcome = answer(divide, 6, 3)
     assert isinstance(outcome, Returned)
     assert pickle.loads(outcome.result) == 2.0
-    assert not outcome.reusable  # this process has no workers
+    assert not outcome.group_alive  # this process has no workers
 
 
 def test_a_traceback_begins_at_the_function_and_shows_its_source() -> None:
@@ -121,7 +121,7 @@ def test_warning_filters_are_sent_to_ranks(action: str, message: str, module: st
             assert expected == "passed"
 
 
-DONE = Returned(b"", reusable=True)
+DONE = Returned(b"", group_alive=True)
 
 
 def test_ranks_that_returned_are_no_failure() -> None:
