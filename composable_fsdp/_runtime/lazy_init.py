@@ -16,7 +16,7 @@ from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState
 from composable_fsdp._runtime.groups.unmanaged_params import warn_of_unmanaged
 from composable_fsdp._runtime.params.optimizer_steps import note_optimizer_step
 from composable_fsdp._runtime.params.sharded_param import find_parameter, find_replaced, find_unsharded
-from composable_fsdp._runtime.root.iteration import Iteration
+from composable_fsdp._runtime.root.iteration import Iteration, awaiting_readers
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp.errors import ConfigurationError
 
@@ -109,8 +109,7 @@ def _install_optimizer_hooks() -> Callable[[], None]:
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks:
             _check_optimizer(optimizer)
-            for iteration in _iterations_of(_sharded_parameters(optimizer)):
-                iteration.before_optimizer_step()
+            _wait_for_readers(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks:
@@ -138,6 +137,16 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
     note_optimizer_step([p for p, _ in sharded])
     for iteration in _iterations_of(sharded):
         iteration.steps.note()
+
+
+def _wait_for_readers(optimizer: torch.optim.Optimizer) -> None:
+    """Wait until no rank reads shared memory that ``optimizer`` will write. Parameters are looked up only if needed."""
+    awaiting = awaiting_readers()
+    if awaiting:
+        own = _iterations_of(_sharded_parameters(optimizer))
+        for iteration in awaiting:
+            if iteration in own:
+                iteration.wait_for_readers()
 
 
 def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, FSDPState]]:

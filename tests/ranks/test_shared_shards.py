@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, to_empty
 from composable_fsdp.errors import ParameterError
@@ -229,6 +229,27 @@ def evaluate_late_before_a_step(is_unsharded_by_hand: bool) -> None:
 @pytest.mark.parametrize("is_unsharded_by_hand", [True, False], ids=["by hand", "by a forward"])
 def test_no_rank_steps_while_another_evaluates_kept_parameters(is_unsharded_by_hand: bool) -> None:
     run_ranks(evaluate_late_before_a_step, 2, is_unsharded_by_hand)
+
+
+def step_two_models_with_one_optimizer() -> None:
+    """Both models are kept unsharded by forwards without a backward, over process groups of their own."""
+    models = [layers_in_one_group()[0]]
+    torch.manual_seed(0)
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",))
+    models.append(fully_shard(nn.Sequential(nn.Linear(32, 32)), mesh=mesh, reshard_after_forward=False))
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.5)
+    inputs = torch.ones(4, 32)
+    for _ in range(5):
+        for model in models:
+            model(inputs).sum().backward()
+        for model in models:
+            model(inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_an_optimizer_of_two_models_waits_for_the_readers_of_both() -> None:
+    run_ranks(step_two_models_with_one_optimizer, 2, timeout=30)
 
 
 def evaluate_on_one_rank_between_forwards() -> None:

@@ -43,7 +43,7 @@ from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
 from composable_fsdp.errors import DivergenceError, PeerError
 
-__all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass"]
+__all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass", "awaiting_readers"]
 
 
 class Pass(Key):
@@ -85,6 +85,8 @@ class Iteration:
         axes = (pgs.axes.shard for state in states.values() for pgs in state.group.process_groups)
         self._aliasing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Shard-axis communicators over which shards or unsharded buffers may be in memory shared between ranks."""
+        if self._aliasing:
+            _register_sharing(self)
         self._runner = ScheduleRunner(root, states, streams, self.steps)
         self._reductions = ReductionQueue(streams, self._runner)
         self._grad_mode = True
@@ -415,10 +417,8 @@ class Iteration:
         return works
 
     def _end_epoch_after_forward(self, _: object) -> None:
-        if (
-            not self._aliasing or not self._runner.runs_on_all_ranks
-        ):  # it gathered nothing, and must not change what ranks do together
-            return
+        if not self._aliasing or not self._runner.runs_on_all_ranks:
+            return  # a forward that gathered nothing must not change what ranks do together
         if not self._leads_to_backward:  # kept parameters may be used in forwards that other ranks do not run
             for state in self.states.values():
                 state.group.copy_out_shared()
@@ -430,14 +430,14 @@ class Iteration:
         process_groups = (pgs for state in self.states.values() for pgs in state.group.process_groups)
         return {pgs.axes.shard for pgs in process_groups if pgs.awaits_epoch_end}
 
-    def before_optimizer_step(self) -> None:
-        """Wait until no rank reads shared memory, which the optimizer will write.
+    @property
+    def awaits_readers(self) -> bool:
+        """True between passes if any rank may read shared memory: a forward kept parameters, and no backward came."""
+        return self._pass is Pass.IDLE and bool(self._awaited)
 
-        Passes end with a barrier, so this does nothing unless a forward that gathered nothing came after one that kept
-        parameters for a backward.
-        """
-        if self._aliasing and self._pass is Pass.IDLE and (awaited := self._awaited):
-            _wait_for(self._end_epoch("optimizer step", awaited))
+    def wait_for_readers(self) -> None:
+        """Wait until no rank reads shared memory, which an optimizer will write."""
+        _wait_for(self._end_epoch("optimizer step", self._awaited))
 
     def unshard_explicitly(self, state: FSDPState) -> None:
         """Launch the all-gather of ``state``, which stays unsharded.
@@ -589,7 +589,7 @@ ACTIONS_OF_HOOKS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Any], No
     (_P.IDLE, Hook.PRE_BACKWARD): (_I._begin_backward, _I._enter_backward),
     (_P.FORWARD, Hook.PRE_BACKWARD): (_I._begin_backward, _I._enter_backward),  # a backward inside a forward
     (_P.BACKWARD, Hook.PRE_BACKWARD): (_I._enter_backward,),
-    (_P.IDLE, Hook.GRAD_READY): (_I._begin_backward, _I._reduce_ready),  # the output is a parameter, or not seen
+    (_P.IDLE, Hook.GRAD_READY): (_I._begin_backward, _I._reduce_ready),  # no hook saw an output of the module
     (_P.FORWARD, Hook.GRAD_READY): (_I._begin_backward, _I._reduce_ready),
     (_P.BACKWARD, Hook.GRAD_READY): (_I._reduce_ready,),
     (_P.IDLE, Hook.POST_BACKWARD): (_I._begin_backward, _I._leave_backward),  # the output is the input
@@ -599,6 +599,22 @@ ACTIONS_OF_HOOKS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Any], No
     (_P.IDLE, Hook.END_BACKWARD): (_I._end_backward,),  # pipelining ends the last of several backwards by hand
 }
 """The actions of each hook in each pass. Their argument is a state, or a call for the hooks that a call has itself."""
+
+
+_sharing: tuple[ref[Iteration], ...] = ()
+"""The iterations whose ranks share memory, oldest first: in the same order on every rank. Replaced, never changed."""
+_sharing_lock = threading.Lock()
+
+
+def _register_sharing(iteration: Iteration) -> None:
+    global _sharing
+    with _sharing_lock:
+        _sharing = (*(known for known in _sharing if known() is not None), ref(iteration))
+
+
+def awaiting_readers() -> list[Iteration]:
+    """Return the iterations whose shared memory other ranks may still read, in the same order on every rank."""
+    return [iteration for known in _sharing if (iteration := known()) is not None and iteration.awaits_readers]
 
 
 def _wait_for(works: Iterable[Work]) -> None:
