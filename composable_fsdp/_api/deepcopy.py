@@ -59,9 +59,8 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
 
 def _check_contained(state: FSDPState, states: list[FSDPState], within: set[nn.Module], module: nn.Module) -> None:
     owners = {owner for parameter in state.group.parameters for owner, _ in parameter.owners}
-    if not owners | set(state.modules) <= within or not set(state.owner_states) | set(alive(state.user_states)) <= set(
-        states
-    ):
+    sharing = set(state.owner_states) | set(alive(state.user_states))
+    if not owners | set(state.modules) <= within or not sharing <= set(states):
         raise ConfigurationError(
             f"{type(module).__name__.removeprefix('FSDP')} shares the group of {state.name!r} with modules outside of "
             "it, so it cannot be copied alone. Copy a sharded module that contains all of them."

@@ -71,7 +71,7 @@ class FSDPModule(TorchFSDPModule):
 
         Args:
             async_op: return a handle at once. The next forward of the module waits for the all-gather if nothing else
-                has.
+                has. Ranks of one host that share memory wait for each other in this call nevertheless, and copy.
 
         Returns:
             An :class:`UnshardHandle` if ``async_op``, otherwise ``None``.

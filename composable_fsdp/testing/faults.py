@@ -5,7 +5,7 @@ names of operations in errors, such as ``"all-gather of layers.2 in forward"`` o
 :func:`inject_faults` yields those of a model.
 
     with inject_faults(model, Fault(Kill(), label="all-gather of layers.2 in backward", rank=1)):
-        model(gradient bucket).sum().backward()
+        model(batch).sum().backward()
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def launch_gather(
         label: the name in errors, the same on every rank.
         last: the cached all-gather of the same buckets, if any.
     """
-    repeated = last.of(buckets)
-    gathering = _AllGather(buckets, device, label) if repeated is None else CachedLaunch(repeated, label)
+    cached = last.of(buckets)
+    gathering = _AllGather(buckets, device, label) if cached is None else CachedLaunch(cached, label)
     try:
         return streams.gather.run(gathering.launch, gathering.finish)
     except BaseException:

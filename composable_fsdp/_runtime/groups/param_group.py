@@ -368,7 +368,7 @@ def _launch(needed: Sequence[ParamGroup], streams: CommStreams, label: str) -> N
 
 
 def _gradient_hooks(group: ParamGroup) -> Callable[[int], Callable[[torch.Tensor], None]]:
-    """Return a function that makes the gradient hooks of a gradient bucket.
+    """Return a function that makes the hooks for gradients of a gradient bucket.
 
     Hooks reference the group weakly: Python's garbage collector does not see references held by tensor hooks, so a
     cycle through them would never be freed.

@@ -346,7 +346,7 @@ class ParamGroupBuckets:
         return {p for p in self.parameters if p.model_parallel_axes == model_parallel_axes}
 
     def _codecs_by_axes(self, encodable: Collection[ShardedParameter]) -> dict[DataParallelAxes, GradientCodecs]:
-        """Return a codec for each leg with encoded gradients, by pair of axes. Other gradients use it there too."""
+        """Return a codec for each stage with encoded gradients, by pair of axes. Other gradients use it there too."""
         stages: dict[DataParallelAxes, GradientCodecs] = {}
         for parameter in self.parameters:
             axes, own = parameter.sharding.axes, parameter.gradient_codecs if parameter in encodable else PLAIN

@@ -35,7 +35,7 @@ class ReductionQueue:
         """States whose gradients are complete and wait for those of their fusion."""
         self._fused_buckets = FusedBuckets()
         self._fusions: dict[FSDPState, Sequence[FSDPState]] = {}
-        """The fusions of this backward, by state: made once, because each of them asks all of its states."""
+        """The fused reductions of this backward, by state. Found once, because it takes a look at every member."""
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
         self._in_flight: deque[PendingReduction] = deque()
@@ -46,7 +46,7 @@ class ReductionQueue:
         self._fusions.clear()
 
     def reduce_grad_bucket(self, state: FSDPState) -> None:
-        """Launch the reduction of the next gradient bucket of ``state``'s gradients, which is complete."""
+        """Launch the reduction of the next gradient bucket of ``state``, which is complete."""
         self._run(state.group.gradients.take_grad_bucket(self.streams))
 
     def send(self, state: FSDPState, *, at_end: bool, alone: bool) -> None:

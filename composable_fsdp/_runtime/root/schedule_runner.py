@@ -49,7 +49,7 @@ _UNFUSED: _Fused = {}
 _Key: TypeAlias = tuple[bool, bool, frozenset[str], _Fused, AbstractSet[int], Sequence[Event]]
 """All that a schedule depends on besides options and plans."""
 
-Call: TypeAlias = tuple[Callable[["ScheduleRunner", Any], None], Any]
+BoundAction: TypeAlias = tuple[Callable[["ScheduleRunner", Any], None], Any]
 """A bound action: a method of the runner and its argument. It has no reference to the runner, which owns it."""
 
 
@@ -61,11 +61,11 @@ class Row(NamedTuple):
     """
 
     event: Event
-    gathers: tuple[Call, ...] = ()
-    waits: tuple[Call, ...] = ()
+    gathers: tuple[BoundAction, ...] = ()
+    waits: tuple[BoundAction, ...] = ()
     waits_first: bool = False
-    after: tuple[Call, ...] | None = None
-    delayed: tuple[Call, ...] = ()
+    after: tuple[BoundAction, ...] | None = None
+    delayed: tuple[BoundAction, ...] = ()
     bucket: int = -1
 
 
@@ -268,7 +268,7 @@ class ScheduleRunner:
 
     # -- events
 
-    def in_forward(self, state: FSDPState) -> Sequence[Call] | None:
+    def in_forward(self, state: FSDPState) -> Sequence[BoundAction] | None:
         """Perform the pre-forward event of ``state``. Return the ``after`` of its row."""
         event = state.group.pre_forward_event
         self.record.begin(event)
@@ -329,7 +329,7 @@ class ScheduleRunner:
         row = self._eager_row(state, Hook.PRE_BACKWARD)
         self._perform(row._replace(gathers=()))
 
-    def after_forward(self, state: FSDPState, after: Sequence[Call] | None, *, leads_to_backward: bool) -> None:
+    def after_forward(self, state: FSDPState, after: Sequence[BoundAction] | None, *, leads_to_backward: bool) -> None:
         """Perform the post-forward event of ``state``: the actions ``after``, or without them eager ones."""
         if after is None:
             after = self._eager_row(state, Hook.POST_FORWARD, leads_to_backward=leads_to_backward).after or ()
@@ -393,7 +393,7 @@ class ScheduleRunner:
         if state is not None:
             self._gather(((state.group,), label))
 
-    def _wait(self, target: tuple[ParamGroup, Call]) -> None:
+    def _wait(self, target: tuple[ParamGroup, BoundAction]) -> None:
         group, (gather, missing) = target
         if not group.is_gathered:
             gather(self, missing)
@@ -413,18 +413,18 @@ class ScheduleRunner:
             state.note_kept(self.seen_steps)
             state.group.shrink(mesh_size)
 
-    def _gather_if_it_fits(self, target: tuple[GroupSpec, Call]) -> None:
+    def _gather_if_it_fits(self, target: tuple[GroupSpec, BoundAction]) -> None:
         spec, (gather, missing) = target
         if self._fits(spec):
             gather(self, missing)
 
-    def _fitting(self, delayed: tuple[Call, ...]) -> tuple[Call, ...]:
+    def _fitting(self, delayed: tuple[BoundAction, ...]) -> tuple[BoundAction, ...]:
         """Return those of the ``delayed`` gathers that fit now.
 
         It is decided before they are launched, because ranks may launch them at different times: after an early
         reduction, or at the end of backward.
         """
-        fitting: list[Call] = []
+        fitting: list[BoundAction] = []
         ahead: list[GroupSpec] = []
         for act, target in delayed:
             if act is not ScheduleRunner._gather_if_it_fits:
@@ -485,7 +485,7 @@ class ScheduleRunner:
         waits = tuple(self._wait_of(a, direction, fused) for a in actions if isinstance(a, Wait))
         return Row(event, gathers, waits, waits_first=bool(actions) and isinstance(actions[0], Wait))
 
-    def _launch_of(self, action: Gather, direction: str, fused: _Fused) -> Call:
+    def _launch_of(self, action: Gather, direction: str, fused: _Fused) -> BoundAction:
         first = action.groups[0]
         where = "" if self._unequal_use else f" in {direction}"
         label = f"all-gather of {describe_groups(fused.get(first, (first,)))}{where}"
@@ -493,14 +493,14 @@ class ScheduleRunner:
             return ScheduleRunner._gather_foreign, (self._foreign[first], label)
         return ScheduleRunner._gather, ([self._states[name].group for name in action.groups], label)
 
-    def _prefetch_of(self, action: Gather, direction: str, fused: _Fused) -> Call:
+    def _prefetch_of(self, action: Gather, direction: str, fused: _Fused) -> BoundAction:
         """Return the call for ``action`` ahead of use: with a bound on memory, only if it fits when it is performed."""
         launch = self._launch_of(action, direction, fused)
         if self._root.max_unsharded_bytes is None:
             return launch
         return ScheduleRunner._gather_if_it_fits, (self._specs[action.groups[0]], launch)
 
-    def _wait_of(self, action: Wait, direction: str, fused: _Fused) -> Call:
+    def _wait_of(self, action: Wait, direction: str, fused: _Fused) -> BoundAction:
         """Return the call for ``action``, which gathers the group first if it is sharded against expectation."""
         spec = self._specs[action.group]
         names = passes.gathered_with(spec, self._specs, fused, in_backward=direction == "backward")
@@ -513,7 +513,7 @@ class ScheduleRunner:
         assert state is not None
         return state
 
-    def _after(self, action: Action) -> Call:
+    def _after(self, action: Action) -> BoundAction:
         """Return the call for an action of a post-forward event."""
         if isinstance(action, Shrink):
             return ScheduleRunner._shrink, (self._state(action.group), action.mesh_size)

@@ -261,9 +261,8 @@ def _eager_backward(
         if not runs_left[spec.name]:  # the gradients of all runs are complete
             others = unreached or any(specs[name].has_parameters for name in held if name != spec.name)
             frees = is_unseen and not (spec.has_nested and others)
-            in_buckets = (
-                spec.reduces_grad_buckets and runs[spec.name] == 1
-            )  # else other groups come between its buckets
+            # In a second run, collectives of other groups come between its buckets.
+            in_buckets = spec.reduces_grad_buckets and runs[spec.name] == 1
             yield from _reduce_steps(spec, held, frees=frees, in_buckets=in_buckets)
         if is_unseen:
             continue

@@ -9,7 +9,7 @@ __all__ = ["SkippedGroup", "UnusedGroups"]
 
 
 class SkippedGroup(NamedTuple):
-    """A group that this rank skips: it begins, or that ends after the groups inside it."""
+    """The beginning of a group that this rank skips, or its end, after the groups inside it."""
 
     group: str
     begins: bool
