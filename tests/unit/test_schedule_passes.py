@@ -131,14 +131,12 @@ def test_prefetching_stays_within_the_bound(
     order, specs, options = model
     if options.max_unsharded_bytes is None:
         return
-    specs = {name: replace(spec, is_small=False) for name, spec in specs.items()}  # fusions are not prefetched
     plan, held = passes.build(order, specs, options), set[str]()
     for event, actions in plan:
         for action in actions:
             if isinstance(action, s.Gather):
-                (name,) = action.groups
-                held.add(name)
-                if name != event.group and event.hook is s.Hook.PRE_FORWARD:
+                held.update(action.groups)
+                if event.group not in action.groups:
                     assert sum(specs[n].unsharded_bytes for n in held) <= options.max_unsharded_bytes
             elif isinstance(action, s.Free | s.Shrink):
                 held.discard(action.group)
@@ -197,6 +195,16 @@ def test_small_adjacent_groups_share_a_gather_and_a_reduction() -> None:
     assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "a")) == ["gather a, b", "wait a"]
     assert line_of(plan, s.Event(s.Hook.GRAD_READY, "b", 0)) == []
     assert "reduce a[0], b[0]" in line_of(plan, s.Event(s.Hook.GRAD_READY, "a", 0))
+
+
+def test_a_fused_gather_is_not_moved_if_one_of_its_groups_does_not_fit() -> None:
+    specs = chain(is_small=True)
+    specs["a"] = replace(specs["a"], is_small=False)
+    specs["b"] = replace(specs["b"], unsharded_bytes=3 * MIB)
+    options = ScheduleOptions(prefetch_limit=2, max_unsharded_bytes=3 * MIB, max_fused_bytes=4 * MIB)
+    plan = passes.build(CHAIN, specs, options)
+    assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "a")) == ["gather a", "wait a"]
+    assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "b")) == ["gather b, c", "wait b"]
 
 
 def test_tied_weights_are_gathered_with_their_user_and_freed_after_the_last_one() -> None:

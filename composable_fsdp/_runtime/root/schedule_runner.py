@@ -413,9 +413,9 @@ class ScheduleRunner:
             state.note_kept(self.seen_steps)
             state.group.shrink(mesh_size)
 
-    def _gather_if_it_fits(self, target: tuple[GroupSpec, BoundAction]) -> None:
-        spec, (gather, missing) = target
-        if self._fits(spec):
+    def _gather_if_it_fits(self, target: tuple[Sequence[GroupSpec], BoundAction]) -> None:
+        specs, (gather, missing) = target
+        if self._fits(specs):
             gather(self, missing)
 
     def _fitting(self, delayed: tuple[BoundAction, ...]) -> tuple[BoundAction, ...]:
@@ -429,12 +429,12 @@ class ScheduleRunner:
         for act, target in delayed:
             if act is not ScheduleRunner._gather_if_it_fits:
                 fitting.append((act, target))
-            elif self._fits(*ahead, target[0]):
-                ahead.append(target[0])
+            elif self._fits([*ahead, *target[0]]):
+                ahead += target[0]
                 fitting.append(target[1])
         return tuple(fitting)
 
-    def _fits(self, *specs: GroupSpec) -> bool:
+    def _fits(self, specs: Sequence[GroupSpec]) -> bool:
         """Return whether the groups of ``specs`` may be unsharded beside those that are.
 
         Groups are also in memory against the schedule: after a changed order, or between the modules of one group.
@@ -498,7 +498,7 @@ class ScheduleRunner:
         launch = self._launch_of(action, direction, fused)
         if self._root.max_unsharded_bytes is None:
             return launch
-        return ScheduleRunner._gather_if_it_fits, (self._specs[action.groups[0]], launch)
+        return ScheduleRunner._gather_if_it_fits, ([self._specs[name] for name in action.groups], launch)
 
     def _wait_of(self, action: Wait, direction: str, fused: _Fused) -> BoundAction:
         """Return the call for ``action``, which gathers the group first if it is sharded against expectation."""

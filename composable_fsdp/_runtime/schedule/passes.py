@@ -443,8 +443,9 @@ def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sche
     """Move all-gathers to the earlier events of other groups: by default one group ahead, or as the user chose.
 
     A prefetch follows the wait for a group that was itself prefetched: an arriving message is in memory twice for a
-    moment, as message and as parameters, and should not add to the next one. Otherwise it precedes the wait. A group
-    that does not fit in ``max_unsharded_bytes`` is not prefetched. One that forward does not use is freed at its end.
+    moment, as message and as parameters, and should not add to the next one. Otherwise it precedes the wait. An
+    all-gather that does not fit in ``max_unsharded_bytes`` is not moved. A group that forward does not use is freed at
+    its end.
     """
     steps = [(event, list(actions)) for event, actions in schedule]
     held = set(schedule.initially_unsharded)
@@ -464,9 +465,13 @@ def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sche
         if in_backward and not specs[event.group].unshard_in_backward:
             continue
         for name in _prefetch_targets(schedule, at, specs, options):
-            if name in held or not _fits({*held, name}, specs, options):
+            if name in held:
                 continue
-            moved = Gather(_take_gather(steps, at, name, held))
+            found = _find_gather(steps, at, name)
+            moved = Gather(tuple(group for group in found.groups if group not in held))
+            if not _fits({*held, *moved.groups}, specs, options):
+                continue
+            _take_gather(steps, at, found, moved)
             own.insert(place, moved)
             place += 1
             held.update(moved.groups)
@@ -495,23 +500,28 @@ def _prefetch_targets(schedule: Schedule, at: int, specs: Specs, options: Schedu
     return [name for name in chosen if name in specs and (not in_backward or specs[name].unshard_in_backward)]
 
 
-def _take_gather(
-    steps: Sequence[tuple[Event, list[Action]]], at: int, name: str, held: Collection[str]
-) -> tuple[str, ...]:
-    """Remove the next all-gather of ``name`` after step ``at`` of its pass, and return its groups.
-
-    Groups that are ``held`` are freed before that all-gather, so it stays for them.
-    """
-    for later in range(at + 1, len(steps)):
-        event, actions = steps[later]
+def _find_gather(steps: Sequence[tuple[Event, list[Action]]], at: int, name: str) -> Gather:
+    """Return the next all-gather of ``name`` after step ``at`` of its pass, or one of ``name`` alone."""
+    for event, actions in steps[at + 1 :]:
         if event.hook is Hook.END_FORWARD:
             break
-        for index, action in enumerate(actions):
+        for action in actions:
             if isinstance(action, Gather) and name in action.groups:
-                left = tuple(group for group in action.groups if group in held)
+                return action
+    return Gather((name,))
+
+
+def _take_gather(steps: Sequence[tuple[Event, list[Action]]], at: int, found: Gather, moved: Gather) -> None:
+    """Remove the groups of ``moved`` from ``found``, which is after step ``at``.
+
+    The others are in memory now and are freed before that all-gather, so it stays for them.
+    """
+    left = tuple(group for group in found.groups if group not in moved.groups)
+    for _, actions in steps[at + 1 :]:
+        for index, action in enumerate(actions):
+            if action is found:
                 actions[index : index + 1] = [Gather(left)] if left else []
-                return tuple(group for group in action.groups if group not in held)
-    return (name,)
+                return
 
 
 def delay_prefetch_on_host(
