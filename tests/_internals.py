@@ -76,6 +76,8 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
     from composable_fsdp._runtime.groups.state_machine import (
         GRADIENT_TRANSITIONS,
+        HELD_GRADIENTS,
+        LOCAL_GRADIENTS,
         PARAMETER_TRANSITIONS,
         GradientOperation,
         GradientState,

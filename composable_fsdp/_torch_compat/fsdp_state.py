@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.state import Accumulation, ForwardCall, FSDPState, ModuleReference
-from composable_fsdp._runtime.groups.state_machine import ParameterState
+from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, ParameterState
 from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
@@ -391,7 +391,7 @@ class ClientGroup:
         state, iteration = self._state, iteration_of(self._state)
         gradients = state.group.gradients
         gradients.notice()  # zero-bubble schedules accumulate weight gradients themselves
-        if gradients.were_summed and not gradients.are_held and iteration.was_reached(state):
+        if gradients.were_summed and gradients.state not in HELD_GRADIENTS and iteration.was_reached(state):
             warnings.warn(_lost_gradients(state), stacklevel=2)
         iteration.reduce_gradients(state, at_end=True)
         if state.reshard_after_backward:

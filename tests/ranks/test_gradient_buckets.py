@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import state_of
+from tests._internals import GradientState, state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.training import check_parity
 from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
@@ -38,7 +38,7 @@ def reduce_in_grad_buckets() -> None:
                 p.unsharded.register_post_accumulate_grad_hook(watchdog)
     assert len(state_of(model).group.plan.grad_buckets) == 4
     assert max(alive) <= 1, "never a second weight"
-    assert not gradients.are_held
+    assert gradients.state is GradientState.REDUCED
     with Recorder() as recorder:
         play(model, 2, dist.get_rank())
     operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]

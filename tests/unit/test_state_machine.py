@@ -16,6 +16,8 @@ from composable_fsdp.errors import FSDPError, LifecycleError
 from tests._internals import (
     ACTIONS_OF_HOOKS,
     GRADIENT_TRANSITIONS,
+    HELD_GRADIENTS,
+    LOCAL_GRADIENTS,
     PARAMETER_TRANSITIONS,
     GradientOperation,
     GradientState,
@@ -42,7 +44,10 @@ def reachable(table: Table, start: Enum) -> set[Enum]:
 
 
 def draw_transitions(table: Table, start: Enum) -> str:
-    """Draw ``table`` as a tree from ``start``. Each state shows its operations where it is first reached."""
+    """Draw ``table`` as a tree from ``start``. Each state shows its operations where it is first reached.
+
+    An operation that leads from every state to the same one has a line of its own, before the tree.
+    """
     ends: dict[Enum, dict[Enum, Enum]] = {}
     for (begin, operation), end in table.items():
         ends.setdefault(begin, {})[operation] = end
@@ -54,12 +59,21 @@ def draw_transitions(table: Table, start: Enum) -> str:
                 reached.add(end)
                 queue.append(end)
                 first_reached_by.add((state, operation))
-    lines: list[str] = []
+    everywhere = {
+        operation: targets.pop()
+        for operation in type(next(iter(table))[1])
+        if len(targets := {ends[state].get(operation) for state in type(start)}) == 1
+    }
+    lines = [f"any state: {operation.name} → {end.name}" for operation, end in everywhere.items() if end is not None]
 
     def draw(state: Enum, first: str, indent: str) -> None:
-        stays = [operation.name for operation, end in ends[state].items() if end is state]
+        stays = [o.name for o, end in ends[state].items() if end is state and o not in everywhere]
         lines.append(f"{first}{state.name}" + (f"  (stays: {', '.join(stays)})" if stays else ""))
-        leads = [(operation, end) for operation, end in ends[state].items() if end is not state]
+        leads = [
+            (operation, end)
+            for operation, end in ends[state].items()
+            if end is not state and ((state, operation) in first_reached_by or operation not in everywhere)
+        ]
         for number, (operation, end) in enumerate(leads, start=1):
             branch, below = ("└── ", "    ") if number == len(leads) else ("├── ", "│   ")
             if (state, operation) in first_reached_by:
@@ -115,15 +129,16 @@ def test_unshard_and_then_wait_gives_unsharded_parameters_from_every_state_but_l
 
 
 @pytest.mark.parametrize("state", G)
-def test_gradients_can_be_dropped_and_accumulated_in_every_state(state: GradientState) -> None:
+def test_gradients_can_be_dropped_accumulated_and_ready_in_every_state(state: GradientState) -> None:
     assert advance(GRADIENT_TRANSITIONS, state, GO.DROP, "g") is G.NONE
-    assert advance(GRADIENT_TRANSITIONS, state, GO.ACCUMULATE, "g") is G.LOCAL
+    assert advance(GRADIENT_TRANSITIONS, state, GO.ACCUMULATE, "g") is G.ARRIVING
+    assert advance(GRADIENT_TRANSITIONS, state, GO.READY, "g") is G.LOCAL
 
 
 @pytest.mark.parametrize("state", G)
 def test_reduce_is_legal_in_every_state_and_sends_only_unsent_gradients(state: GradientState) -> None:
     after = advance(GRADIENT_TRANSITIONS, state, GO.REDUCE, "g")
-    assert after is (G.REDUCING if state in (G.LOCAL, G.PARTIAL) else state)
+    assert after is (G.REDUCING if state in HELD_GRADIENTS else state)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +183,7 @@ def test_gradients_that_accumulate_during_a_reduction_stay_local() -> None:
     state = G.NONE
     for operation in (GO.ACCUMULATE, GO.REDUCE, GO.ACCUMULATE, GO.COMPLETE):
         state = advance(GRADIENT_TRANSITIONS, state, operation, "g")
-    assert state is G.LOCAL
+    assert state is G.ARRIVING
 
 
 @given(st.lists(st.sampled_from(PO)))
@@ -189,8 +204,8 @@ def test_gradients_are_local_exactly_while_some_have_not_been_sent(operations: l
         if (state, operation) not in GRADIENT_TRANSITIONS:
             continue
         state = advance(GRADIENT_TRANSITIONS, state, operation, "g")
-        unsent = operation is GO.ACCUMULATE or (unsent and operation in (GO.COMPLETE, GO.KEEP))
-        assert (state is G.LOCAL) == unsent
+        unsent = operation in (GO.ACCUMULATE, GO.READY) or (unsent and operation in (GO.COMPLETE, GO.KEEP))
+        assert (state in LOCAL_GRADIENTS) == unsent
 
 
 def test_an_illegal_operation_names_group_state_legal_operations_and_remedy() -> None:
@@ -217,7 +232,7 @@ def test_an_illegal_operation_on_lent_parameters_names_the_group_and_the_context
 
 def test_an_illegal_gradient_operation_has_the_same_error_format() -> None:
     message = (
-        "group '' is NONE: COMPLETE is not legal here (legal: ACCUMULATE, REDUCE, DROP). "
+        "group '' is NONE: COMPLETE is not legal here (legal: ACCUMULATE, READY, REDUCE, DROP). "
         "After an exception in forward or backward, call reset_iter_state() on the root module."
     )
     with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$"):

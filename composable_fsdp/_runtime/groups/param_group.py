@@ -19,6 +19,7 @@ from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBucket
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
 from composable_fsdp._runtime.groups.profiling import describe_groups, labelled
 from composable_fsdp._runtime.groups.state_machine import (
+    HELD_GRADIENTS,
     PARAMETER_TRANSITIONS,
     ParameterOperation,
     ParameterState,
@@ -126,7 +127,7 @@ class ParamGroup:
         if not is_sharded or self.tensors.registration.is_current:
             return
         self.check_data()
-        if self.gradients.are_held and any(parameter.was_flipped for parameter in self.parameters):
+        if self.gradients.state in HELD_GRADIENTS and any(parameter.was_flipped for parameter in self.parameters):
             return
         self.tensors.refresh(self.check_nothing_held)
 
@@ -162,7 +163,7 @@ class ParamGroup:
 
     def check_nothing_held(self) -> None:
         """Raise ``LifecycleError`` if gradients are held, since new tensors would lose them."""
-        if self.gradients.are_held:
+        if self.gradients.state in HELD_GRADIENTS:
             raise LifecycleError(
                 f"{self.name!r} holds gradients that were accumulated and not delivered yet, which this change would "
                 "lose. Run a backward outside of no_sync first, or drop them with model.zero_grad()."
@@ -207,11 +208,11 @@ class ParamGroup:
     @property
     def unshard_started(self) -> bool:
         """True if the all-gather is in flight or done, and :meth:`unshard` has nothing else to do."""
-        return self.is_gathered and not self.gradients.are_held
+        return self.is_gathered and self.gradients.state not in HELD_GRADIENTS
 
     def _needs_gather(self, streams: CommStreams) -> bool:
         """Apply changes to the parameters, and return True if no all-gather is in flight or done."""
-        if self.gradients.are_held:
+        if self.gradients.state in HELD_GRADIENTS:
             self._reduce_before_change(streams)
         if not self.tensors.registration.is_current:
             self.refresh()

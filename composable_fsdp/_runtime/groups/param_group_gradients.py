@@ -23,6 +23,7 @@ from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBucket
 from composable_fsdp._runtime.groups.profiling import describe_groups, labelled
 from composable_fsdp._runtime.groups.state_machine import (
     GRADIENT_TRANSITIONS,
+    HELD_GRADIENTS,
     GradientOperation,
     GradientState,
     advance,
@@ -63,16 +64,12 @@ class ParamGroupGradients:
         self.sum_only = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.on_ready: Callable[[], None] = _nothing
-        """Called when the next gradient bucket is ready, and when all gradients are: then not ``is_new``."""
+        """Called when the next gradient bucket is ready, in ARRIVING, and when all gradients are, in LOCAL."""
         self.state = GradientState.NONE
-        self.are_held = False
-        """True while there are gradients that are not yet in the sharded ones. Follows ``state``; every hook reads it.
-        """
         self.run = AutogradRun()
-        self.is_new = False
-        """True while some gradients, but not all, have arrived since the last reduction or :meth:`hold`."""
         self._tensors = tensors
-        self._ready = 0
+        self._num_ready = 0
+        """The number of gradients that have arrived since the last reduction or :meth:`hold`."""
         self._arrived: list[int] = []
         """The number of unlaunched gradients of each gradient bucket.
 
@@ -81,9 +78,8 @@ class ParamGroupGradients:
         self._launched = 0
         self.were_summed = False
         """True if any rank may hold sums of several microbatches."""
-        self._pending_partial: InFlight[list[ReducedBucket]] | None = None
-        self._keeps_partial = False
-        """True if a partial sum over the shard axis is to be added to the next reduction."""
+        self._partial: InFlight[list[ReducedBucket]] | None = None
+        """The partial reduction over the shard axis, in flight or done, whose sum the next reduction includes."""
         self.version_before_step: int | None = None
         """The version of the shards before the first reduction of the step that changed residuals."""
 
@@ -95,8 +91,7 @@ class ParamGroupGradients:
     def arrive(self, grad_bucket: int) -> None:
         """Handle a new gradient of an unsharded parameter in ``grad_bucket``."""
         plan = self._tensors.plan
-        if not self.is_new:  # the state is LOCAL already after the first
-            self.is_new = True
+        if self.state is not GradientState.ARRIVING:
             self._advance(GradientOperation.ACCUMULATE)
             if self._launched == 0:
                 self._arrived = [0] * len(plan.grad_buckets)
@@ -106,10 +101,11 @@ class ParamGroupGradients:
             if grad_bucket < self._launched:
                 self._arrived[grad_bucket] += 1
             return
-        self._ready += 1
+        self._num_ready += 1
         self._arrived[grad_bucket] += 1
-        if self._ready >= plan.num_trainable:
-            self._ready, self.is_new = 0, False
+        if self._num_ready >= plan.num_trainable:
+            self._num_ready = 0
+            self._advance(GradientOperation.READY)
             self.on_ready()
         elif plan.in_grad_buckets:
             grad_bucket = self._next
@@ -129,8 +125,8 @@ class ParamGroupGradients:
 
     def contribute(self) -> None:
         """Take part in the next reduction even without gradients, since other ranks may have some."""
-        if self._tensors.plan.num_trainable:
-            self._advance(GradientOperation.ACCUMULATE)
+        if self._tensors.plan.num_trainable and self.state is not GradientState.ARRIVING:
+            self._advance(GradientOperation.READY)
 
     def notice(self) -> None:
         """Take part in the next reduction if a gradient was set without autograd's accumulation."""
@@ -145,6 +141,8 @@ class ParamGroupGradients:
     def hold(self) -> None:
         """Keep this microbatch's gradients without reducing them, summed in the reduce dtype."""
         self._reset_counters()
+        if self.state is GradientState.ARRIVING:
+            self._advance(GradientOperation.READY)
         for bucket in self._tensors.buckets:
             for parameter in bucket.parameters:
                 parameter.accumulate_gradient(bucket.plan.sum_dtype)
@@ -156,8 +154,7 @@ class ParamGroupGradients:
             parameter.drop_gradient()
         for bucket in self._tensors.buckets:
             bucket.scatter.drop_partial()
-        self._keeps_partial = False
-        self._pending_partial = None  # done, or failed: waiting again would raise again
+        self._partial = None  # done, or failed: waiting again would raise again
         self.were_summed = False
         self._advance(GradientOperation.DROP)
 
@@ -171,7 +168,9 @@ class ParamGroupGradients:
     @property
     def are_waiting(self) -> bool:
         """True if gradients wait for an optimizer, in the sharded parameters, or for a later reduction."""
-        return self.are_held or any(parameter.sharded.grad is not None for parameter in self._tensors.parameters)
+        return self.state in HELD_GRADIENTS or any(
+            parameter.sharded.grad is not None for parameter in self._tensors.parameters
+        )
 
     def commit_residuals(self) -> None:
         """Make the residuals of this step final."""
@@ -186,8 +185,8 @@ class ParamGroupGradients:
             bucket.scatter.roll_back()
 
     def _reset_counters(self) -> None:
-        self._ready = self._launched = 0
-        self._arrived, self.is_new = [], False
+        self._num_ready = self._launched = 0
+        self._arrived = []
 
     # -- reductions
 
@@ -214,9 +213,8 @@ class ParamGroupGradients:
 
     def _wait_partial(self) -> None:
         """Wait for a partial reduction, whose result the next one includes."""
-        pending, self._pending_partial = self._pending_partial, None
-        if pending is not None:
-            pending.wait()
+        if self._partial is not None:
+            self._partial.wait()
 
     def jobs_of(self, grad_buckets: Sequence[int]) -> list[BucketReduction]:
         """Take the gradients of ``grad_buckets`` and return their reductions."""
@@ -225,13 +223,13 @@ class ParamGroupGradients:
     def jobs_with(self, others: Sequence[ParamGroupGradients], fused_buckets: FusedBuckets) -> list[BucketReduction]:
         """Take the gradients of this group and ``others`` and return fused reductions, or none if impossible."""
         choices = self._settings
-        if self._keeps_partial or self.all_reduce_hook is not None or any(o._settings != choices for o in others):
+        if self._partial is not None or self.all_reduce_hook is not None or any(o._settings != choices for o in others):
             return []
         return self._jobs(fused_buckets.fuse([self._tensors, *(other._tensors for other in others)]))
 
     @property
     def _settings(self) -> tuple[object, ...]:
-        return self.divide_factor, self.sum_only, self.were_summed, self._keeps_partial, self.all_reduce_hook
+        return self.divide_factor, self.sum_only, self.were_summed, self._partial is not None, self.all_reduce_hook
 
     def _jobs(self, buckets: Sequence[ReducibleBucket]) -> list[BucketReduction]:
         jobs = []
@@ -258,9 +256,7 @@ class ParamGroupGradients:
         """Record the launched reduction ``pending``."""
         if is_last:
             self.were_summed = False
-            self._keeps_partial = partial
-        if partial:
-            self._pending_partial = pending
+            self._partial = pending if partial else None
 
     def end_reduction(self, *, partial: bool) -> None:
         """Change the state after all reductions of a backward are done."""
@@ -292,9 +288,8 @@ class ParamGroupGradients:
         return self._tensors.is_offloaded
 
     def _advance(self, operation: GradientOperation) -> GradientState:
-        state = self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
-        self.are_held = state is GradientState.LOCAL or state is GradientState.PARTIAL
-        return state
+        self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
+        return self.state
 
 
 GradBucketsByGroup: TypeAlias = Sequence[tuple[ParamGroupGradients, Sequence[int]]]

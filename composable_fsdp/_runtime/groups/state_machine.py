@@ -13,6 +13,8 @@ from composable_fsdp.errors import LifecycleError
 
 __all__ = [
     "GRADIENT_TRANSITIONS",
+    "HELD_GRADIENTS",
+    "LOCAL_GRADIENTS",
     "PARAMETER_TRANSITIONS",
     "GradientOperation",
     "GradientState",
@@ -56,8 +58,10 @@ class GradientState(Key):
     """The state of a group's gradients."""
 
     NONE = "NONE"
+    ARRIVING = "ARRIVING"
+    """Some gradients, but not all, have arrived in this backward. They are not yet reduced."""
     LOCAL = "LOCAL"
-    """At least one unsharded gradient is ready and not yet reduced."""
+    """All gradients that this backward gives have arrived, or earlier ones are held. They are not yet reduced."""
     REDUCING = "REDUCING"
     PARTIAL = "PARTIAL"
     """Reduced over the shard axis and kept for a later reduction."""
@@ -68,6 +72,9 @@ class GradientOperation(Key):
     """The operations on a group's gradients."""
 
     ACCUMULATE = "ACCUMULATE"
+    """A gradient arrived."""
+    READY = "READY"
+    """All gradients have arrived, or this rank contributes or holds those that it has."""
     REDUCE = "REDUCE"
     KEEP = "KEEP"
     COMPLETE = "COMPLETE"
@@ -94,30 +101,46 @@ PARAMETER_TRANSITIONS: Mapping[tuple[ParameterState, ParameterOperation], Parame
 
 _G, _GO = GradientState, GradientOperation
 GRADIENT_TRANSITIONS: Mapping[tuple[GradientState, GradientOperation], GradientState] = {
-    (_G.NONE, _GO.ACCUMULATE): _G.LOCAL,
+    (_G.NONE, _GO.ACCUMULATE): _G.ARRIVING,
+    (_G.NONE, _GO.READY): _G.LOCAL,
     (_G.NONE, _GO.REDUCE): _G.NONE,  # not used in this backward
     (_G.NONE, _GO.DROP): _G.NONE,
-    (_G.LOCAL, _GO.ACCUMULATE): _G.LOCAL,
+    (_G.ARRIVING, _GO.ACCUMULATE): _G.ARRIVING,
+    (_G.ARRIVING, _GO.READY): _G.LOCAL,
+    (_G.ARRIVING, _GO.REDUCE): _G.REDUCING,  # the other gradients do not come in this backward
+    (_G.ARRIVING, _GO.COMPLETE): _G.ARRIVING,  # an earlier reduction ended after new gradients arrived
+    (_G.ARRIVING, _GO.KEEP): _G.ARRIVING,
+    (_G.ARRIVING, _GO.DROP): _G.NONE,
+    (_G.LOCAL, _GO.ACCUMULATE): _G.ARRIVING,
+    (_G.LOCAL, _GO.READY): _G.LOCAL,
     (_G.LOCAL, _GO.REDUCE): _G.REDUCING,
-    (_G.LOCAL, _GO.COMPLETE): _G.LOCAL,  # an earlier reduction ended after new gradients arrived
+    (_G.LOCAL, _GO.COMPLETE): _G.LOCAL,
     (_G.LOCAL, _GO.KEEP): _G.LOCAL,
     (_G.LOCAL, _GO.DROP): _G.NONE,
-    (_G.REDUCING, _GO.ACCUMULATE): _G.LOCAL,  # a second backward reached the group
+    (_G.REDUCING, _GO.ACCUMULATE): _G.ARRIVING,  # a second backward reached the group
+    (_G.REDUCING, _GO.READY): _G.LOCAL,
     (_G.REDUCING, _GO.REDUCE): _G.REDUCING,
     (_G.REDUCING, _GO.COMPLETE): _G.REDUCED,
     (_G.REDUCING, _GO.KEEP): _G.PARTIAL,
     (_G.REDUCING, _GO.DROP): _G.NONE,
-    (_G.PARTIAL, _GO.ACCUMULATE): _G.LOCAL,
+    (_G.PARTIAL, _GO.ACCUMULATE): _G.ARRIVING,
+    (_G.PARTIAL, _GO.READY): _G.LOCAL,
     (_G.PARTIAL, _GO.REDUCE): _G.REDUCING,  # used in an earlier backward, but not in the last
     (_G.PARTIAL, _GO.KEEP): _G.PARTIAL,  # the earlier of two reductions in flight
     (_G.PARTIAL, _GO.COMPLETE): _G.PARTIAL,
     (_G.PARTIAL, _GO.DROP): _G.NONE,
-    (_G.REDUCED, _GO.ACCUMULATE): _G.LOCAL,
+    (_G.REDUCED, _GO.ACCUMULATE): _G.ARRIVING,
+    (_G.REDUCED, _GO.READY): _G.LOCAL,
     (_G.REDUCED, _GO.REDUCE): _G.REDUCED,
     (_G.REDUCED, _GO.COMPLETE): _G.REDUCED,  # the earlier of two reductions in flight
     (_G.REDUCED, _GO.KEEP): _G.PARTIAL,  # this reduction is partial, an earlier one was not
     (_G.REDUCED, _GO.DROP): _G.NONE,
 }
+
+LOCAL_GRADIENTS = frozenset({_G.ARRIVING, _G.LOCAL})
+"""The states with gradients that are not yet reduced."""
+HELD_GRADIENTS = LOCAL_GRADIENTS | {_G.PARTIAL}
+"""The states with gradients that are not yet in the sharded ones."""
 
 _REMEDIES: Mapping[Key, str] = {
     _P.LENT: "A forward, unshard() or another operation of a sharded module came inside unsharded_params, where "

@@ -28,7 +28,13 @@ from composable_fsdp._memory.streams import CommStreams, Work
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.profiling import ask_logger, labelled
 from composable_fsdp._runtime.groups.state import Accumulation, BoundActions, ForwardCall, FSDPState, alive
-from composable_fsdp._runtime.groups.state_machine import GradientState, Key, ParameterState
+from composable_fsdp._runtime.groups.state_machine import (
+    HELD_GRADIENTS,
+    LOCAL_GRADIENTS,
+    GradientState,
+    Key,
+    ParameterState,
+)
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
@@ -349,7 +355,7 @@ class Iteration:
     def _reduce_ready(self, state: FSDPState) -> None:
         """Reduce the gradients of ``state`` that are ready: the next gradient bucket, or all that are left."""
         was_seen = self._backward.was_seen(state)
-        if state.group.gradients.is_new:  # some gradients are missing
+        if state.group.gradients.state is GradientState.ARRIVING:
             if was_seen and self._reduces_grad_buckets(state):
                 self._reductions.reduce_grad_bucket(state)
             return
@@ -380,7 +386,7 @@ class Iteration:
         self._reductions.clear_waiting()
         for state in self.states.values():
             state.open_calls = 0
-            if state.group.gradients.are_held:
+            if state.group.gradients.state in HELD_GRADIENTS:
                 self.reduce_gradients(state, at_end=True)
             if state.accumulation is Accumulation.UNSHARDED:
                 state.group.gradients.note_sums()
@@ -466,10 +472,10 @@ class Iteration:
         gradients = state.group.gradients
         if contributes and state.accumulation is not Accumulation.UNSHARDED:
             gradients.contribute()
-        is_local = gradients.state is GradientState.LOCAL
+        is_local = gradients.state in LOCAL_GRADIENTS
         if not is_local and not (at_end and gradients.state is GradientState.PARTIAL and not state.keeps_partial):
             return
-        if gradients.is_new and not self._backward.was_seen(state):  # those held since earlier backwards are right
+        if gradients.state is GradientState.ARRIVING and not self._backward.was_seen(state):
             raise unseen_output(state)
         alone = self._unused_modules is not None
         if state.client_post_backward is None:

@@ -13,7 +13,7 @@ from composable_fsdp._runtime.groups.param_group_gradients import (
     reduce_together,
 )
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState
-from composable_fsdp._runtime.groups.state_machine import GradientState
+from composable_fsdp._runtime.groups.state_machine import LOCAL_GRADIENTS
 from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
 from composable_fsdp._runtime.schedule.passes import is_full
 
@@ -71,7 +71,7 @@ class ReductionQueue:
             self._waiting.difference_update(fusion)
             together = [each.group.gradients for each in fusion]
             for member in together:
-                if member.state is not GradientState.LOCAL:
+                if member.state not in LOCAL_GRADIENTS:
                     member.contribute()
         for launch in reduce_together(together, self.streams, self._fused_buckets, partial=partial):
             self._run(launch)
