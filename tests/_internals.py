@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose
     from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass, has_ended
     from composable_fsdp._consistency.starting_values import Candidate, differing_starts, start_details
+    from composable_fsdp._consistency.store_rendezvous import StoreRendezvous, Verdict
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
     from composable_fsdp._layout.block import Box, Cut, ShardExtent

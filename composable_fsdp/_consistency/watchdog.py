@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # not the built-in before Python 3.11
 from contextlib import suppress
@@ -31,6 +31,7 @@ from composable_fsdp import trace
 from composable_fsdp._consistency import interrupt
 from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, ranks_text
 from composable_fsdp._consistency.running_pass import RunningPass, error_summary
+from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.world_store import world_store
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -98,7 +99,7 @@ class Watchdog:
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         """Calls for the watchdog thread; ``None`` stops it."""
         self._answered = 0
-        self._meetings: dict[tuple[int, ...], int] = {}
+        self._rendezvous: dict[str, StoreRendezvous] = {}
         self._due = 0.0
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
@@ -170,33 +171,21 @@ class Watchdog:
             self.here.verdict = verdict
             self._publish()
 
-    def meet(self, ranks: Sequence[int], own: str, seconds: float, occasion: str) -> list[str]:
-        """Wait until all of ``ranks`` have called this as often as this rank, and return their ``own`` in that order.
+    def meet(self, ranks: Sequence[int], own: str, seconds: float, occasion: str) -> Mapping[str, list[int]]:
+        """Wait until all of ``ranks`` have called this too, and return their distinct ``own``, each with its ranks.
 
         Raises:
             PeerError: some ranks, named in the text, did not come within ``seconds``.
         """
-        number = self._meetings[tuple(ranks)] = self._meetings.get(tuple(ranks), 0) + 1
         name = f"meeting/{crc32(repr(tuple(ranks)).encode()):08x}"
-        keys = {rank: f"{name}/{number}/{rank}" for rank in ranks}
-        store = self._store
+        rendezvous = self._rendezvous.setdefault(name, StoreRendezvous(name, self.rank, ranks))
         try:
-            end = time.monotonic() + seconds
-            self._call(lambda: store.set(keys[self.rank], own), seconds)
-            while missing := self._call(
-                lambda: [rank for rank, key in keys.items() if not store.check([key])], seconds
-            ):
-                if time.monotonic() > end:
-                    raise PeerError(f"{occasion}, and in {seconds:g} s {ranks_text(missing)} did not.")
-                time.sleep(0.02)
-            texts = self._call(lambda: [store.get(key).decode() for key in keys.values()], seconds)
-            if number > 1:  # all ranks at this meeting have left the previous one
-                self._submit(lambda: store.delete_key(f"{name}/{number - 1}/{self.rank}"))
-            return texts
+            verdict = rendezvous.meet(_StoreOnThread(self, seconds), own, seconds)
         except RuntimeError as error:
-            if isinstance(error, FSDPError):
-                raise
             raise PeerError(f"{occasion}, but they cannot meet: {error}") from error
+        if verdict.missing:
+            raise PeerError(f"{occasion}, and in {seconds:g} s {ranks_text(verdict.missing)} did not.")
+        return verdict.notes
 
     # -- reports
 
@@ -361,6 +350,17 @@ class Watchdog:
     def join(self, seconds: float) -> None:
         """Wait up to ``seconds`` for the thread to end, after :meth:`stop`."""
         self._thread.join(max(0.0, seconds))
+
+
+class _StoreOnThread:
+    """The store of a watchdog. Each call runs on the watchdog thread, and may take ``seconds``."""
+
+    def __init__(self, watchdog: Watchdog, seconds: float) -> None:
+        self._watchdog, self._seconds = watchdog, seconds
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._watchdog._store, name)
+        return lambda *args: self._watchdog._call(lambda: method(*args), self._seconds)
 
 
 def _exit_text(passes: Sequence[RunningPass]) -> str:

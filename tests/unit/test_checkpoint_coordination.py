@@ -1,17 +1,13 @@
-"""Coordination of checkpoints: reports of mismatches, errors of several ranks, rendezvous and progress."""
+"""Coordination of checkpoints: reports of mismatches, errors of several ranks and progress."""
 
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import sys
-import threading
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from composable_fsdp.errors import CheckpointError
 from tests._internals import (
@@ -24,7 +20,6 @@ from tests._internals import (
     said,
     wants_progress,
 )
-from tests._internals import rank_group as ranks
 
 
 def test_equal_errors_are_shown_once_and_others_name_their_ranks() -> None:
@@ -71,24 +66,6 @@ def test_long_lists_are_truncated() -> None:
     assert lines[0] == "  missing (33):"
     assert lines[1:3] == ["    layers.0.weight: float32 (2,)", "    layers.1.weight: float32 (2,)"]
     assert lines[21:] == ["    and 13 more"]
-
-
-@pytest.mark.behaviour("F-12")
-def test_a_rank_that_arrived_last_but_announced_nothing_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rank may be killed or exceed the deadline before it announces that all ranks have arrived."""
-    store: Any = dist.HashStore()
-    place, note = "checkpoint/0", {"call": "save", "group": True}
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-
-    def arrive() -> None:
-        store.wait([f"{place}/0"])
-        store.set(f"{place}/1", json.dumps(note))
-
-    other = threading.Thread(target=arrive)
-    other.start()
-    assert ranks._assemble(ranks._Rendezvous(store), note, 0.5) == {"group": True}
-    other.join()
 
 
 class Terminal(io.StringIO):

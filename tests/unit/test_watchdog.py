@@ -158,7 +158,7 @@ def test_ranks_rendezvous_over_a_store_slower_than_the_wait_between_polls(monkey
     watchdogs = [Watchdog(SlowStore(store, 0.5), rank, 2) for rank in range(2)]
     try:
         calls = [partial(each.meet, [0, 1], f"of {each.rank}", 30.0, "all must come") for each in watchdogs]
-        assert together(calls, 5e-3) == [["of 0", "of 1"]] * 2
+        assert together(calls, 5e-3) == [{"of 0": [0], "of 1": [1]}] * 2
     finally:
         for each in watchdogs:
             each.stop()

@@ -77,11 +77,10 @@ def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
     seconds = max(timeout_of(group) for group in groups)
     here = " ".join(map(position, groups))
     occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
-    ranks = _ranks(states)
-    brought = [text.split(" ", 1) for text in watchdog.meet(ranks, f"{steps} {here}", seconds, occasion)]
+    notes = watchdog.meet(_ranks(states), f"{steps} {here}", seconds, occasion)
     watchdog.go_on()
-    is_in_sync = "broken" not in here and len({place for _, place in brought}) == 1
-    return Rendezvous(is_in_sync, {rank: int(taken) for rank, (taken, _) in zip(ranks, brought, strict=True)})
+    is_in_sync = "broken" not in here and len({note.partition(" ")[2] for note in notes}) == 1
+    return Rendezvous(is_in_sync, {rank: int(note.split(" ")[0]) for note, who in notes.items() for rank in who})
 
 
 def disconnect(states: Iterable[FSDPState]) -> None:

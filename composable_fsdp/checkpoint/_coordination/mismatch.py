@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [
@@ -18,7 +19,6 @@ __all__ = [
     "join_rank_texts",
     "leave_common_unexpected",
     "mismatch_text",
-    "named",
     "refuse",
     "said",
     "tensor_text",
@@ -34,17 +34,12 @@ _TITLES = {
 }
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0, 2``."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-
-
 def join_rank_texts(texts: Mapping[int, str], size: int) -> str:
     """Join the ``texts`` of ranks into one line; without rank numbers if all ``size`` ranks have the same text."""
     found = _grouped({rank: [text] for rank, text in texts.items()})
     if len(texts) == size and len(found) == 1:
         return next(iter(found))
-    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in found.items())
+    return "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in found.items())
 
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -156,6 +151,5 @@ def _grouped(texts: Mapping[int, Iterable[str]]) -> dict[str, list[int]]:
 
 
 def _marked(texts: Mapping[int, Iterable[str]]) -> list[str]:
-    return [
-        text if len(ranks) == len(texts) else f"{text} (on {named(ranks)})" for text, ranks in _grouped(texts).items()
-    ]
+    found = _grouped(texts).items()
+    return [text if len(ranks) == len(texts) else f"{text} (on {ranks_text(ranks)})" for text, ranks in found]

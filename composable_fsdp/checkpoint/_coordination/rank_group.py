@@ -9,7 +9,6 @@ which may continue meanwhile, and the group outlives ``destroy_process_group``.
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import time
@@ -22,10 +21,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._consistency.rank_report import OperationId, RankReport
+from composable_fsdp._consistency.rank_report import OperationId, RankReport, ranks_text
+from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._consistency.world_store import world_store
-from composable_fsdp.checkpoint._coordination.mismatch import join_rank_texts, named, said
+from composable_fsdp.checkpoint._coordination.mismatch import join_rank_texts, said
 from composable_fsdp.checkpoint._coordination.pending_save import finish_earlier
 from composable_fsdp.errors import CheckpointError, FSDPError
 
@@ -40,7 +40,6 @@ TIMEOUT = 1800.0
 """The default number of seconds that ranks wait for each other."""
 
 _TAG = 6
-_LONGEST_PAUSE = 0.02
 _ASK_AFTER = 5.0
 """Seconds of waiting before rank reports are collected. Each further interval is twice as long."""
 _ASK_AGAIN = 2.0
@@ -143,9 +142,9 @@ class RankGroup:
         """Describe a failed connection. The process group is discarded, since it cannot be used again."""
         reason = (str(error).partition("] ")[2] or str(error)).partition(". ")[0]  # gloo: "[file:line] reason. advice"
         world = dist.group.WORLD
-        rendezvous = _rendezvous_states.get(world) if world is not None else None
-        if rendezvous is not None and rendezvous.group is self._group:
-            rendezvous.group = None
+        job = _job_ranks.get(world) if world is not None else None
+        if job is not None and job.group is self._group:
+            job.group = None
         return f"gone, or did not answer within {self._timeout:g} s ({reason})"
 
     def _send(self, value: object, peer: int) -> None:
@@ -175,18 +174,16 @@ def _decide(
         return [_Failure.of(raised)] * len(outcomes), raised
 
 
-class _Rendezvous:
-    """The store of a default process group, the number of rendezvous so far, and the process group for checkpoints."""
+class _JobRanks:
+    """The rendezvous of checkpoints of a default process group over its store, and the process group that they use."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
-        self.number = 0
+        self.rendezvous = StoreRendezvous("checkpoint", dist.get_rank(), range(dist.get_world_size()))
         self.group: dist.ProcessGroup | None = None
-        self.keys: list[str] = []
-        """This rank's store keys that may be obsolete."""
 
 
-_rendezvous_states: WeakKeyDictionary[dist.ProcessGroup, _Rendezvous] = WeakKeyDictionary()
+_job_ranks: WeakKeyDictionary[dist.ProcessGroup, _JobRanks] = WeakKeyDictionary()
 
 
 def meet(call: str, timeout: float) -> RankGroup:
@@ -213,20 +210,33 @@ def _join(call: str, timeout: float) -> RankGroup:
     world = dist.group.WORLD
     assert world is not None
     store = world_store()
-    rendezvous = _rendezvous_states.get(world)
-    if rendezvous is None or rendezvous.store is not store:
-        rendezvous = _rendezvous_states[world] = _Rendezvous(store)
-    if rendezvous.group is not None and not _is_registered(rendezvous.group):
-        rendezvous.group = None
+    job = _job_ranks.get(world)
+    if job is None or job.store is not store:
+        job = _job_ranks[world] = _JobRanks(store)
+    if job.group is not None and not _is_registered(job.group):
+        job.group = None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    missing_ranks = _MissingRanks(call, timeout, rank, size)
+    note = f"{job.group is not None:d} {call}"
     try:
-        verdict = _assemble(rendezvous, {"call": call, "group": rendezvous.group is not None}, timeout)
+        verdict = job.rendezvous.meet(store, note, timeout, missing_ranks.explain)
     except dist.DistError as error:
         raise CheckpointError(f"{call}: the store of rank 0 cannot be reached any more ({error}).") from error
-    if "calls" in verdict:
-        raise CheckpointError(f"the ranks did not make the same call: {verdict['calls']}.")
-    if not verdict["group"]:
-        rendezvous.group = dist.new_group(backend="gloo", group_desc="composable_fsdp checkpoints")
-    return RankGroup(dist.get_rank(), dist.get_world_size(), rendezvous.group, timeout)
+    if verdict.missing:
+        reason = verdict.reason or f"{ranks_text(verdict.missing)} did not make this call within {timeout:g} s. "
+        raise CheckpointError(
+            f"{call}: {reason}All {size} ranks of the default process group must make it, also those that have no part "
+            "of the model."
+        )
+    calls: dict[str, list[int]] = {}
+    for note, ranks in verdict.notes.items():
+        calls.setdefault(note[2:], []).extend(ranks)
+    if len(calls) > 1:
+        about = ", ".join(f"{ranks_text(sorted(ranks))} {each}" for each, ranks in calls.items())
+        raise CheckpointError(f"the ranks did not make the same call: {about}.")
+    if not all(note.startswith("1") for note in verdict.notes):
+        job.group = dist.new_group(backend="gloo", group_desc="composable_fsdp checkpoints")
+    return RankGroup(rank, size, job.group, timeout)
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
@@ -236,75 +246,32 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def _assemble(rendezvous: _Rendezvous, note: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """Return what the ranks decided at the first rendezvous that is still open.
-
-    The last rank to arrive completes a rendezvous; a rank that has waited too long ends it. The store accepts only one
-    of these decisions, and all ranks follow it. A rank that comes to a rendezvous that ended without it goes to the
-    next one.
-    """
-    store, rank = rendezvous.store, dist.get_rank()
-    verdict: dict[str, Any]
-    missing_ranks = _MissingRanks(note["call"], timeout)
-    size, deadline = dist.get_world_size(), time.monotonic() + timeout
-    while True:
-        prefix = f"checkpoint/{rendezvous.number}"
-        rendezvous.number += 1
-        rendezvous.keys.append(f"{prefix}/{rank}")
-        if rank == 0:
-            rendezvous.keys += [f"{prefix}/arrived", f"{prefix}/verdict"]
-        store.set(f"{prefix}/{rank}", json.dumps(note))
-        if store.add(f"{prefix}/arrived", 1) == size:
-            store.compare_set(f"{prefix}/verdict", "", json.dumps(_compare_calls(store, prefix, size)))
-        pause = 0.001
-        while not store.check([f"{prefix}/verdict"]):
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-            if missing_ranks.is_due():
-                present = [r for r in range(size) if store.check([f"{prefix}/{r}"])]
-                if reason := missing_ranks.ask(present, rank, size):
-                    verdict = {"missing": [r for r in range(size) if r not in present], "reason": reason}
-                    store.compare_set(f"{prefix}/verdict", "", json.dumps(verdict))
-            if time.monotonic() > deadline:
-                missing = [r for r in range(size) if not store.check([f"{prefix}/{r}"])]
-                verdict = {"missing": missing} if missing else _compare_calls(store, prefix, size)
-                store.compare_set(f"{prefix}/verdict", "", json.dumps(verdict))
-        verdict = json.loads(store.get(f"{prefix}/verdict"))
-        missing = verdict.get("missing", [])
-        if missing and rank not in missing:
-            reason = verdict.get("reason", f"{named(missing)} did not make this call within {timeout:g} s. ")
-            raise CheckpointError(
-                f"{note['call']}: {reason}All {size} ranks of the default process group must make it, also those that "
-                "have no part of the model."
-            )
-        if not missing:
-            _delete_old_keys(store, rendezvous, prefix)
-            return verdict
-
-
 class _MissingRanks:
     """Finds out where the ranks are that have not come to a rendezvous."""
 
-    def __init__(self, call: str, timeout: float) -> None:
-        self._call = call
-        self._timeout = timeout
+    def __init__(self, call: str, timeout: float, rank: int, size: int) -> None:
+        self._call, self._timeout = call, timeout
+        self._rank, self._size = rank, size
         self._begin = time.monotonic()
         self._due = self._begin + _ASK_AFTER
         self._suspects: dict[int, OperationId] = {}
         """Missing ranks that waited for a rank that is present, with the operation they waited in."""
 
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._due
+    def explain(self, find_missing: Callable[[], list[int]]) -> str:
+        """Return why ranks cannot come any more, else empty. The first rank that is present asks, now and then.
 
-    def ask(self, present: Sequence[int], rank: int, size: int) -> str:
-        """Return why ranks cannot come any more, else empty. Warns about late ranks. The first of ``present`` asks."""
+        Warns about late ranks.
+        """
         waited = time.monotonic() - self._begin
+        if self._begin + waited < self._due:
+            return ""
         self._due += max(waited, _ASK_AFTER)
-        missing = [other for other in range(size) if other not in present]
-        watchdog = job_watchdog() if missing and rank == min(present, default=rank) else None
+        missing = find_missing()
+        present = [rank for rank in range(self._size) if rank not in missing]
+        watchdog = job_watchdog() if missing and self._rank == min(present) else None
         if watchdog is None:
             return ""
-        reports = watchdog.collect_reports(range(size))
+        reports = watchdog.collect_reports(range(self._size))
         found = {other: reports[other] for other in missing if other in reports}
         stuck = {
             other: each.waiting for other, each in found.items() if each.waiting and _waits(each, present, reports)
@@ -313,13 +280,13 @@ class _MissingRanks:
         gone += [other for other, operation in stuck.items() if self._suspects.get(other) == operation]
         if gone:
             lines = "".join(f"\n  {_report_text(found[other], present)}" for other in sorted(gone))
-            return f"{named(sorted(gone))} did not make this call, and cannot any more.{lines}\n"
+            return f"{ranks_text(sorted(gone))} did not make this call, and cannot any more.{lines}\n"
         self._suspects = stuck
         if stuck:
             self._due = time.monotonic() + _ASK_AGAIN
         report_lines = "".join(f"\n  {reports.get(other) or _no_report_text(other)}" for other in missing)
         text = "%s: waiting for %s, for %.1f s so far and up to %g s.%s"
-        logger.warning(text, self._call, named(missing), waited, self._timeout, report_lines)
+        logger.warning(text, self._call, ranks_text(missing), waited, self._timeout, report_lines)
         return ""
 
 
@@ -336,25 +303,8 @@ def _report_text(report: RankReport, present: Sequence[int]) -> str:
     if report.left or report.waiting is None:
         return str(report)
     here = [rank for rank in report.waiting.ranks if rank in present]
-    return f"{report}, which needs {named(here)}"
+    return f"{report}, which needs {ranks_text(here)}"
 
 
 def _no_report_text(rank: int) -> str:
     return f"rank {rank} does not answer: its process is gone or stopped, or it has sharded no model so far"
-
-
-def _compare_calls(store: dist.Store, prefix: str, size: int) -> dict[str, Any]:
-    notes = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(size)]
-    ranks: dict[str, list[int]] = {}
-    for rank, note in enumerate(notes):
-        ranks.setdefault(note["call"], []).append(rank)
-    if len(ranks) > 1:
-        return {"calls": ", ".join(f"{named(who)} {call}" for call, who in ranks.items())}
-    return {"group": all(note["group"] for note in notes)}
-
-
-def _delete_old_keys(store: dist.Store, rendezvous: _Rendezvous, prefix: str) -> None:
-    """Delete this rank's keys of earlier rendezvous. No rank reads them: all ranks have reached ``prefix``."""
-    for key in [key for key in rendezvous.keys if not key.startswith(f"{prefix}/")]:
-        store.delete_key(key)
-        rendezvous.keys.remove(key)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from composable_fsdp.checkpoint._coordination.mismatch import named
 from composable_fsdp.checkpoint._state_dict.optimizer_params import (
     OptimizerParam,
     OptimizerParams,
@@ -118,6 +117,6 @@ def check_replicated(checksums: Sequence[Mapping[str, int]]) -> None:
             first_rank, expected = first.setdefault(key, (rank, found))
             if found != expected:
                 raise CheckpointError(
-                    f"{key} is a plain tensor with other values on {named([rank])} than on {named([first_rank])}, but "
+                    f"{key} is a plain tensor with other values on rank {rank} than on rank {first_rank}, but "
                     "only one is saved. Have the optimizer keep a DTensor, or a tensor of the local shard's shape."
                 )

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp.checkpoint._coordination.mismatch import (
     Mismatch,
     differ,
     dtype_name,
     leave_common_unexpected,
-    named,
     refuse,
     tensor_text,
 )
@@ -153,8 +153,8 @@ def _verify_fits(fits: list[_Fit], model: str, *, strict: bool) -> list[list[str
     others = [rank for rank, fit in enumerate(fits) if fit.digest != fits[0].digest]
     if others:  # a path may be another directory on another host
         raise CheckpointError(
-            f"{fits[0].path} is not the same checkpoint on all ranks: {named(others)} found other tensors than rank 0. "
-            "Put it on storage that all ranks share, or the same copy on every host."
+            f"{fits[0].path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than "
+            "rank 0. Put it on storage that all ranks share, or the same copy on every host."
         )
     return [list(fits[0].mismatch.unexpected)] * len(fits)
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp.checkpoint._coordination.mismatch import named
+from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
 from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts
@@ -238,7 +238,9 @@ def _assign_writes(contributions: Sequence[Sequence[_Contribution]]) -> tuple[di
         spec, count = first[name].spec, sum(numel for _, numel in ranks_by_shard)
         others = [rank for rank, entry in of_ranks.items() if entry.spec != spec]
         if others:
-            problems.append(f"{name} has another shape or dtype on {named(others)} than on rank {next(iter(of_ranks))}")
+            problems.append(
+                f"{name} has another shape or dtype on {ranks_text(others)} than on rank {next(iter(of_ranks))}"
+            )
         elif count != prod(spec.shape):
             problems.append(f"of {name} all ranks together have {count} instead of {prod(spec.shape)} elements")
         for ranks in ranks_by_shard.values():
