@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -40,9 +41,24 @@ from composable_fsdp._torch_compat.torch_types import (
     set_torch_state,
 )
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
-from composable_fsdp.policies import AUTO_RESHARD, MixedPrecisionPolicy, Reshard, ReshardKind
+from composable_fsdp.policies import AUTO_RESHARD, Reshard, ReshardKind
 
 __all__ = ["ClientState", "client_state", "register_client_states"]
+
+
+def _view_of(path: str, *, settable: bool = False) -> Any:
+    """Return a property that reads ``path`` from the view's FSDP state, and sets it there if ``settable``."""
+    read = attrgetter(path)
+    return property(
+        lambda view: read(view._state), (lambda view, value: setattr(view._state, path, value)) if settable else None
+    )
+
+
+def _set_streams(view: ClientState | ClientGroup, streams: CommStreams) -> None:
+    iteration_of(view._state).streams = streams
+
+
+_streams_view: Any = property(lambda view: iteration_of(view._state).streams, _set_streams)
 
 
 class ClientState:
@@ -76,17 +92,10 @@ class ClientState:
         register_state(clone._module, clone)
         return clone
 
-    @property
-    def _modules(self) -> tuple[nn.Module, ...]:
-        return self._state.modules
-
-    @property
-    def _device(self) -> torch.device:
-        return self._state.group.axes.device
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        return self._state.precision
+    _modules = _view_of("modules")
+    _device = _view_of("group.axes.device")
+    _mp_policy = _view_of("precision")
+    _comm_ctx = _streams_view
 
     @property
     def _is_root(self) -> bool | None:
@@ -151,14 +160,6 @@ class ClientState:
     def _fsdp_param_group(self) -> ClientGroup | None:
         return next(iter(self._fsdp_param_groups), None)
 
-    @property
-    def _comm_ctx(self) -> CommStreams:
-        return iteration_of(self._state).streams
-
-    @_comm_ctx.setter
-    def _comm_ctx(self, streams: CommStreams) -> None:
-        iteration_of(self._state).streams = streams
-
     def _root_post_backward_final_callback(self) -> None:
         """End a backward: reduce remaining gradients, and wait for the reductions if it is the last backward."""
         iteration_of(self._state).end_backward()
@@ -203,19 +204,16 @@ class ClientGroup:
     def __hash__(self) -> int:
         return hash(self._state)
 
+    modules = _view_of("modules")
+    device = _view_of("group.axes.device")
+    mp_policy = _view_of("precision")
+    reshard_after_backward = _view_of("reshard_after_backward", settable=True)
+    all_reduce_grads = _view_of("all_reduce", settable=True)
+    comm_ctx = _streams_view
+    _module_fqn = _view_of("name")
+    _all_reduce_hook = _view_of("group.gradients.all_reduce_hook")
+
     # -- properties
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self._state.modules
-
-    @property
-    def device(self) -> torch.device:
-        return self._state.group.axes.device
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        return self._state.precision
 
     @property
     def mesh_info(self) -> Any:
@@ -234,10 +232,6 @@ class ClientGroup:
     def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
         scatter = self._state.group.process_groups[0].exchange
         return scatter.group if isinstance(scatter, GroupCommunicator) else self._all_gather_process_group
-
-    @property
-    def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
-        return self._state.group.gradients.all_reduce_hook
 
     # -- state
 
@@ -317,14 +311,6 @@ class ClientGroup:
             self._state.reshard = Reshard.parse(info.shard_mesh_size, shard_size)
 
     @property
-    def reshard_after_backward(self) -> bool:
-        return self._state.reshard_after_backward
-
-    @reshard_after_backward.setter
-    def reshard_after_backward(self, value: bool) -> None:
-        self._state.reshard_after_backward = value
-
-    @property
     def reduce_grads(self) -> bool:
         return self._state.accumulation is not Accumulation.UNSHARDED
 
@@ -332,31 +318,11 @@ class ClientGroup:
     def reduce_grads(self, value: bool) -> None:
         self._state.accumulation = Accumulation.REDUCE if value else Accumulation.UNSHARDED
 
-    @property
-    def all_reduce_grads(self) -> bool:
-        return self._state.all_reduce
-
-    @all_reduce_grads.setter
-    def all_reduce_grads(self, value: bool) -> None:
-        self._state.all_reduce = value
-
     # -- passes
-
-    @property
-    def comm_ctx(self) -> CommStreams:
-        return iteration_of(self._state).streams
-
-    @comm_ctx.setter
-    def comm_ctx(self, streams: CommStreams) -> None:
-        iteration_of(self._state).streams = streams
 
     @property
     def fsdp_params(self) -> list[ClientParameter]:
         return [ClientParameter(self._state, parameter) for parameter in self._state.group.parameters]
-
-    @property
-    def _module_fqn(self) -> str:
-        return self._state.name
 
     @property
     def pre_backward(self) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -136,3 +137,9 @@ def test_forwards_without_backward_are_dropped() -> None:
     assert {state_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS}
     outputs[-1].sum().backward()
     assert {state_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS - 1}
+
+
+@pytest.mark.behaviour("B-04")
+def test_a_copy_has_groups_inside_where_the_original_has() -> None:
+    model = copy.deepcopy(fully_shard(Chain(), policy={nn.Linear}))
+    assert [state_of(each).has_nested_states for each in (model, *model.layers)] == [True, False, False, False, False]

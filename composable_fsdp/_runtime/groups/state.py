@@ -31,6 +31,7 @@ from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 
 __all__ = [
     "ITERATION_ATTRIBUTE",
+    "ROOT_DEFAULTS",
     "Accumulation",
     "BoundActions",
     "FSDPState",
@@ -52,8 +53,6 @@ BoundActions: TypeAlias = Sequence[tuple[Callable[..., None], object]]
 """Scheduled actions, each a function and its target."""
 PlainPlaces = WeakKeyDictionary[nn.Module, set[str]]
 """The attributes of plain parameters, by module."""
-FUSED_BYTES = 1 << 20
-"""The default for the full parameters of neighbouring small groups that share a message, in bytes."""
 
 
 class Accumulation(Enum):
@@ -67,34 +66,33 @@ class Accumulation(Enum):
     """Sum the full gradients in the reduce dtype, without communication, until a backward with another value."""
 
 
-_SETTINGS = (
-    "accumulation",
-    "all_reduce",
-    "has_nested_states",
-    "max_fused_bytes",
-    "max_unsharded_bytes",
-    "order_check",
-    "prefetch_limit",
-    "reductions_in_flight",
-    "reshard_after_backward",
-    "unshard_in_backward",
-)
+_DEFAULTS: dict[str, object] = {}
+"""The settings of an FSDP state that have a default, with it."""
+ROOT_DEFAULTS: dict[str, object] = {}
+"""Those of them of which one value counts for all states of a root."""
 
 
 class _Setting:
     """A setting of an FSDP state; each assignment increments its ``settings_version``. Reads are plain attributes."""
 
+    def __init__(self, default: object, *, of_root: bool) -> None:
+        self._default, self._of_root = default, of_root
+
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
+        if self._default is not ...:
+            _DEFAULTS[name] = self._default
+        if self._of_root:
+            ROOT_DEFAULTS[name] = self._default
 
     def __set__(self, state: FSDPState, value: object) -> None:
         vars(state)[self._name] = value
         state.settings_version += 1
 
 
-def _setting() -> Any:
+def _setting(default: object = ..., *, of_root: bool = False) -> Any:
     """Return a :class:`_Setting`, typed so that an annotation of the attribute holds."""
-    return _Setting()
+    return _Setting(default, of_root=of_root)
 
 
 class PassHooks(Protocol):
@@ -253,16 +251,21 @@ class FSDPState:
     """
 
     reshard: Reshard = _setting()
-    reshard_after_backward: bool = _setting()
-    unshard_in_backward: bool = _setting()
-    accumulation: Accumulation = _setting()
-    all_reduce: bool = _setting()
-    reductions_in_flight: int | None = _setting()
-    max_unsharded_bytes: int | None = _setting()
-    prefetch_limit: int = _setting()
-    max_fused_bytes: int = _setting()
+    reshard_after_backward: bool = _setting(True)
+    unshard_in_backward: bool = _setting(True)
+    accumulation: Accumulation = _setting(Accumulation.REDUCE)
+    all_reduce: bool = _setting(True)
+    reductions_in_flight: int | None = _setting(None)
+    max_unsharded_bytes: int | None = _setting(None, of_root=True)
+    """The bound for prefetching, in bytes of unsharded parameters."""
+    prefetch_limit: int = _setting(PREFETCH_LIMIT, of_root=True)
+    """The number of groups to prefetch."""
+    max_fused_bytes: int = _setting(1 << 20, of_root=True)
+    """The size up to which neighbouring small groups share an all-gather or a reduction."""
     forward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
+    """The states that the user chose to prefetch in forward."""
     backward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
+    """The states that the user chose to prefetch in backward."""
     owner_states: tuple[FSDPState, ...] = _setting()
 
     def __init__(
@@ -283,31 +286,18 @@ class FSDPState:
         self.group = group
         self.precision = precision
         self.reshard = reshard
-        self.reshard_after_backward = True
-        self.unshard_in_backward = True
-        self.accumulation = Accumulation.REDUCE
-        self.all_reduce = True
-        self.reductions_in_flight = None
-        self.max_unsharded_bytes = None
-        """For a root: the bound for prefetching, in bytes of unsharded parameters."""
-        self.prefetch_limit = PREFETCH_LIMIT
-        """For a root: the number of groups to prefetch."""
+        self.forward_prefetch = self.backward_prefetch = None
         self.order_check = order_check_from()
         """For a root: the checks between ranks before collectives."""
-        self.max_fused_bytes = FUSED_BYTES
-        """For a root: the size up to which neighbouring small groups share an all-gather or a reduction."""
+        vars(self).update(_DEFAULTS)
         self.version_check: VersionCheck | None = VersionCheck(group, reads_shards=False)
         """The comparison of the parameters in backward with those in forward, or ``None`` if it is off."""
-        self.forward_prefetch = None
-        """The states that the user chose to prefetch in forward."""
-        self.backward_prefetch = None
-        """The states that the user chose to prefetch in backward."""
         self.owner_states = tuple(owner_states)
         self.user_states: list[ref[FSDPState]] = []
         """The states that use parameters which this one's group owns."""
         for owner in self.owner_states:
             owner._add_user(self)
-        self.has_nested_states = any(find_state(m) is not None for module in modules for m in module.modules())
+        self.has_nested_states = any(find_state(m) not in (None, self) for module in modules for m in module.modules())
         self.calls_under_way: list[ForwardCall] = []
         """The forward calls on the Python stack, innermost last."""
         self.run: ForwardCall | None = None
@@ -381,7 +371,7 @@ class FSDPState:
 
     def copy_settings(self, other: FSDPState) -> None:
         """Copy the settings of ``other``, of which this is a copy, except explicit prefetching."""
-        for choice in _SETTINGS:
+        for choice in (*_DEFAULTS, "order_check"):
             setattr(self, choice, getattr(other, choice))
 
     def attach(self, module: nn.Module) -> None:
