@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
-from composable_fsdp._runtime.groups.state import FSDPState, state_of, state_of_parameter
+from composable_fsdp._runtime.groups.state import state_of, state_of_parameter
 from composable_fsdp._runtime.params.sharded_param import find_parameter
 from composable_fsdp.errors import LifecycleError
 
@@ -58,20 +58,15 @@ def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             state = state_of(self)
             if isinstance(error, LifecycleError) or _MIXED not in str(error) or state.is_running:
                 raise
-            raise _direct_call_error(name, state) from error
+            held = next((f", such as {parameter.name!r}" for parameter in state.group.parameters), "")
+            raise LifecycleError(
+                f"{name}() of {state.class_name} computed with parameters that are sharded{held}: only calls of the "
+                f"module {state.name!r} itself bring them into memory. After fully_shard, call "
+                f"composable_fsdp.register_fsdp_forward_method(module, {name!r}); or put module.unshard() before it "
+                "and module.reshard() after it."
+            ) from error
 
     return method
-
-
-def _direct_call_error(method: str, state: FSDPState) -> LifecycleError:
-    names = [parameter.name for parameter in state.group.parameters]
-    held = f", such as {names[0]!r}" if names else ""
-    return LifecycleError(
-        f"{method}() of {state.class_name} computed with parameters that are sharded{held}: only calls of the module "
-        f"{state.name!r} itself bring them into memory. After fully_shard, call "
-        f"composable_fsdp.register_fsdp_forward_method(module, {method!r}); or put module.unshard() before it and "
-        "module.reshard() after it."
-    )
 
 
 # -- errors that end the program
@@ -115,21 +110,15 @@ def explanation_of(error: BaseException) -> str | None:
 
 def _explain_value(value: object) -> str | None:
     """Return the explanation if ``value`` is a sharded parameter, or a module that has one of its own."""
-    found, state = find_parameter(value), state_of_parameter(value)
-    if found is not None and found.sharded is value and state is not None:
-        return _advice(repr(found.name), state)
-    for name, parameter in value._parameters.items() if isinstance(value, nn.Module) else ():
+    module = value if isinstance(value, nn.Module) else None
+    for name, parameter in ({"": value} if module is None else module._parameters).items():
         found, state = find_parameter(parameter), state_of_parameter(parameter)
         if found is not None and found.sharded is parameter and state is not None:
-            owner = type(value).__name__.removeprefix("FSDP")
-            return _advice(f"{name!r} of this {owner}", state)
+            known = f"{name!r} of this {type(module).__name__.removeprefix('FSDP')}" if name else repr(found.name)
+            return (
+                f"parameter {known} is sharded, being in the group of {state.name!r} ({state.class_name}): only calls "
+                "of that module bring it into memory. Call that module; or a method of it after "
+                "composable_fsdp.register_fsdp_forward_method(module, name); or put module.unshard() before and "
+                "module.reshard() after what computes with it."
+            )
     return None
-
-
-def _advice(parameter: str, state: FSDPState) -> str:
-    return (
-        f"parameter {parameter} is sharded, being in the group of {state.name!r} ({state.class_name}): only calls of "
-        "that module bring it into memory. Call that module; or a method of it after "
-        "composable_fsdp.register_fsdp_forward_method(module, name); or put module.unshard() before and "
-        "module.reshard() after what computes with it."
-    )
