@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from composable_fsdp._comm.verify_ranks import difference_text, verify_same, verify_same_lines
     from composable_fsdp._consistency import interrupt, watchdog
     from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
-    from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose
+    from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks
     from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass, has_ended
     from composable_fsdp._consistency.starting_values import Candidate, differing_starts, start_details
     from composable_fsdp._consistency.store_rendezvous import StoreRendezvous, Verdict
@@ -166,9 +166,8 @@ if TYPE_CHECKING:
         warning_filters,
     )
     from composable_fsdp.testing._pool import Died, Outcome, Stuck
-    from composable_fsdp.testing._text import format_ranks, function_stack
     from composable_fsdp.testing._worker import _run
-    from composable_fsdp.testing.ranks import _raise_failures
+    from composable_fsdp.testing.ranks import _raise_failures, function_stack
     from composable_fsdp.wrap._plan import Group, Scope, plan_groups
 
 

@@ -7,13 +7,15 @@ pass of a sharded module, until its next pass begins; LEFT after the end of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["OperationId", "RankReport", "diagnose", "order_text", "ranks_text", "reports_text"]
+__all__ = ["OperationId", "RankReport", "diagnose", "format_ranks", "order_text", "ranks_text", "reports_text"]
+
+_SHOWN_RANGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +162,23 @@ def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
     """Return ``rank 1``, or ``ranks 1, 2``; with ``most``, only the first that many."""
     more = ", ..." if most is not None and len(ranks) > most else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{more}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return a text for ``ranks``, with consecutive ones as ranges.
+
+    >>> format_ranks([3])
+    'rank 3'
+    >>> format_ranks([0, 1, 2, 5])
+    'ranks 0-2, 5'
+    """
+    ranges: list[list[int]] = []
+    ordered = sorted(ranks)
+    for rank in ordered:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_SHOWN_RANGES])
+    left_out = sum(b - a + 1 for a, b in ranges[_SHOWN_RANGES:])
+    return f"rank{'s'[: len(ordered) != 1]} {shown}" + (f" and {left_out} more" if left_out else "")

@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp.diagnostics._compare import Files, Row, Sequences, faults_in_order, read, sequences, waits
 from composable_fsdp.diagnostics._records import Dump
-from composable_fsdp.testing._text import format_ranks
 
 __all__ = ["app"]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from composable_fsdp._comm.communicator import Transfer
+from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
-from composable_fsdp.testing._text import format_ranks
 
 __all__ = ["DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"]
 

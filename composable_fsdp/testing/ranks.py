@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import linecache
 import pickle
+import re
 import signal
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import TypeVar
 
+from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing._messages import Job, Raised, Ready, Returned, warning_filters
 from composable_fsdp.testing._pool import Died, Outcome, RankPool, Stuck, end_templates
-from composable_fsdp.testing._text import format_ranks, function_stack
 
 __all__ = ["RanksError", "run_ranks", "shutdown"]
 
 T = TypeVar("T")
+
+_THREAD = re.compile(r"^(?=Current thread |Thread )", re.MULTILINE)
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
 class RanksError(AssertionError):
@@ -184,3 +189,22 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def function_stack(dump: str) -> str:
+    """Extract the stack of the function that ran from faulthandler's text, formatted as in a traceback.
+
+    Empty if no thread has the frame of the worker's ``_run``, which is also missing if a deep stack was truncated.
+    """
+    for thread in _THREAD.split(dump):
+        frames = [match for line in thread.splitlines() if (match := _FRAME.fullmatch(line))]
+        for depth, frame in enumerate(frames):
+            if frame["name"] == "_run" and frame["file"].endswith("testing/_worker.py"):
+                return "\n".join(line for inner in reversed(frames[:depth]) for line in _traceback_lines(inner))
+    return ""
+
+
+def _traceback_lines(frame: re.Match[str]) -> Iterator[str]:
+    yield f'  File "{frame["file"]}", line {frame["line"]}, in {frame["name"]}'
+    if source := linecache.getline(frame["file"], int(frame["line"])).strip():
+        yield f"    {source}"
