@@ -46,12 +46,9 @@ from composable_fsdp.policies import AUTO_RESHARD, Reshard, ReshardKind
 __all__ = ["ClientState", "client_state", "register_client_states"]
 
 
-def _view_of(path: str, *, settable: bool = False) -> Any:
-    """Return a property that reads ``path`` from the view's FSDP state, and sets it there if ``settable``."""
-    read = attrgetter(path)
-    return property(
-        lambda view: read(view._state), (lambda view, value: setattr(view._state, path, value)) if settable else None
-    )
+def _setting(name: str) -> Any:
+    """Return a property for the setting ``name`` of the view's FSDP state."""
+    return property(attrgetter(f"_state.{name}"), lambda view, value: setattr(view._state, name, value))
 
 
 def _set_streams(view: ClientState | ClientGroup, streams: CommStreams) -> None:
@@ -92,9 +89,9 @@ class ClientState:
         register_state(clone._module, clone)
         return clone
 
-    _modules = _view_of("modules")
-    _device = _view_of("group.axes.device")
-    _mp_policy = _view_of("precision")
+    _modules = property(attrgetter("_state.modules"))
+    _device = property(attrgetter("_state.group.axes.device"))
+    _mp_policy = property(attrgetter("_state.precision"))
     _comm_ctx = _streams_view
 
     @property
@@ -204,14 +201,14 @@ class ClientGroup:
     def __hash__(self) -> int:
         return hash(self._state)
 
-    modules = _view_of("modules")
-    device = _view_of("group.axes.device")
-    mp_policy = _view_of("precision")
-    reshard_after_backward = _view_of("reshard_after_backward", settable=True)
-    all_reduce_grads = _view_of("all_reduce", settable=True)
+    modules = property(attrgetter("_state.modules"))
+    device = property(attrgetter("_state.group.axes.device"))
+    mp_policy = property(attrgetter("_state.precision"))
+    reshard_after_backward = _setting("reshard_after_backward")
+    all_reduce_grads = _setting("all_reduce")
     comm_ctx = _streams_view
-    _module_fqn = _view_of("name")
-    _all_reduce_hook = _view_of("group.gradients.all_reduce_hook")
+    _module_fqn = property(attrgetter("_state.name"))
+    _all_reduce_hook = property(attrgetter("_state.group.gradients.all_reduce_hook"))
 
     # -- properties
 
@@ -381,6 +378,11 @@ class ClientParameter:
         self._state = state
         self._parameter = parameter
 
+    sharded_size = property(attrgetter("_parameter.local.shape"))
+    orig_dtype = property(attrgetter("_parameter.dtype"))
+    sharded_param = property(attrgetter("_parameter.sharded"))
+    unsharded_param = _unsharded_param = property(attrgetter("_parameter.unsharded"))
+
     @property
     def _module_info(self) -> ParamModuleInfo:
         (module, name), *shared = self._parameter.owners
@@ -402,14 +404,6 @@ class ClientParameter:
         return torch.Size(self._parameter.shape)
 
     @property
-    def sharded_size(self) -> torch.Size:
-        return self._parameter.local.shape
-
-    @property
-    def orig_dtype(self) -> torch.dtype:
-        return self._parameter.dtype
-
-    @property
     def param_dtype(self) -> torch.dtype | None:
         """The dtype of computation; ``None`` if it is the dtype of the parameter."""
         dtype = self._state.precision.compute_dtype(self._parameter.dtype)
@@ -419,16 +413,6 @@ class ClientParameter:
     def _sharded_param_data(self) -> torch.Tensor:
         """This rank's shard as a 1-d tensor, without padding (torch's has padding)."""
         return self._parameter.local.detach().view(-1)
-
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        return self._parameter.sharded
-
-    @property
-    def unsharded_param(self) -> nn.Parameter:
-        return self._parameter.unsharded
-
-    _unsharded_param = unsharded_param
 
 
 def register_client_states(

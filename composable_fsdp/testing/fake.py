@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import ClassVar
 
 import torch
 
@@ -193,33 +195,13 @@ class FakeCommunicator:
     world: FakeWorld
     rank: int
 
-    @property
-    def size(self) -> int:
-        return self.world.size
-
-    @property
-    def widens(self) -> bool:
-        return False
-
-    @property
-    def averages(self) -> bool:
-        return self.world.averages
-
-    @property
-    def aliases(self) -> bool:
-        return False
-
-    @property
-    def zero_copy_min_bytes(self) -> int:
-        return self.world.zero_copy_min_bytes
-
-    @property
-    def all_reduce_bytes(self) -> int:
-        return self.world.all_reduce_bytes
-
-    @property
-    def grad_bucket_bytes(self) -> int:
-        return self.world.grad_bucket_bytes
+    size = property(attrgetter("world.size"))
+    averages = property(attrgetter("world.averages"))
+    zero_copy_min_bytes = property(attrgetter("world.zero_copy_min_bytes"))
+    all_reduce_bytes = property(attrgetter("world.all_reduce_bytes"))
+    grad_bucket_bytes = property(attrgetter("world.grad_bucket_bytes"))
+    widens: ClassVar[bool] = False
+    aliases: ClassVar[bool] = False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

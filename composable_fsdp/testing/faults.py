@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
+from operator import attrgetter
 from typing import Protocol, cast
 
 import torch
@@ -136,54 +137,21 @@ class FaultyCommunicator:
     def __hash__(self) -> int:
         return hash(self.base)
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return cast(GroupCommunicator, self.base).group
-
-    @property
-    def rank(self) -> int:
-        return self.base.rank
-
-    @property
-    def size(self) -> int:
-        return self.base.size
-
-    @property
-    def averages(self) -> bool:
-        return self.base.averages
-
-    @property
-    def widens(self) -> bool:
-        return self.base.widens
-
-    @property
-    def aliases(self) -> bool:
-        return self.base.aliases
-
-    @property
-    def zero_copy_min_bytes(self) -> int:
-        return self.base.zero_copy_min_bytes
-
-    @property
-    def all_reduce_bytes(self) -> int:
-        return self.base.all_reduce_bytes
-
-    @property
-    def grad_bucket_bytes(self) -> int:
-        return self.base.grad_bucket_bytes
-
-    @property
-    def epoch(self) -> int:
-        return cast(AliasingCommunicator, self.base).epoch
+    group = property(attrgetter("base.group"))
+    rank = property(attrgetter("base.rank"))
+    size = property(attrgetter("base.size"))
+    averages = property(attrgetter("base.averages"))
+    widens = property(attrgetter("base.widens"))
+    aliases = property(attrgetter("base.aliases"))
+    zero_copy_min_bytes = property(attrgetter("base.zero_copy_min_bytes"))
+    all_reduce_bytes = property(attrgetter("base.all_reduce_bytes"))
+    grad_bucket_bytes = property(attrgetter("base.grad_bucket_bytes"))
+    epoch = property(attrgetter("base.epoch"))
+    allocate = property(attrgetter("base.allocate"))
+    share = property(attrgetter("base.share"))
 
     def with_pool(self, pooled: bool) -> FaultyCommunicator:
         return FaultyCommunicator(cast(GroupCommunicator, self.base).with_pool(pooled), self.faults, self.labels)
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.base.allocate(numel, dtype, device)
-
-    def share(self, nbytes: int) -> torch.Tensor:
-        return cast(AliasingCommunicator, self.base).share(nbytes)
 
     def barrier(self, name: str) -> Work:
         return self._launch(name, lambda: cast(AliasingCommunicator, self.base).barrier(name), [])
