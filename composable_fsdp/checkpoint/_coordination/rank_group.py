@@ -107,17 +107,21 @@ class RankGroup:
             raise reply.kind(f"{what}: {reply.text}") from error
         return cast(R, reply)
 
+    def combine(self, what: str, each: Callable[[], T], central: Callable[[list[T]], R]) -> R:
+        """As :meth:`exchange`, with one reply for all ranks."""
+        return self.exchange(what, each, lambda results: [central(results)] * len(results))
+
     def agree(self, what: str, each: Callable[[], object] = lambda: None) -> None:
         """Call ``each`` on every rank and wait until all calls have returned. Raises as :meth:`exchange` does."""
 
         def act() -> None:
             each()
 
-        self.exchange(what, act, lambda results: results)
+        self.combine(what, act, lambda results: None)
 
     def from_rank0(self, what: str, central: Callable[[], R]) -> R:
         """Call ``central`` on rank 0 and return its result on all ranks."""
-        return self.exchange(what, lambda: None, lambda results: [central()] * len(results))
+        return self.combine(what, lambda: None, lambda results: central())
 
     def _receive_outcome(self, peer: int) -> Any:
         try:

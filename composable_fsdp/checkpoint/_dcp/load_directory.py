@@ -99,12 +99,10 @@ class CheckpointLoader:
             return None, ""
         manifest, problem = self._ranks.from_rank0(self._what, lambda: read_manifest(checkpoint))
         if manifest is not None:
-            problem = self._ranks.exchange(
+            problem = self._ranks.combine(
                 self._what,
                 lambda: self._problem_of_share(checkpoint, manifest, contents),
-                lambda found: (
-                    [join_rank_texts({r: text for r, text in enumerate(found) if text}, len(found))] * len(found)
-                ),
+                lambda found: join_rank_texts({r: text for r, text in enumerate(found) if text}, len(found)),
             )
         return manifest, problem
 
@@ -148,7 +146,7 @@ class CheckpointLoader:
             return _Fit(plan.mismatch, saved, plan.wants_communication, plan.fits_communication)
 
         name = type(model).__name__
-        self._communication = self._ranks.exchange(self._what, each, lambda fits: self._decide(fits, name, strict))
+        self._communication = self._ranks.combine(self._what, each, lambda fits: self._decide(fits, name, strict))
 
     def read(self) -> None:
         """Read this rank's shards of all tensors."""
@@ -163,7 +161,7 @@ class CheckpointLoader:
             return self._plan.has_changed, "" if failure is None else str(failure)
 
         try:
-            self._ranks.exchange(self._what, each, self._check_reads)
+            self._ranks.combine(self._what, each, self._check_reads)
         except CheckpointError as error:
             raise error from failure
 
@@ -178,17 +176,16 @@ class CheckpointLoader:
         """The ``extra`` that this rank saved, or rank 0 if the number of ranks has changed."""
         return cast(dict[str, Any], self._objects.get(f"{self._rank_prefix}.extra", {}))
 
-    def _check_reads(self, reads: list[tuple[bool, str]]) -> list[None]:
+    def _check_reads(self, reads: list[tuple[bool, str]]) -> None:
         """Raise if a rank had a problem, the second of its pair. The first says whether it has changed anything."""
         problems = {rank: problem for rank, (_, problem) in enumerate(reads) if problem}
         if problems:
             state = "The model is loaded in part." if any(changed for changed, _ in reads) else "Nothing was loaded."
             advice = "" if self._is_verified else " verify=True finds damage before anything is loaded."
             raise CheckpointError(f"{join_rank_texts(problems, len(reads))} {state}{advice}")
-        return [None] * len(reads)
 
-    def _decide(self, fits: list[_Fit], model: str, strict: bool) -> list[bool]:
-        """Raise or warn about differences, and return for each rank whether to load the codec state."""
+    def _decide(self, fits: list[_Fit], model: str, strict: bool) -> bool:
+        """Raise or warn about differences, and return whether to load the codec state."""
         mismatches = {rank: fit.mismatch for rank, fit in enumerate(fits)}
         leave_common_unexpected(mismatches.values())
         ignore = () if strict else ("missing", "unexpected", "dtypes", "others")
@@ -204,4 +201,4 @@ class CheckpointLoader:
                 "or with other codecs. Only the compression error of one step is lost.",
                 self.folder,
             )
-        return [loads] * len(fits)
+        return loads

@@ -76,10 +76,7 @@ class CheckpointSaver:
             prepare_for_access(model)
             return contribution_of(model, optimizer)
 
-        merged = self._ranks.exchange(
-            what, contribute, lambda contributions: [merge(contributions)] * len(contributions)
-        )
-
+        merged = self._ranks.combine(what, contribute, merge)
         contents = Contents()
 
         def contributions() -> Mapping[str, inner_tensors.InnerContribution]:
@@ -87,9 +84,7 @@ class CheckpointSaver:
             contents = contents_of(model, optimizer, averages, extra, self._ranks.rank, merged)
             return contents.inner_contributions()
 
-        inner_merged = self._ranks.exchange(
-            what, contributions, lambda of_ranks: [inner_tensors.agreed(of_ranks)] * len(of_ranks)
-        )
+        inner_merged = self._ranks.combine(what, contributions, inner_tensors.agreed)
 
         def each() -> _RankPlan:
             contents.expand(inner_merged)
@@ -128,12 +123,8 @@ class CheckpointSaver:
                 written.wait()
             return _RankWrites(written.value(), writer.records)
 
-        def central(written: list[_RankWrites]) -> Sequence[None]:
-            self._finish(writer, written)
-            return [None] * len(written)
-
         with self._abandon_on_failure():
-            self._ranks.exchange(f"saving {self.final}", each, central)
+            self._ranks.combine(f"saving {self.final}", each, lambda written: self._finish(writer, written))
 
     @contextmanager
     def _abandon_on_failure(self) -> Iterator[None]:

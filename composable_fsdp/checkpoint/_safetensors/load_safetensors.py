@@ -79,7 +79,7 @@ def load_safetensors(
     what = "load_safetensors"
     ranks = meet(what, timeout)
     load = _Load(Path(path_or_index))
-    unexpected = ranks.exchange(
+    unexpected = ranks.combine(
         what,
         lambda: load.match(model, key_map, strict=strict, convert_dtype=convert_dtype),
         lambda fits: _verify_fits(fits, type(model).__name__, strict=strict),
@@ -145,8 +145,8 @@ class _Load:
                 advance(part.nbytes)
 
 
-def _verify_fits(fits: list[_Fit], model: str, *, strict: bool) -> list[list[str]]:
-    """Return for every rank the keys that no rank expects. Raise if anything does not fit."""
+def _verify_fits(fits: list[_Fit], model: str, *, strict: bool) -> list[str]:
+    """Return the keys that no rank expects. Raise if anything does not fit."""
     mismatches = {rank: fit.mismatch for rank, fit in enumerate(fits)}
     leave_common_unexpected(mismatches.values())
     refuse(f"{fits[0].path} does not fit {model}", mismatches, ignore=() if strict else ("missing", "unexpected"))
@@ -156,7 +156,7 @@ def _verify_fits(fits: list[_Fit], model: str, *, strict: bool) -> list[list[str
             f"{fits[0].path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than "
             "rank 0. Put it on storage that all ranks share, or the same copy on every host."
         )
-    return [list(fits[0].mismatch.unexpected)] * len(fits)
+    return list(fits[0].mismatch.unexpected)
 
 
 def _keys_of(tensor: KeyedTensor, stored: StoredTensors) -> dict[str, str]:

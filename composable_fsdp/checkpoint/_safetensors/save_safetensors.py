@@ -86,7 +86,7 @@ def save_safetensors(
             warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
         ranks.agree(what, lambda: save.check_shared(plan))
         shows = ranks.rank == 0 and wants_progress(None)
-        ranks.exchange(what, lambda: save.write(plan, show=shows), lambda written: save.commit(plan, written))
+        ranks.combine(what, lambda: save.write(plan, show=shows), lambda written: save.commit(plan))
     except BaseException:
         save.abandon()
         raise
@@ -196,11 +196,10 @@ class _Save:
                 finally:
                     os.close(opened)
 
-    def commit(self, plan: _Plan, written: Sequence[None]) -> Sequence[None]:
+    def commit(self, plan: _Plan) -> None:
         """Replace the previous checkpoint, after all ranks have written."""
         assert self._begun is not None
         self._begun.commit(plan.files)
-        return written
 
     def abandon(self) -> None:
         """Delete incomplete files."""
