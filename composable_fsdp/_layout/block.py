@@ -40,6 +40,11 @@ class Box(NamedTuple):
     local_offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of this block in the full tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
     def of_part(self, part: torch.Tensor) -> torch.Tensor:
         """Return the view of this block in ``part``, the local shard of a rank."""
         for dim, (offset, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):

@@ -26,12 +26,27 @@ from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.params.tensor_subclass import plain_tensors
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 
-__all__ = ["assemble_full", "extent_of", "gather", "has_own_memory", "like", "shardings_of", "states_below"]
+__all__ = [
+    "assemble_full",
+    "extent_of",
+    "gather",
+    "has_own_memory",
+    "like",
+    "parameters_at_rest",
+    "shardings_of",
+    "states_below",
+]
 
 
 def states_below(module: nn.Module) -> list[FSDPState]:
     """Return the FSDP states of ``module`` and its submodules, each once."""
     return list(dict.fromkeys(state for m in module.modules() if (state := find_state(m)) is not None))
+
+
+def parameters_at_rest(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of ``module`` by name. Sharded ones are in their sharded form, which has the gradient."""
+    at_rest = {id(p.unsharded): p.sharded for state in states_below(module) for p in state.group.parameters}
+    return {name: at_rest.get(id(p), p) for name, p in module.named_parameters()}
 
 
 def shardings_of(states: Iterable[FSDPState]) -> dict[int, ParameterSharding]:
@@ -76,7 +91,7 @@ def gather(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -> t
     sharded = cast(DTensor, tensor.detach())
     local, mesh = sharded.to_local(), sharded.device_mesh
     if local.device.type != mesh.device_type:
-        sharded = like(sharded, local := local.to(mesh.device_type))
+        sharded = cast(DTensor, like(sharded, local := local.to(mesh.device_type)))
     if sharding is None or not _is_placed_by(sharded, sharding) or type(local) is not torch.Tensor:
         return sharded.full_tensor()
     full = _all_gather_shards(local, sharding)
@@ -96,12 +111,14 @@ def _storage_addresses(tensor: torch.Tensor) -> set[int]:
     return {plain.untyped_storage().data_ptr() for plain in plain_tensors(tensor)}
 
 
-def like(sharded: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the placements of ``sharded`` and the local tensor ``local``, on the device of ``local``.
+def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as the local tensor of a DTensor with the placements of ``tensor``, or itself if that is plain.
 
     ``DTensor.from_local`` would move it to the device of the mesh, which offloaded shards are not on.
     """
-    spec = cast(Any, sharded)._spec
+    if not isinstance(tensor, DTensor):
+        return local
+    spec = cast(Any, tensor)._spec
     return DTensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype)), requires_grad=False)
 
 

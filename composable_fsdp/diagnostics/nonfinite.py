@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._comm.verify_ranks import gather_rows
-from composable_fsdp._runtime.shard_extent import states_below
+from composable_fsdp._runtime.params.sharded_param import local_part
+from composable_fsdp._runtime.shard_extent import parameters_at_rest
 
 __all__ = ["find_nonfinite"]
 
@@ -32,8 +33,7 @@ def find_nonfinite(module: nn.Module, *, values: bool = False) -> dict[str, tupl
         For each such parameter, by its name in the order of the module, the global ranks that have such elements. The
         same on all ranks of the mesh; empty if everything is finite. Plain parameters are compared over the first mesh.
     """
-    sharded = {id(p.unsharded): p.sharded for state in states_below(module) for p in state.group.parameters}
-    parameters = {name: sharded.get(id(p), p) for name, p in module.named_parameters()}
+    parameters = parameters_at_rest(module)
     meshes = dict.fromkeys(p.device_mesh for p in parameters.values() if isinstance(p, DTensor))
     first = next(iter(meshes), None)
     found: dict[str, tuple[int, ...]] = {}
@@ -60,7 +60,7 @@ def _flags(tensors: Sequence[torch.Tensor | None], mesh: DeviceMesh | None) -> t
 
 
 def _is_nonfinite(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = None if tensor is None else local_part(tensor)
     if local is None or not local.numel() or not (local.is_floating_point() or local.is_complex()):
         return torch.zeros((), dtype=torch.uint8, device=device)
     largest: torch.Tensor = torch.linalg.vector_norm(local, inf)  # nan where any is

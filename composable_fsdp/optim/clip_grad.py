@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable_fsdp._runtime.shard_extent import states_below
+from composable_fsdp._runtime.params.sharded_param import local_part
+from composable_fsdp._runtime.shard_extent import parameters_at_rest
 from composable_fsdp.errors import ConfigurationError, GradientError, MeshError
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
@@ -70,7 +71,7 @@ def clip_grad_norm_(
     total = _total_norm(inputs, norm_type, foreach is not False)
     if error_if_nonfinite:
         _check_finite(total, norm_type)
-    gradients = [_local(g) for _, g in inputs if g is not None]
+    gradients = [local_part(g) for _, g in inputs if g is not None]
     _scale(gradients, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0), foreach is not False)
     return total
 
@@ -102,17 +103,11 @@ def _parameters(parameters: nn.Module | Tensors) -> list[torch.Tensor]:
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if isinstance(parameters, nn.Module):
-        return _parameters_at_rest(parameters)
+        return list(dict.fromkeys(parameters_at_rest(parameters).values()))
     items = list(parameters)
     if not items and isinstance(parameters, types.GeneratorType):
         warnings.warn("clip_grad_norm_ was given an exhausted generator, so it clips nothing.", stacklevel=4)
     return items
-
-
-def _parameters_at_rest(module: nn.Module) -> list[torch.Tensor]:
-    """Return each parameter of ``module`` once, in its sharded form, which has the gradient."""
-    at_rest = {id(p.unsharded): p.sharded for state in states_below(module) for p in state.group.parameters}
-    return list(dict.fromkeys(at_rest.get(id(p), p) for p in module.parameters()))
 
 
 # -- the norm
@@ -146,7 +141,7 @@ def _total_norm(inputs: Sequence[_NormInput], norm_type: float, foreach: bool) -
         raise ConfigurationError(f"norm_type must be positive or inf, not {norm_type!r}.")
     shards = _by_shard_axes(inputs)
     tensors = [tensor for part in shards.values() for tensor in part]
-    here = next((_local(tensor).device for _, tensor in inputs if tensor is not None), torch.device("cpu"))
+    here = next((local_part(tensor).device for _, tensor in inputs if tensor is not None), torch.device("cpu"))
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
     sums = [_sum_of_powers(part, order, foreach, here) for part in shards.values()]
     total = torch.stack(sums) if sums else torch.zeros(0, 2, device=here)
@@ -168,7 +163,7 @@ def _by_shard_axes(inputs: Sequence[_NormInput]) -> dict[_ShardAxes, list[torch.
             known[placement] = shards.setdefault(_shard_axes(like), []), pending
         part, pending = known[placement]
         if tensor is not None:
-            part.append(_local(_summed(tensor) if pending else tensor))
+            part.append(local_part(_summed(tensor) if pending else tensor))
     return shards
 
 
@@ -210,10 +205,6 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
     wide = cast(DTensor, tensor.to(torch.float32)) if tensor.dtype in _NARROW else tensor
     return wide.redistribute(placements=placements)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sum_of_powers(tensors: Sequence[torch.Tensor], order: float, foreach: bool, device: torch.device) -> torch.Tensor:

@@ -60,7 +60,7 @@ def test_offloaded_shards_take_gradients_and_state_in_host_memory(monkeypatch: p
     sharding = shard_over_axes(torch.ones(4, 4), axes, 0)
     parameter: Any = nn.Parameter(sharding.wrap_shard(torch.ones(4, 4)))
     parameter.grad = sharding.wrap_shard(torch.ones(4, 4))
-    state = like(parameter, torch.ones(4, 4, dtype=torch.bfloat16))
+    state: Any = like(parameter, torch.ones(4, 4, dtype=torch.bfloat16))
     for tensor in (parameter, parameter.grad, state):
         assert (tensor.device.type, tensor.to_local().device.type) == ("cpu", "cpu")
     assert (state.shape, state.dtype, state.placements) == ((4, 4), torch.bfloat16, parameter.placements)

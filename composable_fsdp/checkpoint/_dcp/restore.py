@@ -241,8 +241,7 @@ class RestorePlan:
                 self.mismatch.classes[name] = f"a {kind}, which the optimizer has not made so far. Step it once first"
                 return
             dtype = getattr(torch, self._records[full_key].dtype)
-            value = torch.empty_like(local, dtype=dtype, requires_grad=False)
-            value = like(member.parameter, value) if isinstance(member.parameter, DTensor) else value
+            value = like(member.parameter, torch.empty_like(local, dtype=dtype, requires_grad=False))
         self._state_memory[full_key] = value
         plain = has_shards_shape(value, member)
         part = alias_of(cast(DTensor, member.parameter), value) if plain else value
@@ -315,13 +314,13 @@ def _allocate(
     dtype, shape, parameter = saved.properties.dtype, saved.size, member.parameter
     if isinstance(existing, torch.Tensor) and existing.shape == shape and existing.dtype == dtype:
         return existing, LocalShard(existing, member.sharding)
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     if shape == parameter.shape and (shape or key != "step"):
         fits = has_shards_shape(existing, member) and existing.dtype == dtype
         own = cast(torch.Tensor, existing) if fits else _empty_like(local, dtype)
         if has_shards_shape(existing, member):
             return own, LocalShard(alias_of(cast(DTensor, parameter), own), member.sharding)
-        placed = like(parameter, own) if isinstance(parameter, DTensor) else own
+        placed = like(parameter, own)
         return placed, LocalShard(placed, member.sharding)
     full = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
     return full, LocalShard(full)

@@ -93,8 +93,8 @@ class Reader:
         itemsize = DTYPES[found.code].itemsize
         for box in boxes:
             for piece in box.pieces(found.shape, WINDOW_BYTES // itemsize):
-                at = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
-                yield piece, self._open(found.file, _span(piece, found.shape) * itemsize).get_slice(key)[at]
+                file = self._open(found.file, _span(piece, found.shape) * itemsize)
+                yield piece, file.get_slice(key)[piece.slices]
 
     def _open(self, path: Path, nbytes: int) -> Any:
         """Return the file, to read a block that spans ``nbytes`` of it."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import like, shardings_of, states_below
@@ -228,5 +227,4 @@ def _average_of(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.d
     """Return a copy of ``tensor`` with its placements, on ``device`` if one is given."""
     local = local_part(tensor).detach()
     kind = dtype or torch.promote_types(local.dtype, torch.float32)
-    own = local.to(device or local.device, kind, copy=True)
-    return like(tensor, own) if isinstance(tensor, DTensor) else own
+    return like(tensor, local.to(device or local.device, kind, copy=True))

@@ -157,7 +157,7 @@ class _Load:
             return existing
         device = local_part(parameter).device
         own = torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard)
-        return like(parameter, own) if isinstance(parameter, DTensor) else own
+        return like(parameter, own)
 
     def _load_replicated(self, member: OptimizerParam, key: str, value: torch.Tensor) -> torch.Tensor:
         """Copy a tensor of another shape than the parameter's, replicated unless it is a DTensor with placements."""

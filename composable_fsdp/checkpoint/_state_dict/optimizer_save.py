@@ -7,11 +7,10 @@ local tensors, as a plain tensor of the local shard's shape. Everything else is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._runtime.shard_extent import like
@@ -97,6 +96,6 @@ def _distributed(
     local = {i for i, is_local in zip(plain, everywhere, strict=True) if is_local}
     distributed: dict[str, dict[str, Any]] = {}
     for i, (member, key, value) in enumerate(items):
-        shard = like(cast(DTensor, member.parameter), value) if i in local else value
+        shard = like(member.parameter, value) if i in local else value
         distributed.setdefault(member.name, {})[key] = shard
     return distributed

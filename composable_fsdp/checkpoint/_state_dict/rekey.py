@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._layout.block import Cut, ShardExtent
@@ -68,7 +67,7 @@ def _shard_state(value: Any, original: torch.Tensor, parameter: ShardedParameter
     shard, full = parameter.sharding.axes.shard, local_part(value)
     piece = ShardExtent.after(tuple(full.shape), [Cut(parameter.dim, shard.size, shard.rank)]).take(full)
     own = torch.empty_like(piece, device=parameter.local.device, memory_format=torch.contiguous_format).copy_(piece)
-    return like(cast(DTensor, parameter.sharded), own)
+    return like(parameter.sharded, own)
 
 
 # -- an optimizer's own state dict

@@ -47,7 +47,7 @@ class Conversion:
     def fill(self, path: contents.Path, out: torch.Tensor) -> None:
         """Copy a full tensor into ``out``."""
         for box in self.source.boxes(path):
-            part = out[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+            part = out[box.slices]
             self.source.read(path, box, part)
             self.done(part.nbytes)
 

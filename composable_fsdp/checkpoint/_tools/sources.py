@@ -245,7 +245,7 @@ class TorchSource:
         return _mapped_boxes(self.tensors[path])
 
     def read(self, path: contents.Path, box: Box, out: torch.Tensor) -> None:
-        out.copy_(self._tensors[path][_slices(box)])
+        out.copy_(self._tensors[path][box.slices])
 
 
 class SafetensorsSource:
@@ -282,10 +282,6 @@ class SafetensorsSource:
 
 def _mapped_boxes(spec: Spec) -> Iterator[Box]:
     return spec.full_box.pieces(spec.shape, BLOCK_BYTES // spec.dtype.itemsize)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
 
 
 def _load(path: Path, weights_only: bool) -> Mapping[Any, Any]:
