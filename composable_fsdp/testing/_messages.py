@@ -10,15 +10,8 @@ from typing import Any
 __all__ = ["Call", "Job", "Raised", "Ready", "Returned", "WarningFilter", "apply_warning_filters", "warning_filters"]
 
 
-@dataclass(frozen=True, slots=True)
-class WarningFilter:
-    """One row of ``warnings.filters``, with patterns as text."""
-
-    action: Any
-    message: str
-    category: Any  # a class, or a tuple of them
-    module: str
-    lineno: int
+WarningFilter = tuple[Any, str, Any, str, int]
+"""Action, message, category (or several), module and line of a row of ``warnings.filters``, with patterns as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +57,7 @@ class Raised:
 def warning_filters() -> tuple[WarningFilter, ...]:
     """Return the warning filters in effect, the strongest first."""
     return tuple(
-        WarningFilter(action, _pattern(message), category, _pattern(module), lineno)
+        (action, _pattern(message), category, _pattern(module), lineno)
         for action, message, category, module, lineno in warnings.filters
     )
 
@@ -73,7 +66,7 @@ def apply_warning_filters(filters: tuple[WarningFilter, ...]) -> None:
     """Replace the warning filters in effect with ``filters``."""
     warnings.resetwarnings()
     for row in reversed(filters):
-        warnings.filterwarnings(row.action, row.message, row.category, row.module, row.lineno)
+        warnings.filterwarnings(*row)
 
 
 def _pattern(matcher: Any) -> str:

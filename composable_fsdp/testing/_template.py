@@ -21,31 +21,12 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 __all__ = ["Process", "Template", "serve"]
 
 _MOST_DESCRIPTORS = 8
 _LENGTH = struct.Struct("=I")
-
-
-class Process(Protocol):
-    """A child of a template. Only the caller collects it. It leads a process group."""
-
-    pid: int
-
-    @property
-    def ended(self) -> bool:
-        """True if the process has ended. It is not collected, so its id and its process group cannot be reused yet."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the process and its children, unless it was collected."""
-        ...
-
-    def wait(self) -> int:
-        """Collect the process once it has ended, and return its exit code, negative for a signal."""
-        ...
 
 
 class Template:
@@ -72,11 +53,12 @@ class Template:
     def fork(self, arguments: Mapping[str, Any], descriptors: Sequence[int], environment: Mapping[str, str]) -> Process:
         """Fork a process that runs the function of :func:`serve` with ``arguments`` and copies of ``descriptors``.
 
-        Waits until the template has imported everything. If that failed, the returned process is one that has ended.
+        Waits until the template has imported everything. If that failed, the returned process is the template,
+        which has ended.
         """
         request = {"arguments": arguments, "environment": dict(environment)}
         pid = self._ask(request, [*descriptors, 1, 2])
-        return _FailedFork(self._process) if pid is None else _ForkedProcess(self, pid)
+        return Process(self, self._process.pid, self._process.wait()) if pid is None else Process(self, pid)
 
     @property
     def alive(self) -> bool:
@@ -112,41 +94,32 @@ class Template:
         return answer
 
 
-class _ForkedProcess:
-    def __init__(self, template: Template, pid: int) -> None:
+class Process:
+    """A child of ``template``, unless its exit ``code`` is known already. It leads a process group. Final.
+
+    Only the caller collects it. Until then its id and its process group cannot be reused, even if it has ended.
+    """
+
+    def __init__(self, template: Template, pid: int, code: int | None = None) -> None:
         self.pid = pid
         self._template = template
-        self._code: int | None = None
+        self._code = code
 
     @property
     def ended(self) -> bool:
         return self._code is not None or self._template.has_ended(self.pid)
 
     def kill(self) -> None:
+        """Kill the process and its children, unless it was collected."""
         if self._code is None:
             with suppress(ProcessLookupError):  # its template has ended, so another process has collected it
                 os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
+        """Collect the process once it has ended, and return its exit code, negative for a signal."""
         if self._code is None:
             self._code = self._template.collect(self.pid)
         return self._code
-
-
-class _FailedFork:
-    """A process that could not be forked, because its template had ended."""
-
-    ended = True
-
-    def __init__(self, template: subprocess.Popen[bytes]) -> None:
-        self.pid = template.pid
-        self._template = template
-
-    def kill(self) -> None:
-        """Do nothing: there is no process to kill."""
-
-    def wait(self) -> int:
-        return self._template.wait()
 
 
 def serve(descriptor: int, run: Callable[..., None]) -> None:
