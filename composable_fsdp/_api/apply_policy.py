@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp._api.materialize import InitFunction, find_ignored, materialize_meta
-from composable_fsdp._runtime.groups.state import find_state, state_of
+from composable_fsdp._runtime.groups.state import state_of
 from composable_fsdp._runtime.params.param_places import registered_parameters
+from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp._sharding.strategy import resolve_strategy
 from composable_fsdp._torch_compat.torch_types import as_mesh_dims, as_strategy
 from composable_fsdp.wrap._plan import Group, Policy, Scope, plan_groups
@@ -55,7 +56,7 @@ def shard_by_policy(model: nn.Module, policy: Policy, shard: Callable[..., objec
     groups = plan_groups(policy, Scope(model, ignored.modules, ignored.parameters), OVERRIDABLE)
     options_of = [_options_of(group, options) for group in groups]
     init: InitFunction | None = options["param_init_fn"]
-    sharded = {state for module in model.modules() if (state := find_state(module)) is not None}
+    sharded = set(states_below(model))
     owner_states = sharded | {state_of(owner) for owner in options["shared_from"]}
     registered = [entry for entry in registered_parameters(model) if len(entry.places) > 1]
     for group, chosen in zip(groups, options_of, strict=True):

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp._api.direct_call_errors import uncaught_errors
 from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, alive, find_state
+from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, alive
 from composable_fsdp._runtime.lazy_init import optimizer_hooks
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.params.tensor_subclass import hooks_of
+from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["copy_sharded"]
@@ -39,7 +40,7 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     markers = cast("dict[Any, Any]", memo)
     if _COPYING in markers:
         return _copy_module(module, memo)
-    states = list({state: None for m in module.modules() if (state := find_state(m)) is not None})
+    states = states_below(module)
     within = set(module.modules())
     for state in states:
         _check_contained(state, states, within, module)

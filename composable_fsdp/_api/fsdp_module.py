@@ -24,12 +24,13 @@ from composable_fsdp._api.group_setters import (
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.profiling import ask_logger
-from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
+from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state_of
 from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import call_as_forward, is_being_called
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp._runtime.schedule.schedule import Schedule
+from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp._torch_compat.fsdp_state import client_state
 from composable_fsdp._torch_compat.torch_types import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError, UnsupportedError
@@ -196,7 +197,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             LifecycleError: a forward has run whose backward may still come.
         """
-        states = list(_states(self, recurse))
+        states = _states(self, recurse)
         check_between_steps("set_reduce_scatter_unused_params", states)
         for state in states:
             for pgs in state.group.process_groups:
@@ -288,7 +289,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigurationError: ``level`` is none of these.
         """
-        chosen, states = order_check_from(level), list(_states(self, recurse=True))
+        chosen, states = order_check_from(level), _states(self, recurse=True)
         for state in states:
             state.order_check = chosen
         set_order_check(states, chosen)
@@ -427,7 +428,7 @@ class FSDPModule(TorchFSDPModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as ``nn.Module.zero_grad`` does; also drop accumulated gradients not reduced yet."""
-        states = list(_states(self, recurse=True))
+        states = _states(self, recurse=True)
         for iteration in {each for state in states if (each := known_iteration(state)) is not None}:
             iteration.drain()  # reductions in flight would set gradients later
         for state in states:
@@ -461,7 +462,7 @@ def no_sync(module: nn.Module, *, sharded: bool = False) -> Iterator[None]:
             for fp32, independent of the number of ranks. ``True`` reduce-scatters every microbatch and keeps only this
             rank's shard of the sum, in the reduce dtype; the all-reduce over replicas runs once, at the end.
     """
-    states = list(_states(module, recurse=True))
+    states = _states(module, recurse=True)
     before = [state.accumulation for state in states]
     for state in states:
         state.accumulation = Accumulation.SHARDED if sharded else Accumulation.UNSHARDED
@@ -527,12 +528,9 @@ def _state(module: object) -> FSDPState:
     return state_of(module)
 
 
-def _states(module: object, recurse: bool) -> Iterator[FSDPState]:
+def _states(module: object, recurse: bool) -> list[FSDPState]:
     assert isinstance(module, nn.Module)
-    if not recurse:
-        yield state_of(module)
-        return
-    yield from {state: None for child in module.modules() if (state := find_state(child)) is not None}
+    return states_below(module) if recurse else [state_of(module)]
 
 
 def _sharded_states(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) -> list[FSDPState]:

@@ -128,12 +128,11 @@ def reset_parameters(module: nn.Module) -> None:
     Raises:
         ConfigurationError: the module has parameters of its own, but neither method.
     """
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if callable(reset):
-        if _has_own(module):
+    _check_methods({type(module).__name__.removeprefix("FSDP"): module})
+    if any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
+        reset = _reset_method(module)
+        if reset is not None:
             reset()
-    elif any(parameter is not None for parameter in module._parameters.values()):
-        raise ConfigurationError(_no_method([f"{type(module).__name__.removeprefix('FSDP')}"]))
 
 
 def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M:
@@ -170,7 +169,8 @@ def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M
             parameter. The text names them.
     """
     if fn is reset_parameters:
-        _check_methods(model)
+        named = model.named_modules()
+        _check_methods({f"{p or 'the model'} ({type(m).__name__.removeprefix('FSDP')})": m for p, m in named})
     states = states_below(model)
     prepare_to_lend(states, "initialize")
     blank = _allocate_model(model, states)
@@ -194,28 +194,21 @@ def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M
     return model
 
 
-def _no_method(names: Sequence[str]) -> str:
-    return (
-        f"initialize calls reset_parameters() of every module that has parameters, but these have no such method: "
-        f"{', '.join(names)}. Pass a function of a module that writes their values: "
-        "initialize(model, fn, seed=...)."
-    )
-
-
-def _check_methods(model: nn.Module) -> None:
-    """Raise if a module with parameters has no method that resets them."""
-    lacking = [
-        f"{path or 'the model'} ({type(module).__name__.removeprefix('FSDP')})"
-        for path, module in model.named_modules()
-        if any(parameter is not None for parameter in module._parameters.values())
-        and not callable(getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None))
-    ]
+def _check_methods(modules: Mapping[str, nn.Module]) -> None:
+    """Raise if a module that has parameters has no method that resets them."""
+    own = {name: [p for p in module._parameters.values() if p is not None] for name, module in modules.items()}
+    lacking = [name for name, module in modules.items() if own[name] and _reset_method(module) is None]
     if lacking:
-        raise ConfigurationError(_no_method(lacking))
+        raise ConfigurationError(
+            "initialize calls reset_parameters() of every module that has parameters, but these have no such method: "
+            f"{', '.join(lacking)}. Pass a function of a module that writes their values: "
+            "initialize(model, fn, seed=...)."
+        )
 
 
-def _has_own(module: nn.Module) -> bool:
-    return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
+def _reset_method(module: nn.Module) -> Callable[[], object] | None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
 
 
 def _in_apply_order(module: nn.Module) -> Iterator[nn.Module]:
