@@ -161,13 +161,8 @@ class ClientState:
         """End a backward: reduce remaining gradients, and wait for the reductions if it is the last backward."""
         iteration_of(self._state).end_backward()
 
-    @property
-    def _pre_forward(self) -> Callable[..., Any]:
-        return hooks_for_clients(self._state).pre_forward
-
-    @property
-    def _post_forward(self) -> Callable[..., Any]:
-        return hooks_for_clients(self._state).post_forward
+    _pre_forward = property(lambda view: hooks_for_clients(view._state).pre_forward)
+    _post_forward = property(lambda view: hooks_for_clients(view._state).post_forward)
 
     @property
     def _post_forward_hook_handle(self) -> RemovableHandle:
@@ -246,17 +241,9 @@ class ClientGroup:
     def _sharded_state(self) -> ShardedState:
         return _SHARDED_STATES[self._state.group.parameter_state]
 
-    @property
-    def is_sharded(self) -> bool:
-        return self._sharded_state is ShardedState.SHARDED
-
-    @property
-    def is_sharded_post_forward(self) -> bool:
-        return self._sharded_state is ShardedState.SHARDED_POST_FORWARD
-
-    @property
-    def is_unsharded(self) -> bool:
-        return self._sharded_state is ShardedState.UNSHARDED
+    is_sharded = property(lambda view: view._sharded_state is ShardedState.SHARDED)
+    is_sharded_post_forward = property(lambda view: view._sharded_state is ShardedState.SHARDED_POST_FORWARD)
+    is_unsharded = property(lambda view: view._sharded_state is ShardedState.UNSHARDED)
 
     def lazy_init(self) -> None:
         """Update the group after changes of its sharded parameters."""
