@@ -18,10 +18,9 @@ fail torch's checks for ``type(p) is DTensor``; with the attribute on the parame
 from __future__ import annotations
 
 import functools
-import sys
 import traceback
 from collections.abc import Callable
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torch import nn
 from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
 from composable_fsdp._runtime.groups.state import state_of, state_of_parameter
 from composable_fsdp._runtime.params.sharded_param import find_parameter
+from composable_fsdp.diagnostics._recording import hook_uncaught
 from composable_fsdp.errors import LifecycleError
 
 __all__ = ["explained_methods", "explanation_of", "uncaught_errors"]
@@ -72,27 +72,17 @@ def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 # -- errors that end the program
 
 
-def _explain_uncaught() -> Callable[[], None]:
-    """Install a ``sys.excepthook`` that adds a note to errors about sharded parameters. Return what restores it."""
-    before = sys.excepthook
-
-    def explain(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
-        text = explanation_of(error)
-        if text is not None and hasattr(error, "add_note") and text not in getattr(error, "__notes__", ()):
-            error.add_note(text)
-        before(kind, error, stack)
-        if text is not None and not hasattr(error, "add_note"):  # Python 3.10
-            sys.stderr.write(f"{text}\n")
-
-    def restore() -> None:
-        if sys.excepthook is explain:  # otherwise another hook may call this one
-            sys.excepthook = before
-
-    sys.excepthook = explain
-    return restore
+def _explain(error: BaseException) -> str | None:
+    """Add a note to an error about sharded parameters. Return its text where errors take no notes, in Python 3.10."""
+    text = explanation_of(error)
+    if text is None or not hasattr(error, "add_note"):
+        return text
+    if text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
+    return None
 
 
-uncaught_errors = GlobalHooks(_explain_uncaught)
+uncaught_errors = GlobalHooks(lambda: hook_uncaught(_explain))
 """The ``sys.excepthook`` that explains errors about sharded parameters."""
 
 

@@ -31,7 +31,7 @@ from composable_fsdp.diagnostics._records import Dump, Fault, Header, NumberedEv
 from composable_fsdp.diagnostics._signals import SignalWatch
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 
-__all__ = ["FOLDER_VARIABLE", "disable", "dump", "enable", "enable_from_environment"]
+__all__ = ["FOLDER_VARIABLE", "disable", "dump", "enable", "enable_from_environment", "hook_uncaught"]
 
 FOLDER_VARIABLE = "COMPOSABLE_FSDP_DIAGNOSTICS"
 
@@ -65,7 +65,7 @@ class _Recording:
         if on_error:
             trace.fault_listeners.append(self.on_fault)
             self.undo.append(lambda: trace.fault_listeners.remove(self.on_fault))
-            self.undo.append(_hook_uncaught(self.on_fault))
+            self.undo.append(hook_uncaught(lambda error: self.on_fault(error, "the program")))
 
     def stop(self) -> None:
         while self.undo:
@@ -266,20 +266,25 @@ def _add_path(path: Path, error: BaseException) -> None:
         error.add_note(note)
 
 
-def _hook_uncaught(report: Callable[[BaseException, str], None]) -> Callable[[], None]:
-    """Install a ``sys.excepthook`` that reports uncaught exceptions. Return a function that removes it."""
+def hook_uncaught(report: Callable[[BaseException], str | None]) -> Callable[[], None]:
+    """Install a ``sys.excepthook`` that calls ``report`` with uncaught exceptions, and then the hook of before.
+
+    A text that ``report`` returns is printed at the end. Returns a function that restores the hook of before.
+    """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
-        report(error, "the program")
+        text = report(error)
         before(kind, error, stack)
+        if text:
+            sys.stderr.write(f"{text}\n")
 
-    def undo() -> None:
-        if sys.excepthook is hook:
+    def restore() -> None:
+        if sys.excepthook is hook:  # otherwise another hook may call this one
             sys.excepthook = before
 
     sys.excepthook = hook
-    return undo
+    return restore
 
 
 def _stop_in_child() -> None:
