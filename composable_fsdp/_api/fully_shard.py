@@ -143,23 +143,8 @@ def fully_shard(
     """
     enable_from_environment()
     if policy is not None:
-        options = {
-            "strategy": strategy,
-            "mesh": mesh,
-            "reshard_after_forward": reshard_after_forward,
-            "shard_placement_fn": shard_placement_fn,
-            "mp_policy": mp_policy,
-            "offload_policy": offload_policy,
-            "ignored_params": ignored_params,
-            "ignored_modules": ignored_modules,
-            "dp_mesh_dims": dp_mesh_dims,
-            "shared_from": shared_from,
-            "comm_policy": comm_policy,
-            "sync_module_states": sync_module_states,
-            "device": device,
-            "param_init_fn": param_init_fn,
-        }
-        shard_by_policy(_as_model(module), as_wrap_policy(policy), fully_shard, options)
+        options = dict(locals())  # the arguments: nothing else is assigned before
+        shard_by_policy(_as_model(options.pop("module")), as_wrap_policy(options.pop("policy")), fully_shard, options)
         return module
     if strategy is not None:
         resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
