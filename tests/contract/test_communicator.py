@@ -333,7 +333,7 @@ def play_in_turn(function: Case, communicators: list[Communicator]) -> None:
     players = [function(comm) for comm in communicators]
     while players:
         going_on = [player for player in players if next(player, "over") is None]
-        assert len(going_on) in (0, len(players)), "ranks yield equally often"
+        assert len(going_on) in (0, len(players)), "all ranks must yield the same number of times"
         players = going_on
 
 

@@ -155,7 +155,7 @@ def run_tests(names: Sequence[str], transports: Collection[str], found: Found) -
     code = pytest.main(["tests", "-q", "--no-header", "-p", "no:cacheprovider"], plugins=[plugin])
     missing = set(names) - plugin.collected
     if code or missing:
-        raise RuntimeError(f"pytest ended with {code}; tests that are not there: {sorted(missing)}")
+        raise RuntimeError(f"pytest ended with {code}; tests that do not exist: {sorted(missing)}")
 
 
 class _Plugin:
@@ -174,7 +174,7 @@ class _Plugin:
                 by_name.setdefault(item.originalname, []).append(item)
         for name, each in by_name.items():
             if len({item.path for item in each}) > 1:
-                raise pytest.UsageError(f"{name} is the name of tests in two files, so not of one case")
+                raise pytest.UsageError(f"{name} names tests in two files; a case needs a unique name")
             each[0].module.run_ranks = self.run_ranks
         items[:] = [item for each in by_name.values() for item in one_of(each)]
         self.collected = set(by_name)

@@ -161,13 +161,13 @@ def watch_memory() -> None:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         loss = task.loss(model, batch)
-        assert torch.cuda.memory_allocated() - before < slack, "after forward"
-        assert torch.cuda.max_memory_allocated() - before > full // 3, "the largest layer was not in memory"
+        assert torch.cuda.memory_allocated() - before < slack, "memory is held after forward"
+        assert torch.cuda.max_memory_allocated() - before > full // 3, "the largest layer was never unsharded"
         loss.backward()
         del loss
-        assert torch.cuda.memory_allocated() - before < shards + slack, "after backward"
+        assert torch.cuda.memory_allocated() - before < shards + slack, "memory is held after backward"
         model.zero_grad()
-        assert torch.cuda.memory_allocated() - before < slack, "after zero_grad"
+        assert torch.cuda.memory_allocated() - before < slack, "memory is held after zero_grad"
 
 
 CODECS = (Int8(), Int8(rotate=True), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))

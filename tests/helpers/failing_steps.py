@@ -123,7 +123,7 @@ def gradients(model: Any, plan: Plan, number: int, around: Callable[[], Any] | N
 
 
 def fail(*_: object) -> None:
-    raise ArithmeticError("no luck")
+    raise ArithmeticError("test failure")
 
 
 @contextmanager
@@ -186,5 +186,7 @@ def fault_of(plan: Plan, model: Any, counts: dict[str, int]) -> Callable[[], Any
         return None
     number = plan.index % counts[plan.point]
     if plan.point == "operation":
-        return lambda: inject_faults(model, Fault(Raise(ArithmeticError("no luck on the wire")), number=number))
+        return lambda: inject_faults(
+            model, Fault(Raise(ArithmeticError("test failure of a collective")), number=number)
+        )
     return lambda: counting(*COUNTED[plan.point], failing=number)

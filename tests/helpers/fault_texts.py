@@ -48,4 +48,4 @@ def assert_golden(name: str, text: str) -> None:
         return
     before = known.get(name, "")
     difference = "\n".join(difflib.unified_diff(before.split("\n"), now.split("\n"), "golden", "now", lineterm=""))
-    assert now == before, f"{name} is told otherwise; {VARIABLE}=write accepts that:\n{difference}"
+    assert now == before, f"the text of {name!r} differs; {VARIABLE}=write accepts the new one:\n{difference}"

@@ -108,7 +108,7 @@ def _change_on_last(change: Callable[[], Callable[[], None]]) -> Iterator[None]:
 
 
 def _fail(*_: object) -> None:
-    raise ArithmeticError("no luck")
+    raise ArithmeticError("test failure")
 
 
 def _raise_in_forward(model: Any) -> Callable[[], None]:

@@ -69,7 +69,7 @@ def latest_version(folder: Path) -> int | None:
     model = build()
     version: int = load(folder / "run", model)["version"]
     for parameter in model.parameters():
-        assert parameter.eq(version).all(), f"version {version} is a mixture: {parameter.unique()}"
+        assert parameter.eq(version).all(), f"version {version} mixes values of several saves: {parameter.unique()}"
     return version
 
 
@@ -95,7 +95,7 @@ def kill_once(folder: Path, round_: int, chance: random.Random) -> None:
     children = [fork(rank, folder, round_) for rank in range(RANKS)]
     begin = time.monotonic()
     while last_complete_version(folder) == before:  # the kill must happen during a save, not during startup
-        assert time.monotonic() < begin + 60, "no save in a minute"
+        assert time.monotonic() < begin + 60, "no save finished within a minute"
         time.sleep(0.005)
     time.sleep(chance.uniform(0, 0.15))
     for child in children if chance.random() < 0.6 else chance.sample(children, 1):
@@ -139,7 +139,7 @@ def main() -> None:
         assert found is not None
         assert found in (known, known + 1), f"after kill {round_}: {found}, though {known} was complete"
         unfinished += any(name.endswith((".partial", ".old", ".deleted")) for name in os.listdir(folder / "run"))
-    print(f"{kills} kills, {last_complete_version(folder)} saves, {unfinished} of them unfinished at a kill")  # noqa: T201
+    print(f"{kills} kills, {last_complete_version(folder)} saves, {unfinished} interrupted by a kill")  # noqa: T201
     sys.stdout.flush()
     children = []
     for rank in range(RANKS):

@@ -69,11 +69,15 @@ def raise_in_backward(model: Two) -> Callable[[], None]:
 
 
 def _fail(*_: object) -> None:
-    raise ArithmeticError("no luck")
+    raise ArithmeticError("test failure")
 
 
 FAULTS: dict[str, tuple[Callable[[Two], Callable[[], None]], type[Exception], str]] = {
     "order": (swap, DivergenceError, r"^Forward order differs across ranks"),
-    "forward": (raise_in_forward, PeerError, r"rank \d raised ArithmeticError: no luck in the forward of second"),
+    "forward": (
+        raise_in_forward,
+        PeerError,
+        r"rank \d raised ArithmeticError: test failure in the forward of second",
+    ),
     "backward": (raise_in_backward, PeerError, r"rank \d raised in the backward of (first|second)"),
 }

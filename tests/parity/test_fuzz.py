@@ -141,7 +141,7 @@ def failures(all_programs: Sequence[Program]) -> dict[Program, str]:
         suspects = run_together(batch)
         texts = {program: run_alone(program) for program in suspects}
         if suspects and not any(texts.values()):
-            raise AssertionError(f"these failed, but none of them by itself: {suspects}")
+            raise AssertionError(f"these programs fail together, but none of them fails alone: {suspects}")
         found |= {program: text for program, text in texts.items() if text}
     return found
 
@@ -216,7 +216,7 @@ def test_programs_train_like_the_unsharded_model(world_size: int, capsys: pytest
     if failed:
         program, text = find_smallest(*failed[0])
         many = sum(len(bad) for _, bad in failed)
-        raise AssertionError(f"{many} programs failed. The smallest found:\n\n{program}\n\n{text}")
+        raise AssertionError(f"{many} programs failed. The smallest failing program:\n\n{program}\n\n{text}")
 
 
 def test_the_programs_of_ci_make_use_of_every_feature() -> None:

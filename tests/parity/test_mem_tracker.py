@@ -71,7 +71,7 @@ def await_gloo(tracker: FSDPMemTracker) -> None:
     """
     end = time.monotonic() + 10.0
     while named(tracker.get_tracker_snapshot("current"))["Temp"]:
-        assert time.monotonic() < end, "temporary memory stays after backward"
+        assert time.monotonic() < end, "temporary memory is not freed after backward"
         time.sleep(0.01)
 
 

@@ -115,7 +115,7 @@ def compare_with_torch(schedule: str) -> None:
     assert len(losses) == (STEPS * MICROBATCHES if mesh["pp"].get_local_rank() == 1 else 0)
     assert_close(parameters, expected)
     reductions = [str(event) for event in recorder if event.operation is trace.Operation.REDUCE]
-    assert len(reductions) == STEPS * 4, "each of 4 blocks once a step, not once a microbatch"
+    assert len(reductions) == STEPS * 4, "each of 4 blocks reduces once per step, not once per microbatch"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

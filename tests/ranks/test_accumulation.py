@@ -115,14 +115,14 @@ def check_what_travelled(
     if i < LAST and setting in (unsharded, sharded, without_all_reduce):
         replicates = any(p.device_mesh.ndim == 2 for p in named.values() if isinstance(p, DTensor))
         if setting is not without_all_reduce or replicates:
-            assert all(p.grad is None for p in named.values()), f"{setting.__name__}: delivered too early"
+            assert all(p.grad is None for p in named.values()), f"{setting.__name__}: the hook ran too early"
             assert not any(e.operation is Operation.REDUCED for e in recorder), setting.__name__
             assert counts["all_reduce"] == 0, setting.__name__
         reduced = {e.group for e in recorder if e.operation is Operation.REDUCE}
         used = {*(f"layers.{k}" for k in ROUTES[i]), "root"}  # the side layer belongs to the root
         assert reduced == (set() if setting is unsharded else used), setting.__name__
     elif i == LAST:
-        assert all(isinstance(p.grad, DTensor) for p in named.values()), f"{setting.__name__}: not delivered"
+        assert all(isinstance(p.grad, DTensor) for p in named.values()), f"{setting.__name__}: the hook did not run"
 
 
 def accumulate(mesh_shape: tuple[int, ...], reshard_after_forward: bool | int | None) -> None:
@@ -244,8 +244,8 @@ def drop_what_was_accumulated() -> None:
     model.zero_grad()  # while the last reductions are in flight
     TASKS["mlp"].loss(model, TASKS["mlp"].batch_of(0, 0)).sum().backward()
     model.set_is_last_backward(True)
-    with pytest.raises(RuntimeError, match="in the body"), no_sync(model):
-        raise RuntimeError("in the body")
+    with pytest.raises(RuntimeError, match="raised inside the context"), no_sync(model):
+        raise RuntimeError("raised inside the context")
     assert all(u.accumulation is Accumulation.REDUCE for m in model.modules() if (u := find_state(m)) is not None)
 
 

@@ -258,4 +258,4 @@ def test_at_4096_ranks_a_step_takes_no_memory_for_padding() -> None:
         peak = peak_above_idle(root, torch.zeros(1, width))
     finally:
         dist.destroy_process_group()
-    assert 4 * full_bytes <= peak <= 4 * full_bytes + 8192, "activations take the rest"
+    assert 4 * full_bytes <= peak <= 4 * full_bytes + 8192, "only activations use more"

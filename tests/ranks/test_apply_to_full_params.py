@@ -26,13 +26,15 @@ def rewrite(task: str, shape: tuple[int, ...]) -> None:
         exactly(parameter.detach(), values[name], name)
         shown = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
         assert name in shown
-        assert len(shown) < len(values), "one group at a time"
+        assert len(shown) < len(values), "only one group is unsharded at a time"
         seen.append(name)
         parameter.mul_(2)
 
     objects = dict(model.named_parameters())
     apply_to_full_params(model, double)
-    assert sorted(seen) == sorted(name for name, _ in reference.named_parameters()), "shared ones once"
+    assert sorted(seen) == sorted(name for name, _ in reference.named_parameters()), (
+        "a shared parameter is visited once"
+    )
     assert all(p is objects[n] for n, p in model.named_parameters())
     for name, value in values_of(model).items():
         exactly(value, values[name] * 2, name)

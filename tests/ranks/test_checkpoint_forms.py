@@ -99,7 +99,7 @@ def assert_shown(model: nn.Module, expected: dict[str, Any], mesh: DeviceMesh) -
                 assert isinstance(found[name], DTensor) == isinstance(form, Sharded), name
                 local = found[name].to_local() if isinstance(form, Sharded) else found[name]
                 exactly(local, part, name)
-                assert local.data_ptr() == here[name].to_local().data_ptr(), f"{name} is a copy"
+                assert local.data_ptr() == here[name].to_local().data_ptr(), f"{name} must not be a copy"
             else:
                 exactly(found[name], value, name)
 
@@ -257,7 +257,7 @@ class OneAtATime:
         self.calls = 0
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        assert self._last() is None, f"a whole tensor is still there at call {self.calls} of rank {dist.get_rank()}"
+        assert self._last() is None, f"a full tensor is still in memory at call {self.calls} of rank {dist.get_rank()}"
         made = self._function(*args, **options)
         self.calls += 1
         self._last = ref(made)

@@ -17,4 +17,4 @@ def test_killed_saves_leave_the_previous_checkpoint(tmp_path: Path) -> None:
     kills, saves, unfinished = (int(word) for word in done.stdout.replace(",", "").split() if word.isdecimal())
     assert kills == 30
     assert saves >= 30
-    assert unfinished > 0, "no kill hit a save"
+    assert unfinished > 0, "no kill interrupted a save"

@@ -110,7 +110,7 @@ class OneBuffer:
         return self.memory[: size[0] * dtype.itemsize].view(dtype)
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, **options: Any) -> None:
-        raise AssertionError("encoded gradients do not go through it")
+        raise AssertionError("encoded gradients must not use this collective")
 
 
 def customize() -> None:

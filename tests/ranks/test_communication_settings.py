@@ -170,7 +170,7 @@ class Counted:
         return torch.full(size, float("nan"), dtype=dtype, device=device)
 
     def _launch(self, work: Any, async_op: bool) -> Any:
-        assert not async_op, "nobody asked for it"
+        assert not async_op, "async_op must be false"
         self.calls += 1
         if self._is_asynchronous:
             return work
@@ -214,8 +214,10 @@ def move_bytes_by_hand(mesh_shape: tuple[int, ...]) -> None:
             model = check_parity(TASKS[task].build, play_task(task), shard=shard, what=task, steps=2)
         if state_of(model).group.process_groups[0].axes.shard.size > 1:
             assert counts["all_gather"] == counts["reduce_scatter"] == 0
-            assert gather.calls == len(gather.allocated) > 0, "everything in one message"
-            assert 2 * scatter.calls == len(scatter.allocated) > 0, "its input and its output"
+            assert gather.calls == len(gather.allocated) > 0, "each all-gather allocates one message"
+            assert 2 * scatter.calls == len(scatter.allocated) > 0, (
+                "each reduce-scatter allocates its input and its output"
+            )
         else:  # an axis of one rank has no messages
             assert gather.calls == scatter.calls == 0
 
@@ -257,7 +259,7 @@ def separate_and_pool() -> None:
             assert gather is not scatter
             assert dist.get_process_group_ranks(gather) == dist.get_process_group_ranks(scatter)
         separate = {id(group_of(pgs.scatter)) for pgs in process_groups}
-        assert len(separate) == 1, "one more for all of them"
+        assert len(separate) == 1, "all groups share one additional process group"
         root.set_separate_reduce_scatter_group()  # a second call has no effect
         assert {id(group_of(pgs.scatter)) for pgs in process_groups} == separate
         first.set_separate_reduce_scatter_group(False)
@@ -290,7 +292,7 @@ def trace_reductions_in_flight() -> None:
         assert most_in_flight() == min(limit, 4), limit
     model.set_reduce_scatter_max_input_buffers(1)
     sharded_modules(model)[2].set_reduce_scatter_max_input_buffers(2, recurse=False)
-    assert most_in_flight() == 2, "the largest of all counts"
+    assert most_in_flight() == 2, "the largest count applies to all groups"
     model.set_reduce_scatter_max_input_buffers(2)
     with Recorder() as recorder:
         task.loss(model, task.batch_of(0, rank)).backward()

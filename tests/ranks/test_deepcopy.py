@@ -156,7 +156,7 @@ def everything_is_kept() -> None:
         assert others.forward_prefetch == [ref(state)]
         assert others.version_check is None
         assert state.version_check is not None
-        assert state.version_check.in_forward()[2] is not None, "the sums of the shards"
+        assert state.version_check.in_forward()[2] is not None, "the original still has the checksums of its shards"
         assert state.precision == policy
         model = twin
         task.loss(model, task.batch_of(1, rank)).backward()

@@ -350,7 +350,7 @@ def arrives_cut_or_otherwise_than_before() -> None:
             alike.set_requires_gradient_sync(microbatch == 1)
             alike(x).backward()
         found += [gradient_of(alike, name).unique().tolist() for name in ("one", "other")]
-    assert found == [*[[3.0]] * 4, *[[4.5]] * 2], "with torch's FSDP2 both write to the memory of one gradient"
+    assert found == [*[[3.0]] * 4, *[[4.5]] * 2], "the gradients must not share memory, as they do in torch's FSDP2"
 
 
 @pytest.mark.behaviour("C-16", "J-02")

@@ -168,7 +168,7 @@ def buffers_dtypes_and_errors() -> None:
     low = fully_shard(Normed().bfloat16(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     for dtype, chosen in ((torch.float32, None), (torch.bfloat16, torch.bfloat16)):
         ema = sharded_ema(low, 0.999, dtype=chosen)
-        assert list(ema.averages) == trainable, "frozen ones take no memory"
+        assert list(ema.averages) == trainable, "frozen parameters have no averages"
         assert {average.dtype for average in ema.averages.values()} == {dtype}
         with torch.no_grad():
             low.linear.bias.fill_(1.0)

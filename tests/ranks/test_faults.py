@@ -37,7 +37,7 @@ over_both = pytest.mark.parametrize("transport", BOTH)
 
 
 def check(name: str, told: Told, limit: float) -> None:
-    assert told.text, f"{name}: nobody noticed"
+    assert told.text, f"{name}: no rank raised an error"
     assert told.seconds < limit * slack()
     assert_golden(name, f"{told.kind}: {told.text}")
 
@@ -86,7 +86,7 @@ def test_all_surviving_ranks_name_the_killed_rank(transport: str) -> None:
 # Faults after which the rank still exists
 
 STAYS = {
-    "raises in forward": "raised ArithmeticError: no luck in the forward of layers.1",
+    "raises in forward": "raised ArithmeticError: test failure in the forward of layers.1",
     "raises in backward": "raised in the backward of layers.1",
     "fails to launch": "raised in the backward of layers.1",
     "leaves out a collective": "order",
@@ -112,7 +112,7 @@ def test_a_rank_with_another_operation_is_named(fault: str, transport: str) -> N
     else:
         assert told.kind == "PeerError"
         assert f"rank 1 {STAYS[fault]}" in told.text
-        assert "no luck" in own.text or "no memory for a message" in own.text
+        assert "test failure" in own.text or "no memory for a message" in own.text
 
 
 # Programs that end
@@ -162,8 +162,8 @@ def parametrize_programs(*faults: str) -> pytest.MarkDecorator:
 
 
 ENDINGS = {
-    "raises in forward": "raised ArithmeticError: no luck in the forward of layers.1",
-    "raises in backward": "raised ArithmeticError: no luck in the backward of layers.1, which ended its program",
+    "raises in forward": "raised ArithmeticError: test failure in the forward of layers.1",
+    "raises in backward": "raised ArithmeticError: test failure in the backward of layers.1, which ended its program",
     "has fewer batches": "has come to the end of its program",
 }
 

@@ -45,7 +45,9 @@ def fail_and_go_on(fault: str, at_step: int) -> None:
         if number == at_step:
             undo = inflict(model) if last else None
             own_fault = last and fault != "order"
-            with failing_within(SECONDS, ArithmeticError if own_fault else kind, "no luck" if own_fault else match):
+            with failing_within(
+                SECONDS, ArithmeticError if own_fault else kind, "test failure" if own_fault else match
+            ):
                 step(model, optimizers[0])
             if undo is not None:
                 undo()

@@ -55,7 +55,7 @@ def show_and_write_back(task: str, shape: tuple[int, ...]) -> None:
         values = values_of(reference)
         with unsharded_params(model):
             assert_unsharded(model, values)
-            assert len(list(model.parameters())) == len(list(reference.parameters())), "shared ones stay one"
+            assert len(list(model.parameters())) == len(list(reference.parameters())), "shared parameters stay shared"
             assert all(not isinstance(v, DTensor) for v in model.state_dict().values())
             with torch.no_grad():
                 for parameter in model.parameters():

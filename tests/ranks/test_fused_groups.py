@@ -58,10 +58,10 @@ def count_collectives() -> None:
         gathers.append(counts["all_gather"] + counts["barrier"])
         reductions.append(counts["reduce_scatter"])
         messages.append(counts["reduced"])
-    assert reductions == [DEPTH, 1, 1], "the first forward shows the order"
+    assert reductions == [DEPTH, 1, 1], "groups are fused from the second step on"
     assert messages == [DEPTH, 1, 1]
     assert gathers[0] >= 2 * DEPTH - 1
-    assert gathers[1] == gathers[2] <= 4, "one each way, and the ends of both passes"
+    assert gathers[1] == gathers[2] <= 4, "one all-gather in each pass, and one barrier at each end"
 
 
 def disable_fusion() -> None:
@@ -112,7 +112,7 @@ def skip_layers() -> None:
         loss = task.loss(model, task.batch_of(step, rank))
         loss.backward()
         used = {i for i, layer in enumerate(model.layers) if layer.weight.grad is not None}
-        assert used == set(routes[step]), "what no rank used keeps no gradient"
+        assert used == set(routes[step]), "a layer that no rank used has no gradient"
         return loss.detach()
 
     check_parity(task.build, play, shard=lambda model: shard_layers(model, fully_shard), steps=len(routes))

@@ -37,12 +37,12 @@ def reduce_in_grad_buckets() -> None:
             for p in state_of(model).group.parameters:
                 p.unsharded.register_post_accumulate_grad_hook(watchdog)
     assert len(state_of(model).group.plan.grad_buckets) == 4
-    assert max(alive) <= 1, "never a second weight"
+    assert max(alive) <= 1, "at most one weight has an unsharded gradient"
     assert gradients.state is GradientState.REDUCED
     with Recorder() as recorder:
         play(model, 2, dist.get_rank())
     operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
-    assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, "one on the wire at a time"
+    assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, "only one reduction is in flight at a time"
 
 
 def test_gradients_are_reduced_as_they_become_ready() -> None:
@@ -92,10 +92,10 @@ def freeze_all_of_a_grad_bucket() -> None:
             play(model, 0, dist.get_rank())
         return sum(e.operation is Operation.REDUCE for e in recorder)
 
-    assert state_of(model).group.plan.grad_buckets == (0, 1, 0, 5), "biases go with the last one"
+    assert state_of(model).group.plan.grad_buckets == (0, 1, 0, 5), "biases are in the last bucket"
     assert reductions() == 2
     model.floors[0].weight.requires_grad_(False)
-    assert reductions() == 1, "biases are not worth one of their own"
+    assert reductions() == 1, "biases alone do not get a bucket"
 
 
 def tower_with_a_trained_middle() -> Tower:
@@ -211,7 +211,9 @@ def run_twice_before_backward() -> None:
         model.zero_grad()
         run_two_forwards(model, rank)
     check_gradients(model, reference, size)
-    assert [state_of(tower).runs for tower in model.towers] == [0, 0], "so that the next step's batches leave ahead"
+    assert [state_of(tower).runs for tower in model.towers] == [0, 0], (
+        "otherwise the next step would reduce its buckets late"
+    )
 
 
 def check_gradients(model: nn.Module, reference: nn.Module, size: int) -> None:
@@ -260,7 +262,9 @@ def go_around_on_one_rank() -> None:
     model.zero_grad()
     with no_sync(model):
         step(model, 0, rank)
-    assert state_of(model.first).runs == state_of(model.second).runs == 0, "or ranks decide differently in the next one"
+    assert state_of(model.first).runs == state_of(model.second).runs == 0, (
+        "otherwise ranks would decide differently in the next step"
+    )
     step(model, 1, rank)
     for other in range(size):
         for microbatch in range(2):
@@ -283,7 +287,9 @@ def check_early_reductions() -> None:
     )  # 1 MiB each; a gradient bucket needs two of them
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(replicated, mesh=mesh)
-    assert len(state_of(replicated).group.plan.grad_buckets) == 1, "as the all-reduce has it, not the axis of one rank"
+    assert len(state_of(replicated).group.plan.grad_buckets) == 1, (
+        "the all-reduce determines the buckets, not the axis of one rank"
+    )
 
 
 def test_gradient_buckets_are_reduced_early_only_if_ranks_cannot_diverge() -> None:

@@ -119,7 +119,7 @@ def compare(codec: GradientCodec, dim: int, reduce_dtype: torch.dtype | None, re
         expected = sum_encoded(EXACT if is_small else codec, of_all, dim if actual.ndim == 2 else 0)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
         for again in results[1:]:
-            assert torch.equal(again[k], actual), "the same from run to run"
+            assert torch.equal(again[k], actual), "runs must be bitwise equal"
 
 
 def compare_16_bit_with_32_bit() -> None:
@@ -160,7 +160,7 @@ def compare_on_hybrid(policy: CommunicationPolicy, tolerance: float) -> None:
             local = parameter.grad.to_local()
             copies = [torch.empty_like(local) for _ in range(2)]
             dist.all_gather(copies, local.contiguous(), group=mesh.get_group("replicate"))
-            assert torch.equal(*copies), "replicas must not drift apart"
+            assert torch.equal(*copies), "replicas must be equal"
             full = parameter.grad.full_tensor()
             mean = torch.stack([gradients[k] for gradients in per_rank]).mean(0)
             error = ((full - mean).norm() / mean.norm()).item()
@@ -369,7 +369,7 @@ def save_and_load(folder: str) -> None:
         loss_of(each, rank, 3).backward()
         results.append(each[0].weight.grad.full_tensor())
     assert torch.equal(results[0], results[1])
-    assert not torch.equal(results[0], results[2]), "the residual must matter"
+    assert not torch.equal(results[0], results[2]), "the residual must change the result"
     plain = sharded(build(), None)
     assert CommunicationState(plain).state_dict() == {}
     with pytest.raises(

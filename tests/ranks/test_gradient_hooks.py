@@ -45,7 +45,7 @@ def replace_gradients_by_hooks() -> None:
 
     def look(gradient: torch.Tensor) -> None:
         assert isinstance(gradient, DTensor)
-        assert torch._C._is_torch_function_enabled(), "tensor subclasses work in hooks as they do elsewhere"
+        assert torch._C._is_torch_function_enabled(), "__torch_function__ must be enabled in hooks"
         seen["looked"] += 1
 
     def triple(gradient: torch.Tensor) -> torch.Tensor:
@@ -82,13 +82,13 @@ def remove_hooks_and_accumulate() -> None:
     def after(p: torch.Tensor) -> None:
         assert p is parameter
         assert isinstance(p.grad, DTensor)
-        assert torch._C._is_torch_function_enabled(), "tensor subclasses work in hooks as they do elsewhere"
+        assert torch._C._is_torch_function_enabled(), "__torch_function__ must be enabled in hooks"
         seen.append(p.grad.to_local().clone())
 
     handle = parameter.register_post_accumulate_grad_hook(after)
     with no_sync(model):
         task.loss(model, task.batch_of(0, rank)).backward()
-    assert not seen, "nothing has been delivered"
+    assert not seen, "the hook must not run without synchronization"
     task.loss(model, task.batch_of(1, rank)).backward()
     task.loss(model, task.batch_of(1, rank)).backward()
     assert len(seen) == 2
@@ -122,7 +122,7 @@ class InBackward:
 
     def step(self) -> None:
         if self._handles:
-            assert all(p.grad is None for p in self._parameters), "all have been stepped in backward"
+            assert all(p.grad is None for p in self._parameters), "every parameter must have been updated in backward"
             return
         for parameter in self._parameters:
             self.step_one(parameter)

@@ -165,8 +165,10 @@ def initialise_by_function(task: str, shape: tuple[int, ...]) -> None:
                 parameter.copy_(values[name]) if dist.get_rank() == 0 else parameter.zero_()
 
     shard_layers(model, fully_shard, mesh=mesh, param_init_fn=init, sync_module_states=True)
-    assert len(called) == len(set(called)), "each module once"
-    assert all(next(iter(model.get_submodule(n)._parameters), None) for n in called), "only those with their own"
+    assert len(called) == len(set(called)), "each module is initialised once"
+    assert all(next(iter(model.get_submodule(n)._parameters), None) for n in called), (
+        "only modules with own parameters are initialised"
+    )
     assert_sharded(model, values, mesh)
     train_alike(model, reference, TASKS[task])
 
@@ -216,7 +218,7 @@ def train_with_ignored_modules() -> None:
     with torch.no_grad():
         others = [torch.empty(3) for _ in range(2)]
         dist.all_gather(others, plain.get_buffer("1.running_var"))
-    assert not torch.equal(*others), "nobody synchronised what ranks saw of their own batches"
+    assert not torch.equal(*others), "statistics of different batches are not synchronised"
 
 
 @pytest.mark.behaviour("A-11")

@@ -173,9 +173,9 @@ def keep_parameters_after_backward(reshard_after_forward: bool | None) -> None:
             with Recorder() as recorder:
                 task.loss(model, task.batch_of(step, rank)).backward()
             traces.append([event.operation for event in recorder if event.group == "layers.1"])
-        assert Operation.UNSHARD in traces[0], "after the optimizer's last step"
+        assert Operation.UNSHARD in traces[0], "parameters are gathered again after an optimizer step"
         if reshard_after_forward is False:
-            assert Operation.UNSHARD not in traces[1], "nothing changed since"
+            assert Operation.UNSHARD not in traces[1], "unchanged parameters are not gathered again"
         assert not any(isinstance(p, DTensor) for p in model.parameters())
         model.set_reshard_after_backward(True)
         task.loss(model, task.batch_of(0, rank)).backward()

@@ -60,7 +60,9 @@ def _assign(task: str, shape: tuple[int, ...]) -> None:
     optimizer = adamw(model.parameters())
     TASKS[task].loss(model, TASKS[task].batch_of(0, dist.get_rank())).backward()
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert held == before == [id(p) for p in model.parameters()], "the optimizer's parameters are the model's"
+    assert held == before == [id(p) for p in model.parameters()], (
+        "the optimizer and the model must have the same parameters"
+    )
     assert all(p.grad is not None for p in model.parameters())
     model.zero_grad()
     train_alike(model, reference, TASKS[task])

@@ -229,4 +229,4 @@ def test_parameters_added_after_sharding_are_named_once_and_ignored_ones_never()
         "'adapters.a1.weight', 'adapters.a1.bias', 'adapters.a2.weight'] and 1 more. They are plain and trainable"
     )
     assert run_ranks(add_adapters_late, 2, add=False) == [[], []]
-    assert run_ranks(add_adapters_late, 1, add=True) == [[]], "one rank has no copies that could drift"
+    assert run_ranks(add_adapters_late, 1, add=True) == [[]], "with one rank no replicas can diverge"

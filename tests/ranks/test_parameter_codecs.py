@@ -115,7 +115,9 @@ def count_bytes() -> None:
     plain = sum(-(-4 * n // 16) * 16 for n in (96 // world_size, 96 * rows_of_head, rows_of_head))
     assert sent == [-(-encoded // 16) * 16 + plain]
     encoded_bucket = next(b for b in group.plan.buckets if b.codec is not None)
-    assert encoded_bucket.wire_bytes == world_size * 4 * encoded_bucket.gather.packed_numel, "without codecs"
+    assert encoded_bucket.wire_bytes == world_size * 4 * encoded_bucket.gather.packed_numel, (
+        "wire_bytes is the size without codecs"
+    )
     assert [b.payload_bytes for b in group.buckets] == [[encoded], [plain]]
 
 

@@ -82,7 +82,9 @@ def choose_the_next_group() -> None:
     model[2].set_modules_to_backward_prefetch([model[1]])
     events = record_backward(model)
     assert events.index("unshard 1") < find_first_reduction("2", events)
-    assert events.index("unshard 0") > find_first_reduction("1", events), "of which no list was set"
+    assert events.index("unshard 0") > find_first_reduction("1", events), (
+        "without a prefetch list the gather follows the reduction"
+    )
 
 
 def freeze_part() -> None:
@@ -163,7 +165,7 @@ def run_a_group_twice(outer: int, ahead: str) -> None:
     fully_shard(model)
     play(model, 0, dist.get_rank())
     events = record_backward(model)
-    assert events[1] == f"unshard {ahead}", "the gradients of what was gathered first come after both runs"
+    assert events[1] == f"unshard {ahead}", "its gradients are complete only after both runs"
 
 
 @pytest.mark.parametrize(("outer", "ahead"), [(1, "between"), (2, "first")], ids=["one module", "a list"])
@@ -226,7 +228,7 @@ def reduce_grad_buckets_at_the_end() -> None:
     play(model, 0, dist.get_rank())
     events = record_backward(model)
     assert events.index("wait first") < find_first_reduction("apart", events)
-    assert events.count("unshard first") == 1, "not once more behind a batch that goes at the end"
+    assert events.count("unshard first") == 1, "the last bucket must not trigger a second gather"
 
 
 def test_gradient_buckets_reduced_at_the_end_of_backward_are_followed_by_no_gather() -> None:
@@ -290,7 +292,7 @@ def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
     gradient_shards = (number - 1) * full_bytes // ranks
     grad_bucket_bytes = full_bytes // GRAD_BUCKETS
     assert 0 <= peak - 2 * full_bytes - gradient_shards - grad_bucket_bytes <= grad_bucket_bytes // 4, (
-        "activations take the rest"
+        "only activations use more"
     )
 
 
@@ -306,11 +308,11 @@ def fail_while_a_gather_waits() -> None:
 
     def fail(_: torch.Tensor) -> None:
         seen.append(runner._delayed)
-        raise ArithmeticError("in a hook")
+        raise ArithmeticError("raised in a hook")
 
     last = state_of(model[2]).group.parameters[-1]
     handle = last.unsharded.register_hook(fail)
-    with pytest.raises(ArithmeticError, match="in a hook"):
+    with pytest.raises(ArithmeticError, match="raised in a hook"):
         play(model, 0, dist.get_rank())
     handle.remove()
     assert seen[0] is not None

@@ -339,7 +339,7 @@ def fail_at_the_very_end(agree: bool) -> None:
     complete_steps(0)
     handle = model.layers[0].weight.register_post_accumulate_grad_hook(fail) if is_last() else None
     kind, told = (
-        (ArithmeticError, "no luck") if is_last() else (PeerError, r"rank 1 raised in the backward of layers\.0")
+        (ArithmeticError, "test failure") if is_last() else (PeerError, r"rank 1 raised in the backward of layers\.0")
     )
     with pytest.raises(kind, match=told):
         complete_steps(1, 2)

@@ -105,7 +105,7 @@ def destroy_default_group() -> int:
 def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
         wrong = {"loss": 3.5}
-        assert wrong["loss"] == 0, f"rank {rank} sees {wrong}"
+        assert wrong["loss"] == 0, f"rank {rank} has wrong values: {wrong}"
     dist.barrier()
 
 
@@ -253,13 +253,13 @@ def test_adjacent_ranks_hash_text_differently() -> None:
 
 def test_an_interrupt_while_processes_start_does_not_affect_later_calls() -> None:
     def interrupt(number: int, frame: object) -> None:
-        raise RuntimeError("enough")
+        raise RuntimeError("stopped by the test")
 
     shutdown()
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)  # the import takes longer than this
-        with pytest.raises(RuntimeError, match="enough"):
+        with pytest.raises(RuntimeError, match="stopped by the test"):
             run_ranks(pid, 2)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -219,7 +219,7 @@ def bound_prefetch() -> None:
         assert count_peak_groups() == expected, ahead
     model.set_prefetch_limit(3)
     model.set_max_unsharded_bytes(3 * layer_bytes)
-    assert count_peak_groups() == 3, "both bounds hold"
+    assert count_peak_groups() == 3, "both limits apply"
 
 
 @pytest.mark.behaviour("C-08")

@@ -82,7 +82,7 @@ def compare_expectations(task_name: str, options: dict[str, Any]) -> None:
     for expect in (expect_nothing, expect_another_order):
         found, eager = train(task_name, expect, options)
         assert found == expected, expect.__name__
-        assert eager > usual, "some events came unexpectedly"
+        assert eager > usual, "some events must be unexpected"
 
 
 @pytest.mark.behaviour("C-01")

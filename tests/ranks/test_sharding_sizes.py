@@ -155,7 +155,7 @@ def _rows(reshard: bool, nested: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     assert_sharded(model, values, mesh)
     train_alike(model, reference, ROWS)
-    assert model.get_parameter("none").grad is None, "zero_grad reaches it too"
+    assert model.get_parameter("none").grad is None, "zero_grad also resets a parameter without rows"
     ROWS.loss(model, ROWS.batch_of(9, dist.get_rank())).backward()
     gradient = model.get_parameter("none").grad
     assert isinstance(gradient, DTensor)

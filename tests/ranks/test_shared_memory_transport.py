@@ -276,7 +276,7 @@ def choose_on_two_hosts() -> None:
 
 def choose_with_failing_memory() -> None:
     def fail(nbytes: int) -> None:
-        raise OSError("no memory is shared here")
+        raise OSError("shared memory is not available")
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
@@ -300,7 +300,7 @@ def choose_in_a_mesh() -> None:
     assert double.group is not axes.shard.group
     again = data_parallel_axes(axes.mesh).shard
     assert isinstance(again, SharedMemoryCommunicator)
-    assert again._engine is axes.shard._engine, "one connection a process group"
+    assert again._engine is axes.shard._engine, "each process group has one connection"
     with torch.device("meta"):
         model = fully_shard(nn.Linear(8, 8), mesh=axes.mesh)
     model.to_empty(device="cpu")

@@ -133,7 +133,7 @@ def train_with_shared_parameters(reshard_after_forward: bool | int | None) -> No
                     what=f"{what}, {optimizer}",
                 )
             assert recorder.allocated == {}, what
-            assert len(list(model.parameters())) == len(list(build().parameters())), "still shared"
+            assert len(list(model.parameters())) == len(list(build().parameters())), "shared parameters stay shared"
 
 
 @pytest.mark.behaviour("A-10")

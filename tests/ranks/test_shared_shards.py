@@ -49,7 +49,7 @@ def check_storages() -> None:
         assert shard.untyped_storage().nbytes() == shard.nbytes, name
         file = io.BytesIO()
         torch.save(shard, file)
-        assert file.tell() < shard.nbytes + 4096, "what is saved are not the other ranks' shards"
+        assert file.tell() < shard.nbytes + 4096, "the file must not contain the shards of other ranks"
         file.seek(0)
         torch.testing.assert_close(torch.load(file), shard)
     (bucket,) = buckets_of(model.get_submodule("layers.0"))
@@ -310,12 +310,10 @@ def test_conversions_loads_and_copies_are_followed() -> None:
 def check_unsuitable_parameters() -> None:
     task = TASKS["mlp"]
     cast = shard_layers(task.build(), fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    assert find_sharing(cast) == {False}, "what is cast is not the shards"
+    assert find_sharing(cast) == {False}, "parameters that are cast cannot alias the shards"
     columns = task.build()
     fully_shard(columns, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
-    assert {b.store.is_shared for b in buckets_of(columns)} == {False}, (
-        "columns of ranks do not lie one after the other"
-    )
+    assert {b.store.is_shared for b in buckets_of(columns)} == {False}, "columns of different ranks are not contiguous"
     hybrid = task.build()
     fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2)))
     assert find_sharing(hybrid) == {True}

@@ -41,7 +41,7 @@ def gather_nothing() -> None:
     task = TASKS["wide"]
     model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
     assert storages(model) == SHARED
-    assert not any(bucket.store.is_shared for bucket in buckets_of(model)), "shards rest where only their rank writes"
+    assert not any(bucket.store.is_shared for bucket in buckets_of(model)), "shards stay in the memory of their rank"
     with counted_collectives() as counts:
         for step in range(2):
             own_loss(model, task, step).backward()
@@ -52,7 +52,7 @@ def gather_nothing() -> None:
     if dist.get_rank() == 0:
         bucket.buffer.region(0, 8).fill_(3)
     dist.barrier()
-    assert bucket.buffer.region(0, 8).tolist() == [3] * 8, "there is one copy"
+    assert bucket.buffer.region(0, 8).tolist() == [3] * 8, "all ranks must see one buffer"
 
 
 def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
@@ -275,11 +275,11 @@ def convert() -> None:
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
     assert storages(model) == SHARED
     twin = copy.deepcopy(model)
-    assert storages(twin) == OWNED, "a copy may be made by some ranks only"
+    assert storages(twin) == OWNED, "a copy may exist on some ranks only, so it shares no memory"
     torch.testing.assert_close(loss_of(twin), expected, rtol=0, atol=0)
     model.bfloat16()
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
-    assert storages(model) == OWNED, "shards of another dtype are not put where ranks may still read"
+    assert storages(model) == OWNED, "other ranks may still read the shared memory of the old dtype"
 
 
 @pytest.mark.behaviour("A-12")
@@ -291,17 +291,17 @@ def check_unsuitable_parameters() -> None:
     task = TASKS["mlp"]
     columns, coded, plain = task.build(), task.build(), task.build()
     fully_shard(columns, shard_placement_fn=lambda p: Shard(p.ndim - 1), mp_policy=BF16)
-    assert storages(columns) == OWNED, "columns of ranks do not lie one after the other"
+    assert storages(columns) == OWNED, "columns of different ranks are not contiguous"
     fully_shard(coded, mp_policy=BF16, comm_policy=CommunicationPolicy(all_gather=Int8(), min_numel=0))
     assert storages(coded) == OWNED
     fully_shard(plain, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    assert storages(plain) == ALIASED, "what is not cast needs no copy"
+    assert storages(plain) == ALIASED, "parameters that are not cast need no copy"
     hybrid = task.build()
     fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2)), mp_policy=BF16)
     assert storages(hybrid) == SHARED
     alone = task.build()
     fully_shard(alone, mesh=init_device_mesh("cpu", (4, 1)), mp_policy=BF16)
-    assert storages(alone) == OWNED, "what one rank alone casts is freed between uses"
+    assert storages(alone) == OWNED, "the buffer of a single rank is freed between uses"
     for model in (columns, coded, plain, hybrid, alone):
         own_loss(model, task, 0).backward()
 

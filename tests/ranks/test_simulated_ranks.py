@@ -121,5 +121,5 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
     # One launch per round, for any number of zero-copy parameters.
     assert world.launches["all_gather"] == world.launches["reduce_scatter"] == 2
     assert world.launches["all_reduce"] == (0 if all_reduce_bytes == NEVER_ZERO_COPY else 4), (
-        "one each way, of what is short"
+        "short parameters need one all-reduce in each pass"
     )

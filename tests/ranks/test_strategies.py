@@ -81,7 +81,7 @@ def refuse() -> None:
         fully_shard(model, policy=by_class(nn.Linear, strategy="NO_SHARD"), mesh=mesh)
     with pytest.raises(ConfigurationError, match=r"FULL_SHARD frees .* but reshard_after_forward=False keeps them."):
         fully_shard(model, strategy="FULL_SHARD", reshard_after_forward=False)
-    assert not any(hasattr(p, "placements") for p in model.parameters()), "nothing has changed"
+    assert not any(hasattr(p, "placements") for p in model.parameters()), "a refused call must change nothing"
 
 
 @pytest.mark.behaviour("B-02")

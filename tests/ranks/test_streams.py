@@ -78,7 +78,7 @@ def reduce_on_streams() -> None:
     for event in recorder:
         in_flight += (event.operation is Operation.REDUCE) - (event.operation is Operation.REDUCED)
         most = max(most, in_flight)
-    assert most == 4, "as many as a group has, of whichever groups"
+    assert most == 4, "the limit applies to reductions of all groups together"
 
 
 def test_bytes_in_flight_on_streams_are_bounded_by_one_group() -> None:
@@ -94,11 +94,15 @@ def reduce_whole_groups_on_streams() -> None:
         with Recorder() as recorder:
             task.loss(model, task.batch_of(2, rank)).backward()
         operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
-        assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, "a group in one batch waits for the one before"
+        assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, (
+            "a group with one bucket waits for the reduction before it"
+        )
         with mock.patch.object(passes, "_MIN_BYTES_IN_FLIGHT", 1 << 20), Recorder() as recorder:
             task.loss(model, task.batch_of(3, rank)).backward()
         operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
-        assert operations == [Operation.REDUCE] * 4 + [Operation.REDUCED] * 4, "unless all of them are little"
+        assert operations == [Operation.REDUCE] * 4 + [Operation.REDUCED] * 4, (
+            "small reductions may be in flight together"
+        )
 
 
 def test_fused_groups_on_streams_are_reduced_one_after_the_other() -> None:

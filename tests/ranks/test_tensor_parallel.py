@@ -163,7 +163,7 @@ def train_decoders() -> None:
 
         model.get_submodule("norm").register_forward_pre_hook(watchdog)
         assert_trains_alike(model, reference, rank, 2, play(DECODER), what=f"checkpointing {checkpointed}")
-    assert Partial() in seen, "no gradient was partial, so the test shows nothing"
+    assert Partial() in seen, "no gradient was partial, so the test checks nothing"
 
 
 @pytest.mark.behaviour("C-02", "C-13", "C-16")

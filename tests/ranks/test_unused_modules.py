@@ -395,7 +395,7 @@ def compare_zeros_with_torch() -> None:
     )
     for each in (theirs_at_first, model):
         each(x, skips=True).backward()
-    assert gradients_of(theirs_at_first)["second.idle"] is None, "of a module that never ran; zeros later"
+    assert gradients_of(theirs_at_first)["second.idle"] is None, "a module that never ran has no gradient"
     for name, gradient in gradients_of(model).items():
         if not name.endswith("frozen"):
             assert gradient is not None, name

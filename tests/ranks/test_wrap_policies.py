@@ -135,7 +135,7 @@ def initialise_alike(*, on_meta: bool) -> None:
                 exactly(values[name], value, name)
         else:
             own = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
-            assert len(calls) == len(own) - 1, "all but the head, whose weight the embedding's initialisation has made"
+            assert len(calls) == len(own) - 1, "the head is skipped, because the embedding initialises its weight"
             assert {float(v.flatten()[0]) for v in values.values()} == set(map(float, range(1, len(own))))
 
 

@@ -110,7 +110,7 @@ def test_fails_in_teardown(breaks_at_the_end): pass
         r"A-06  no test",
         r"behaviours: 1 passing, 2 failing, 2 skipped, \d+ no test",
     ]:
-        assert re.search(row, output), f"{row!r} is not in\n{output}"
+        assert re.search(row, output), f"{row!r} does not match\n{output}"
 
 
 @pytest.mark.multiprocess

@@ -86,7 +86,7 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
             part.packed.add_(step)  # like an optimizer
         sent = [gather.send("") for gather in gathers]
         for (work, _, rows), gather, parts in zip(sent, gathers, ranks, strict=True):
-            assert all(part.buffer.nbytes == 0 for part in parts), "taken before anything came"
+            assert all(part.buffer.nbytes == 0 for part in parts), "no buffer may be allocated before data arrives"
             work.wait()
             gather.take(rows)
         for parts in ranks:
@@ -138,7 +138,7 @@ def test_messages_are_allocated_by_the_latest_chosen_allocator(monkeypatch: pyte
             pooled.clear()
             model(torch.ones(1, 8))
             model.reshard()
-            assert pooled, "the gather took memory"
+            assert pooled, "the gather must use pooled memory"
             assert set(pooled) == {chosen}
     finally:
         dist.destroy_process_group()

@@ -55,7 +55,7 @@ def test_a_public_operation_prepares_the_model_once(tmp_path: Path, monkeypatch:
         "load averages": lambda: averages.load_state_dict(averages.state_dict()),
     }
     found = {name: count_preparations(monkeypatch, operation) for name, operation in operations.items()}
-    assert found.pop("load_state_dict") == 2, "once here, and once in the model's own method, which is called last"
+    assert found.pop("load_state_dict") == 2, "the library and the method of the model each prepare once"
     assert set(found.values()) == {1}, found
 
 

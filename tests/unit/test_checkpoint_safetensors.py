@@ -297,7 +297,7 @@ class WithExtraState(nn.Linear):
         return {"step": 3}
 
     def set_extra_state(self, state: object) -> None:
-        raise AssertionError("there is none in the files")
+        raise AssertionError("no such tensor is in the files")
 
 
 def test_extra_state_is_left_out_with_a_warning(tmp_path: Path) -> None:

@@ -58,10 +58,10 @@ def test_a_table_row_describes_one_group() -> None:
     root, embedding, head = groups[("",)], groups[("embedding",)], groups[("head",)]
     assert [group.names for group in description.groups if group.is_root] == [("",)]
     assert root.after_forward == "keep"
-    assert (root.parameters, root.bytes) == (12, 48), "the bias of the norm"
+    assert (root.parameters, root.bytes) == (12, 48), "only the bias of the norm is in the root group"
     assert embedding.classes == ("Embedding",)
     assert (embedding.parameters, embedding.bytes) == (23 * 12, 23 * 12 * 4)
-    assert embedding.bytes_per_rank >= 6 * 12 * 4, "of 23 rows on 4 ranks"
+    assert embedding.bytes_per_rank >= 6 * 12 * 4, "23 rows on 4 ranks are at least 6 rows per rank"
     assert embedding.placements == ("R S(0)",)
     assert embedding.meshes == ("cpu host 2 x local 4",)
     assert embedding.dtypes == ((F32, BF16, F32),)

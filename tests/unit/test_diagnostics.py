@@ -158,7 +158,7 @@ def test_a_rank_waits_for_late_ranks() -> None:
 
 def test_a_rank_that_arrived_and_failed_is_shown_as_awaited() -> None:
     given_up = Fault("PeerError", "rank 1 failed", "c", 2.0, Position("group", (0, 1), 0, 2))
-    own = Fault("ArithmeticError", "no luck", "the forward of b", 1.0)
+    own = Fault("ArithmeticError", "test failure", "the forward of b", 1.0)
     told = waits(by_rank(make_dump(0, *labels("abc"), faults=[given_up]), make_dump(1, *labels("abc"), faults=[own])))
     assert [(wait.rank, wait.awaited) for wait in told] == [(0, (1,))]
 
@@ -227,10 +227,10 @@ def test_an_uncaught_exception_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, stack: seen.append(error))
     before = sys.excepthook
     diagnostics.enable(tmp_path, signals=())
-    error = ArithmeticError("no luck")
+    error = ArithmeticError("test failure")
     sys.excepthook(type(error), error, None)
     assert seen == [error]
-    assert read(tmp_path).dumps[0].header.reason == "ArithmeticError: no luck"
+    assert read(tmp_path).dumps[0].header.reason == "ArithmeticError: test failure"
     diagnostics.disable()
     assert sys.excepthook is before
 

@@ -113,4 +113,4 @@ def test_a_docs_page_is_one_session() -> None:
 
 
 def test_the_page_is_made_from_the_rows() -> None:
-    assert PAGE.read_text() == render(), "run: python -m tests.helpers.comparison.page"
+    assert PAGE.read_text() == render(), "regenerate the page: python -m tests.helpers.comparison.page"

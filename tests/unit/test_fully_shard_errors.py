@@ -53,7 +53,7 @@ class Unwilling(nn.Linear):
     """A class that does not allow subclasses."""
 
     def __init_subclass__(cls) -> None:
-        raise TypeError("no subclasses of Unwilling")
+        raise TypeError("Unwilling cannot have subclasses")
 
 
 @pytest.mark.multiprocess
@@ -140,9 +140,9 @@ def test_a_placement_other_than_shard_is_shown_in_the_error(answer: object) -> N
 @pytest.mark.behaviour("A-05")
 def test_an_exception_of_the_placement_function_passes_through() -> None:
     def placement(parameter: nn.Parameter) -> Shard:
-        raise LookupError("mine")
+        raise LookupError("raised by the test")
 
-    assert_refused(LookupError, "mine", nn.Linear(3, 4), shard_placement_fn=placement)
+    assert_refused(LookupError, "raised by the test", nn.Linear(3, 4), shard_placement_fn=placement)
 
 
 @pytest.mark.behaviour("A-07")
@@ -351,7 +351,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], match: str) -> None:
 
 @pytest.mark.behaviour("A-01", "A-08")
 def test_a_final_class_is_refused_without_side_effects() -> None:
-    assert_refused(TypeError, "no subclasses of Unwilling", Unwilling(3, 3))
+    assert_refused(TypeError, "Unwilling cannot have subclasses", Unwilling(3, 3))
 
 
 @pytest.mark.behaviour("A-08")

@@ -12,7 +12,7 @@ from tests._internals import CommStreams, without_grad
 def records_inside(fails: bool = False) -> bool:
     """Return whether autograd records inside this function."""
     if fails:
-        raise ValueError("on purpose")
+        raise ValueError("raised by the test")
     return torch.is_grad_enabled()
 
 
@@ -25,7 +25,7 @@ def test_operations_inside_are_not_recorded_and_the_mode_is_restored(outside: bo
 
 def test_the_mode_is_restored_after_an_exception() -> None:
     with torch.enable_grad():
-        with pytest.raises(ValueError, match="on purpose"):
+        with pytest.raises(ValueError, match="raised by the test"):
             records_inside(fails=True)
         assert torch.is_grad_enabled()
 

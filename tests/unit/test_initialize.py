@@ -60,7 +60,7 @@ def test_to_empty_keeps_values_and_sharing_and_names_unfilled_parameters() -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         to_empty(module, device="cpu")
-    assert torch.equal(module.first.weight, torch.full((3, 3), 2.0)), "nothing that is real is wiped"
+    assert torch.equal(module.first.weight, torch.full((3, 3), 2.0)), "tensors with values must keep them"
 
 
 @pytest.mark.behaviour("A-12")

@@ -79,7 +79,7 @@ def test_modules_imported_in_between_get_torchs_own_objects_back(client: ModuleT
     imports(client, "from composable_fsdp import fully_shard as chosen")
     patch.undo()
     assert client.fully_shard is ORIGINAL[0]
-    assert client.chosen is ours.fully_shard, "who imported ours keeps it"
+    assert client.chosen is ours.fully_shard, "a direct import of the library is unchanged"
     assert current() == ORIGINAL
 
 

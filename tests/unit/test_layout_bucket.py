@@ -162,7 +162,7 @@ def test_spans_cover_only_all_reduced_parameters(
     assert_disjoint_and_aligned(layout.store.offsets, [s.padded_numel for s in shards], layout.store.numel, itemsize)
     lengths = [s.numel if i in all_reduced else s.full_numel for i, s in enumerate(shards)]
     assert_disjoint_and_aligned(layout.places.offsets, lengths, layout.places.numel, itemsize)
-    assert len(layout.spans) == bool(all_reduced), "one message"
+    assert len(layout.spans) == bool(all_reduced), "all-reduced shards need one message"
     covered = {element for span in layout.spans for element in span}
     for i, (offset, length) in enumerate(zip(layout.places.offsets, lengths, strict=True)):
         segment = set(range(offset, offset + length))

@@ -25,7 +25,7 @@ def test_gradient_buckets_begin_with_the_last_parameters_and_have_the_minimum_si
     ahead = [i for i in reversed(range(len(rows))) if grad_bucket_of[i] < last]
     assert [grad_bucket_of[i] for i in ahead] == sorted(grad_bucket_of[i] for i in ahead)
     late = [i for i in range(min(ahead, default=len(rows)), len(rows)) if grad_bucket_of[i] == last]
-    assert 64 * sum(rows[i] for i in late) <= sum(rows), "what is waited for, though later ones go first, is little"
+    assert 64 * sum(rows[i] for i in late) <= sum(rows), "parameters that delay an early bucket must be small"
     sizes = [
         sum(16 * n for i, n in enumerate(rows) if grad_bucket_of[i] == grad_bucket)
         for grad_bucket in range(len(plan.grad_buckets))

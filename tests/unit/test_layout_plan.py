@@ -278,4 +278,6 @@ def test_gradient_buckets_begin_with_the_last_parameters_and_skip_small_ones() -
     block = {"q": 25, "o": 17, "up": 117, "down": 59, "norm": 1}
     block = {name: numel * 1024 for name, numel in block.items()}
     assert grad_buckets_of(block, least=128 << 10) == [["down"], ["up"], ["q", "o", "norm"]]
-    assert grad_buckets_of(block, least=256 << 10) == [[*block]], "what is left over would be too little"
+    assert grad_buckets_of(block, least=256 << 10) == [[*block]], (
+        "the remaining parameters would be too few for a bucket"
+    )

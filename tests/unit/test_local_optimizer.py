@@ -62,7 +62,7 @@ class Sign(Optimizer):
                     continue
                 state = self.state[parameter]
                 if parameter.numel() == self.fail_at:
-                    raise RuntimeError("too many")
+                    raise RuntimeError("too many steps")
                 state.pop("first", None)
                 if not state:
                     state["first"] = True
@@ -105,7 +105,7 @@ def test_a_custom_optimizer_runs_on_shards_if_declared_elementwise() -> None:
 def test_a_failed_step_keeps_its_updates_and_reshards() -> None:
     parameters = sharded(3, 4)
     optimizer = local_optimizer(Sign(parameters, fail_at=4), elementwise=True)
-    with pytest.raises(RuntimeError, match="too many"):
+    with pytest.raises(RuntimeError, match="too many steps"):
         optimizer.step()
     held = optimizer.param_groups[0]["params"]
     assert [a is b for a, b in zip(held, parameters, strict=True)] == [True, True]

@@ -83,17 +83,19 @@ def test_every_group_is_gathered_before_it_computes_and_every_bucket_is_reduced_
     unused: set[str] = set()
     in_flight = 0
     for event, actions in plan:
-        assert event.hook not in (s.Hook.END_FORWARD, s.Hook.END_BACKWARD) or not unused, "gathered in vain"
+        assert event.hook not in (s.Hook.END_FORWARD, s.Hook.END_BACKWARD) or not unused, (
+            "a group is gathered but not used"
+        )
         for action in actions:
             if isinstance(action, s.Gather):
                 assert not held.intersection(action.groups), f"{event}: gathered twice"
                 held.update(action.groups)
                 unused.update(action.groups)
             elif isinstance(action, s.Wait):
-                assert action.group in held, f"{event}: waits for what no one gathers"
+                assert action.group in held, f"{event}: waits for a group that is not gathered"
                 unused.discard(action.group)
             elif isinstance(action, s.Free | s.Shrink):
-                assert action.group in held, f"{event}: frees what is free"
+                assert action.group in held, f"{event}: frees a group that is not unsharded"
                 held.remove(action.group)
             elif isinstance(action, s.Reduce):
                 in_flight += 1
@@ -178,7 +180,9 @@ def test_a_prefetch_on_the_host_follows_the_last_bucket_but_one() -> None:
     plan = passes.build(CHAIN, specs, ScheduleOptions(host_waits=True))
     assert line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "c")) == ["gather c", "wait c"]
     assert line_of(plan, s.Event(s.Hook.GRAD_READY, "c", 2))[-1] == "gather b"
-    assert line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "b")) == ["wait b", "gather a"], "one bucket: nothing to wait for"
+    assert line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "b")) == ["wait b", "gather a"], (
+        "with one bucket the prefetch does not wait for a reduction"
+    )
 
 
 def test_the_user_chooses_the_prefetched_groups() -> None:

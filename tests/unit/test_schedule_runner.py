@@ -122,7 +122,7 @@ def test_a_module_that_runs_again_after_an_error_is_freed(mesh: DeviceMesh) -> N
     in_memory = [
         e.operation for e in recorder if e.group == "flaky" and e.operation in (Operation.WAIT, Operation.RESHARD)
     ]
-    assert in_memory[-1] is Operation.RESHARD, "an optimizer's step would not reach what stays"
+    assert in_memory[-1] is Operation.RESHARD, "kept parameters would miss the optimizer step"
 
 
 def unsharded_in(step: Callable[[], object]) -> list[str]:
@@ -142,7 +142,7 @@ def test_an_owner_below_another_root_is_unsharded_for_its_user(mesh: DeviceMesh,
     if owner_is_root:  # both groups are then named "root"
         owner(x).sum().backward()
     gathers = unsharded_in(lambda: user(x))
-    assert len(gathers) == 4, "of both groups"
+    assert len(gathers) == 4, "both groups must be gathered"
     user.reset_iter_state()  # type: ignore[operator]
 
 

@@ -41,7 +41,9 @@ def test_without_prefetching_every_gather_is_exposed() -> None:
     plan = passes.eager(ORDER, specs_of(), ScheduleOptions())
     plan = passes.bound_in_flight(plan, specs_of(), ScheduleOptions())
     timeline = simulate(plan, specs_of(), costs_of(latency=1.0, compute=2.0, separate_reduce=True))
-    assert timeline.exposed == pytest.approx(7.0, abs=1e-6), "three gathers in each pass, and the last reduction"
+    assert timeline.exposed == pytest.approx(7.0, abs=1e-6), (
+        "three gathers in each pass and the last reduction are exposed"
+    )
 
 
 def test_predicted_memory_is_the_unsharded_groups_plus_reductions_in_flight() -> None:
@@ -50,7 +52,7 @@ def test_predicted_memory_is_the_unsharded_groups_plus_reductions_in_flight() ->
     after = dict(timeline.memory)
     assert after[s.Event(s.Hook.PRE_FORWARD, "a")] == 2 * MIB
     assert after[s.Event(s.Hook.END_FORWARD)] == 0
-    assert timeline.peak_bytes == 3 * MIB, "two groups and the gradients of one"
+    assert timeline.peak_bytes == 3 * MIB, "two unsharded groups and the gradients of one"
     assert after[s.Event(s.Hook.END_BACKWARD)] == 0
 
 

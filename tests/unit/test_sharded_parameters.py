@@ -64,7 +64,9 @@ def test_names_order_dtypes_and_requires_grad_survive_sharding_and_unsharding() 
             assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in tensors)
         assert all(isinstance(p, DTensor) for p in at_rest.values())
         assert not any(isinstance(p, DTensor) for p in module.seen.values())
-        assert all(p is at_rest[name] for name, p in module.named_parameters()), "backward leaves them sharded"
+        assert all(p is at_rest[name] for name, p in module.named_parameters()), (
+            "parameters must be sharded after backward"
+        )
         assert list(module.state_dict()) == keys
 
 
@@ -206,7 +208,7 @@ def test_a_module_that_overrides_setattr_sees_every_swap(nested: bool) -> None:
     del module.assigned[1:]
     model(torch.randn(2, 3)).sum().backward()
     kinds = [isinstance(value, DTensor) for value in module.assigned[1:]]
-    assert kinds == [False, True, False, True], "unsharded and sharded, in forward and in backward"
+    assert kinds == [False, True, False, True], "parameters must alternate between unsharded and sharded"
     assert module.assigned[-1] is at_rest
     sharded(model).unshard()
     assert not isinstance(module.assigned[-1], DTensor)

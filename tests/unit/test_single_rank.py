@@ -128,7 +128,7 @@ def test_a_dataclass_that_is_a_mapping_is_cast_in_both_its_forms() -> None:
     assert (out.hidden.dtype, out["hidden"].dtype) == (torch.float64, torch.float64)
     assert out["hidden"] is out.hidden
     assert given["hidden"] is given.hidden
-    assert given.hidden.dtype == torch.float32, "what the caller passed stays as it is"
+    assert given.hidden.dtype == torch.float32, "the caller's input must be unchanged"
 
 
 @pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])

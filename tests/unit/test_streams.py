@@ -88,7 +88,7 @@ def test_null_streams_launch_work_at_once_and_finish_it_in_wait() -> None:
     pending = stream.run(lambda: launch(log, "a"), finish)
     assert log == ["launch a"]
     assert pending.wait() == 7
-    assert pending.wait() == 7, "waiting twice is waiting once"
+    assert pending.wait() == 7, "a second wait must return the same result"
     assert log == ["launch a", "work of a done", "finish a"]
 
 

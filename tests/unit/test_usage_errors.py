@@ -60,7 +60,7 @@ class Encoder(nn.Module):
         return out
 
     def refuse(self) -> None:
-        raise RuntimeError("a reason of its own")
+        raise RuntimeError("raised by the module")
 
 
 def build() -> Any:
@@ -138,7 +138,7 @@ def test_an_uncaught_error_has_the_explanation() -> None:
 
 
 def test_other_errors_of_methods_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match=r"^a reason of its own$"):
+    with pytest.raises(RuntimeError, match=r"^raised by the module$"):
         build()[0].refuse()
 
 

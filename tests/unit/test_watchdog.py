@@ -260,7 +260,7 @@ def test_store_threads_have_ended_when_python_exits() -> None:
 
 
 def fail(*_: object) -> None:
-    raise ArithmeticError("no luck")
+    raise ArithmeticError("test failure")
 
 
 def backward_of(running: RunningPass, end: Callable[[], None], *, fails: bool) -> None:

@@ -186,7 +186,7 @@ class Uncut(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.chunk, torch.Tensor.chunk, torch.split, torch.Tensor.split):
-            raise NotImplementedError(f"{func.__name__} is not known")
+            raise NotImplementedError(f"{func.__name__} is not supported")
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -194,7 +194,7 @@ class Uncut(torch.Tensor):
     SECTION,
     "A tensor class knows `narrow` and not `chunk`",
     torch="`fully_shard` raises the class's error",
-    torch_reports=r"^NotImplementedError: chunk is not known",
+    torch_reports=r"^NotImplementedError: chunk is not supported",
     here="cut by `narrow`",
     reason="Either says the same.",
 )

@@ -49,7 +49,7 @@ class Clock:
             self.countdown -= 1
             if self.countdown < 0:
                 self.fails = "never"
-                raise ArithmeticError("no luck")
+                raise ArithmeticError("test failure")
 
 
 @dataclass

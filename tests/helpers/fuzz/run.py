@@ -438,7 +438,7 @@ def train_sharded(makes: Sequence[Make]) -> Run:
     run, *others = (make().run() for make in makes)
     for undisturbed in others:
         for (label, _), value, expected in zip(run.labels, run.values, undisturbed.values, strict=True):
-            assert torch.equal(value, expected), f"{label} is {value} after failed steps, and {expected} without"
+            assert torch.equal(value, expected), f"{label} is {value} after failed steps, but {expected} without them"
     return run
 
 
@@ -459,7 +459,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def check_memory(recorder: Recorder) -> None:
-    assert recorder.allocated == {}, f"unsharded memory is left: {recorder.allocated}"
+    assert recorder.allocated == {}, f"unsharded memory remains: {recorder.allocated}"
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
