@@ -54,8 +54,8 @@ def summed(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return total.to(dtype)
 
 
-def part(whole: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    return whole.chunk(comm.size)[comm.rank]
+def chunk(tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    return tensor.chunk(comm.size)[comm.rank]
 
 
 def assert_exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ def all_gather_puts_every_input_in_rank_order(comm: Communicator) -> Iterator[No
 def all_gather_accepts_an_input_that_is_part_of_the_output(comm: Communicator) -> Iterator[None]:
     for dtype in FLOATS + INTEGERS:
         output = torch.full((7 * comm.size,), 99).to(dtype)
-        input = part(output, comm)
+        input = chunk(output, comm)
         input.copy_(values(comm.rank, 7, dtype))
         work = comm.all_gather([Transfer(output, input)])
         yield
@@ -108,7 +108,7 @@ def ranks_that_alias_share_memory_and_barriers_synchronize_them(comm: Communicat
         memory = aliasing.share(7 * comm.size * dtype.itemsize).view(dtype)
         assert_exact(memory, torch.zeros(7 * comm.size, dtype=dtype))
         aliasing.barrier("read").wait()
-        part(memory, comm).copy_(values(comm.rank, 7, dtype))
+        chunk(memory, comm).copy_(values(comm.rank, 7, dtype))
         aliasing.barrier("written").wait()
         assert_exact(memory, gathered(comm.size, 7, dtype))
 
@@ -126,7 +126,7 @@ def a_widening_reduce_scatter_sums_in_fp32(comm: Communicator) -> Iterator[None]
         expected = torch.zeros(5 * comm.size)
         for rank in range(comm.size):
             expected += (values(rank, 5 * comm.size, torch.float32) / 3).to(dtype).float()
-        assert_exact(output, part(expected, comm))
+        assert_exact(output, chunk(expected, comm))
 
 
 @case
@@ -160,7 +160,7 @@ def reduce_scatter_sums_and_gives_every_rank_its_part(comm: Communicator) -> Ite
         work = comm.reduce_scatter([Transfer(output, input)], ReduceOp.SUM)
         yield
         work.wait()
-        assert_exact(output, part(summed(comm.size, numel, dtype), comm))
+        assert_exact(output, chunk(summed(comm.size, numel, dtype), comm))
 
 
 @case
@@ -173,7 +173,7 @@ def one_reduce_scatter_takes_tensors_of_several_sizes_and_dtypes(comm: Communica
     yield
     work.wait()
     for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
-        assert_exact(transfer.output, part(summed(comm.size, numel * comm.size, dtype), comm))
+        assert_exact(transfer.output, chunk(summed(comm.size, numel * comm.size, dtype), comm))
 
 
 @case
@@ -185,7 +185,7 @@ def one_reduce_scatter_takes_tensors_of_one_dtype(comm: Communicator) -> Iterato
     yield
     work.wait()
     for k, (numel, output) in enumerate(zip(sizes, outputs, strict=True)):
-        expected = part(summed(comm.size, numel * comm.size, torch.float32), comm) + 10 * k * comm.size
+        expected = chunk(summed(comm.size, numel * comm.size, torch.float32), comm) + 10 * k * comm.size
         assert_exact(output, expected)
 
 
@@ -196,7 +196,7 @@ def all_to_all_sends_each_rank_its_part(comm: Communicator) -> Iterator[None]:
         work = comm.all_to_all([Transfer(output, input)])
         yield
         work.wait()
-        assert_exact(output, torch.cat([part(values(rank, 3 * comm.size, dtype), comm) for rank in range(comm.size)]))
+        assert_exact(output, torch.cat([chunk(values(rank, 3 * comm.size, dtype), comm) for rank in range(comm.size)]))
         assert_exact(input, values(comm.rank, 3 * comm.size, dtype))
 
 
@@ -211,7 +211,7 @@ def one_all_to_all_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator)
     yield
     work.wait()
     for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
-        parts = [part(values(rank, numel * comm.size, dtype), comm) for rank in range(comm.size)]
+        parts = [chunk(values(rank, numel * comm.size, dtype), comm) for rank in range(comm.size)]
         assert_exact(transfer.output, torch.cat(parts))
 
 
@@ -237,7 +237,7 @@ def a_communicator_that_averages_divides_by_its_size(comm: Communicator) -> Iter
         for work in works:
             work.wait()
         mean = summed(comm.size, 6 * comm.size, torch.float64) / comm.size
-        assert_close(scattered.output, part(mean, comm).to(dtype))
+        assert_close(scattered.output, chunk(mean, comm).to(dtype))
         assert_close(reduced, mean[:6].to(dtype))
 
 
@@ -273,7 +273,7 @@ def many_launches_may_precede_waits_in_any_order(comm: Communicator) -> Iterator
         launched.append((work, full, gathered(size, numel, torch.float32)))
         shard = torch.empty(numel)
         work = comm.reduce_scatter([Transfer(shard, values(rank, numel * size, torch.float32))], ReduceOp.SUM)
-        launched.append((work, shard, part(summed(size, numel * size, torch.float32), comm)))
+        launched.append((work, shard, chunk(summed(size, numel * size, torch.float32), comm)))
         everywhere = values(rank, numel, torch.float32)
         work = comm.all_reduce([everywhere], ReduceOp.SUM)
         launched.append((work, everywhere, summed(size, numel, torch.float32)))
@@ -298,11 +298,11 @@ def a_collective_reads_results_of_completed_collectives(comm: Communicator) -> I
 @case
 def a_work_may_be_waited_for_more_than_once(comm: Communicator) -> Iterator[None]:
     tensor = values(comm.rank, 4, torch.float32)
-    full, part_of_all = values(comm.rank, 4 * comm.size, torch.float32), torch.empty(4)
+    full, reduced = values(comm.rank, 4 * comm.size, torch.float32), torch.empty(4)
     everything, exchanged = torch.empty(4 * comm.size), torch.empty(4 * comm.size)
     works = [
         comm.all_gather([Transfer(everything, values(comm.rank, 4, torch.float32))]),
-        comm.reduce_scatter([Transfer(part_of_all, full)], ReduceOp.SUM),
+        comm.reduce_scatter([Transfer(reduced, full)], ReduceOp.SUM),
         comm.all_to_all([Transfer(exchanged, full)]),
         comm.all_reduce([tensor], ReduceOp.SUM),
     ]
@@ -310,8 +310,8 @@ def a_work_may_be_waited_for_more_than_once(comm: Communicator) -> Iterator[None
     for work in works * 2:
         work.wait()
     assert_exact(everything, gathered(comm.size, 4, torch.float32))
-    assert_exact(part_of_all, part(summed(comm.size, 4 * comm.size, torch.float32), comm))
-    assert_exact(exchanged, torch.cat([part(values(r, 4 * comm.size, torch.float32), comm) for r in range(comm.size)]))
+    assert_exact(reduced, chunk(summed(comm.size, 4 * comm.size, torch.float32), comm))
+    assert_exact(exchanged, torch.cat([chunk(values(r, 4 * comm.size, torch.float32), comm) for r in range(comm.size)]))
     assert_exact(tensor, summed(comm.size, 4, torch.float32))
 
 
@@ -325,26 +325,26 @@ def large_tensors_are_transferred_completely(comm: Communicator) -> Iterator[Non
     for work in works:
         work.wait()
     assert_exact(gather.output, gathered(comm.size, numel, torch.float32))
-    assert_exact(scatter.output, part(summed(comm.size, numel * comm.size, torch.float32), comm))
+    assert_exact(scatter.output, chunk(summed(comm.size, numel * comm.size, torch.float32), comm))
 
 
-def play_in_turn(function: Case, communicators: list[Communicator]) -> None:
+def run_in_turn(function: Case, communicators: list[Communicator]) -> None:
     """Run all ranks in one process: each runs to its next yield before any rank continues."""
-    players = [function(comm) for comm in communicators]
-    while players:
-        going_on = [player for player in players if next(player, "over") is None]
-        assert len(going_on) in (0, len(players)), "all ranks must yield the same number of times"
-        players = going_on
+    runs = [function(comm) for comm in communicators]
+    while runs:
+        unfinished = [run for run in runs if next(run, "over") is None]
+        assert len(unfinished) in (0, len(runs)), "all ranks must yield the same number of times"
+        runs = unfinished
 
 
-def play_on_process_group(name: str) -> None:
+def run_on_process_group(name: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     for _ in CASES[name](over_gloo(group)):
         pass
 
 
-def play_in_shared_memory(name: str) -> None:
+def run_in_shared_memory(name: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     communicator = communicator_over(group, "cpu")
@@ -358,25 +358,25 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 @every_case
 def test_loopback(name: str) -> None:
-    play_in_turn(CASES[name], [LoopbackCommunicator()])
+    run_in_turn(CASES[name], [LoopbackCommunicator()])
 
 
 @every_case
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_fake(name: str, size: int) -> None:
-    world = FakeWorld(size)
-    play_in_turn(CASES[name], [world.communicator(rank) for rank in range(size)])
+    backend = FakeWorld(size)
+    run_in_turn(CASES[name], [backend.communicator(rank) for rank in range(size)])
 
 
 @pytest.mark.multiprocess
 @every_case
 @pytest.mark.parametrize("size", [2, 4])
 def test_gloo(name: str, size: int) -> None:
-    run_ranks(play_on_process_group, size, name)
+    run_ranks(run_on_process_group, size, name)
 
 
 @pytest.mark.multiprocess
 @every_case
 @pytest.mark.parametrize("size", [2, 4])
 def test_shared_memory(name: str, size: int) -> None:
-    run_ranks(play_in_shared_memory, size, name)
+    run_ranks(run_in_shared_memory, size, name)

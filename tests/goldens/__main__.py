@@ -49,7 +49,7 @@ def main() -> int:
     return show(chosen.case, chosen.transport, chosen.against)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 
@@ -62,8 +62,8 @@ def record(*, quick: bool, once: bool) -> int:
     unstable = [key for key, each in found.items() if UNSTABLE in (*each.hashes.values(), *each.totals)]
     failed = [key for key, each in found.items() if each.failed]
     for key in [*unstable, *failed]:
-        say(f"{key.case}, {key.transport}: {found[key]}")
-    say(f"{len(found)} records; {len(unstable)} differ from one recording to the next, {len(failed)} failed")
+        print_line(f"{key.case}, {key.transport}: {found[key]}")
+    print_line(f"{len(found)} records; {len(unstable)} differ from one recording to the next, {len(failed)} failed")
     return 1 if failed else 0
 
 
@@ -74,23 +74,23 @@ def compare(*, quick: bool) -> int:
     different, kinds = 0, Counter[str]()
     missing = [] if quick else [key for key in golden if key not in found]
     for key in missing:
-        say(f"{key.case}, {key.transport}: no longer run")
+        print_line(f"{key.case}, {key.transport}: no longer run")
     for key, now in found.items():
         words = differences(golden[key], now) if key in golden else []
         if words:
             different += 1
             kinds.update({word.partition(" ")[0] for word in words})
             if different <= SHOWN:
-                say(f"{key.case}, {key.transport}: {'; '.join(words)}")
+                print_line(f"{key.case}, {key.transport}: {'; '.join(words)}")
     if different > SHOWN:
-        say(f"and {different - SHOWN} more")
+        print_line(f"and {different - SHOWN} more")
     seconds = time.monotonic() - begin
     new = len(found.keys() - golden.keys())
-    say(f"{len(found) - new} compared in {seconds:.0f} s with what was recorded of {heading}")
-    say(f"{different} differ, {len(missing)} no longer run, {new} were not recorded")
+    print_line(f"{len(found) - new} compared in {seconds:.0f} s with what was recorded of {heading}")
+    print_line(f"{different} differ, {len(missing)} no longer run, {new} were not recorded")
     if different:
-        say(f"what differs, and in how many: {', '.join(f'{kind} {n}' for kind, n in kinds.most_common())}")
-        say("python -m tests.goldens show CASE --transport TRANSPORT --against COMMIT prints the differences of one")
+        print_line(f"differences by kind: {', '.join(f'{kind} {n}' for kind, n in kinds.most_common())}")
+        print_line("python -m tests.goldens show CASE --transport TRANSPORT --against COMMIT prints how one differs")
     return 1 if different or missing else 0
 
 
@@ -98,10 +98,10 @@ def show(case: str, transport: str | None, against: str | None) -> int:
     found = run_all(only=[case], transports=[transport] if transport in TRANSPORTS else TRANSPORTS)
     lines = list(shown_lines(found, case, transport))
     if not lines:
-        say(f"there is no case {case!r} on {transport or 'any transport'}")
+        print_line(f"there is no case {case!r} on {transport or 'any transport'}")
         return 1
     if against is None:
-        say("\n".join(lines))
+        print_line("\n".join(lines))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(against)
@@ -118,7 +118,7 @@ def show(case: str, transport: str | None, against: str | None) -> int:
                 git("worktree", "remove", "--force", str(tree))
     before = other.stdout.splitlines()
     difference = list(difflib.unified_diff(before, lines, against, "this tree", lineterm=""))
-    say("\n".join(difference) or "no difference")
+    print_line("\n".join(difference) or "no difference")
     return 1 if difference else 0
 
 

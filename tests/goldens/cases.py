@@ -67,9 +67,9 @@ class Found:
 
 def draw() -> None:
     """Writes the programs that the fuzzer draws now."""
-    from tests.parity.test_fuzz import Round  # only here, as it imports much of the library
+    from tests.parity.test_fuzz import DrawnPrograms  # only here, as it imports much of the library
 
-    drawn = [repr(p) for ranks, (size, seed) in DRAWN.items() for p in Round(size, ranks, seed).programs()]
+    drawn = [repr(p) for ranks, (size, seed) in DRAWN.items() for p in DrawnPrograms(size, ranks, seed).programs()]
     PROGRAMS.write_bytes(lzma.compress("\n".join(drawn).encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
@@ -191,15 +191,15 @@ class _Plugin:
         given: Mapping[str, str] = kwargs.pop("environment", {})
         self.calls += 1
         case = f"{self.item.name} #{self.calls}"
-        own, others = "in common", [name for name in self.transports if name != "in common"]
+        own_transport, others = "in common", [name for name in self.transports if name != "in common"]
         if given or "transport" in parameters_of(self.item):
-            own, others = next((name for name, each in TRANSPORTS.items() if each == given), "its own"), []
+            own_transport, others = next((name for name, each in TRANSPORTS.items() if each == given), "its own"), []
 
         def run(transport: str, environment: Mapping[str, str]) -> list[Any]:
-            full, whole = self.found.full, {**environment, **PORTABLE}
+            full, merged = self.found.full, {**environment, **PORTABLE}
             try:
                 both = run_ranks(
-                    observe_call, world_size, function, args, kwargs, full=full, timeout=3 * timeout, environment=whole
+                    observe_call, world_size, function, args, kwargs, full=full, timeout=3 * timeout, environment=merged
                 )
             except RanksError as error:
                 self.found.add_failure(Key(case, transport), error)
@@ -209,7 +209,7 @@ class _Plugin:
 
         for transport in others:
             run(transport, TRANSPORTS[transport])
-        return run(own, given)
+        return run(own_transport, given)
 
 
 def one_of(items: Sequence[pytest.Function]) -> list[pytest.Function]:

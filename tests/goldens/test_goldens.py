@@ -71,10 +71,10 @@ def recorded(function: Callable[..., list[Observation | Digest]], *args: object)
 def test_a_change_of_the_library_is_noticed(name: str) -> None:
     before = recorded(observe_programs, list(SOME.values()))
     after = recorded(observe_broken, name, list(SOME.values()))
-    words = [word for pair in zip(before, after, strict=True) for word in differences(*pair)]
-    assert any(word.startswith(BREAKAGES[name][2]) for word in words), words
+    changes = [change for pair in zip(before, after, strict=True) for change in differences(*pair)]
+    assert any(change.startswith(BREAKAGES[name][2]) for change in changes), changes
     if name == "accept_gradient":
-        assert set(words) == {"results"}
+        assert set(changes) == {"results"}
 
 
 def test_a_record_does_not_depend_on_what_ran_before() -> None:

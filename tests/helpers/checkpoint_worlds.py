@@ -24,11 +24,22 @@ from tests._internals import SavePlanner, extent_of, gather, like, shardings_of,
 from tests.helpers.model_parallel import Pair, named_mesh, parallelize_pairs
 from tests.helpers.models import Task
 
-__all__ = ["WORLDS", "Everything", "Gate", "adamw", "assert_holds", "fill", "local", "raising_alike", "train", "zeroed"]
+__all__ = [
+    "WORLDS",
+    "Everything",
+    "Gate",
+    "adamw",
+    "all_ranks_raise",
+    "assert_holds",
+    "fill",
+    "local",
+    "train",
+    "zeroed",
+]
 
 
 @contextmanager
-def raising_alike(text: str | None = None) -> Iterator[Any]:
+def all_ranks_raise(text: str | None = None) -> Iterator[Any]:
     """Check that all ranks raise the same ``CheckpointError``, with ``text`` in it."""
     with pytest.raises(CheckpointError, match=text) as caught:
         yield caught
@@ -39,8 +50,8 @@ def raising_alike(text: str | None = None) -> Iterator[Any]:
 
 def local(tensor: Any) -> torch.Tensor:
     """Return this rank's shard."""
-    part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach()
+    shard: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return shard.detach()
 
 
 class Counter(nn.Module):
@@ -128,7 +139,7 @@ def adamw(model: nn.Module) -> AdamW:
     return AdamW(groups, lr=0.5)
 
 
-def whole(name: str, like: torch.Tensor) -> torch.Tensor:
+def expected_value(name: str, like: torch.Tensor) -> torch.Tensor:
     """Return the expected values of the tensor ``name``, in the shape and dtype of ``like``."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return torch.randn(tuple(like.shape), generator=generator).mul(100).to(like.dtype)
@@ -155,7 +166,7 @@ def fill(model: Everything, optimizer: Optimizer | None = None) -> None:
             moments = {key: _zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
     for name, tensor, sharding in tensors(model, optimizer):
-        local(tensor).copy_(extent_of(tensor, sharding).take(whole(name, tensor)))
+        local(tensor).copy_(extent_of(tensor, sharding).take(expected_value(name, tensor)))
     model.counter.calls = 42
 
 
@@ -177,7 +188,7 @@ def assert_holds(model: Everything, optimizer: Optimizer | None = None) -> None:
     """Check that all values equal those of :func:`fill` bitwise and states are placed like parameters. Collective."""
     for name, tensor, sharding in tensors(model, optimizer):
         found = gather(tensor, sharding)
-        assert torch.equal(found, whole(name, tensor)), f"{name}\n{found}\n{whole(name, tensor)}"
+        assert torch.equal(found, expected_value(name, tensor)), f"{name}\n{found}\n{expected_value(name, tensor)}"
     assert model.head.weight is model.embedding.weight
     assert model.counter.calls == 42
     for parameter in model.parameters() if optimizer is not None else ():
@@ -210,6 +221,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps:
     own = range(dist.get_rank() * 4 // ranks, (dist.get_rank() + 1) * 4 // ranks)
     for step in steps:
         optimizer.zero_grad()
-        loss = sum((task.loss(model, task.batch_of(step, part)) for part in own), torch.zeros(())) / len(own)
+        loss = sum((task.loss(model, task.batch_of(step, shard)) for shard in own), torch.zeros(())) / len(own)
         loss.backward()
         optimizer.step()

@@ -31,7 +31,7 @@ from composable_fsdp.checkpoint import load, save
 from tests._internals import Bucket, find_state
 from tests.helpers.extension_tensors import Pair, with_weights
 
-__all__ = ["CASES", "survivors"]
+__all__ = ["CASES", "remaining_objects"]
 
 CASES: dict[str, Callable[[], tuple[object, ...]]] = {}
 """Each case builds models, uses them, and returns the models and other objects that must be freed."""
@@ -39,38 +39,38 @@ CASES: dict[str, Callable[[], tuple[object, ...]]] = {}
 X = torch.ones(4, 8)
 
 
-def survivors(case: Callable[[], tuple[object, ...]]) -> list[str]:
+def remaining_objects(case: Callable[[], tuple[object, ...]]) -> list[str]:
     """Return the objects of ``case`` that remain in memory after they are dropped, with the garbage collector disabled.
 
     The objects are modules, the library's state of the modules, the memory of shards, and other objects that the case
     returns. If any remain, the case runs again, because torch may keep memory from the first run.
     """
-    return _survivors(case) and _survivors(case)
+    return _remaining_after(case) and _remaining_after(case)
 
 
-def _survivors(case: Callable[[], tuple[object, ...]]) -> list[str]:
+def _remaining_after(case: Callable[[], tuple[object, ...]]) -> list[str]:
     gc.collect()
     gc.disable()
     try:
-        known = [(name, weakref.ref(thing)) for dropped in case() for name, thing in _parts(dropped)]
+        known = [(name, weakref.ref(obj)) for dropped in case() for name, obj in _objects_of(dropped)]
         return [name for name, alive in known if alive() is not None]
     finally:
         gc.enable()
 
 
-def _parts(dropped: object) -> list[tuple[str, Any]]:
+def _objects_of(dropped: object) -> list[tuple[str, Any]]:
     if not isinstance(dropped, nn.Module):
         return [(type(dropped).__name__, dropped)]
-    parts: list[tuple[str, Any]] = []
+    objects: list[tuple[str, Any]] = []
     for name, module in dropped.named_modules():
         state = find_state(module)
-        parts.append((f"module {name!r}", module))
+        objects.append((f"module {name!r}", module))
         if state is not None:
             stores = [bucket.store.flat for bucket in state.group.buckets if isinstance(bucket, Bucket)]
-            parts += [(f"unit {name!r}", state), *((f"shards of {name!r}", store) for store in stores)]
+            objects += [(f"unit {name!r}", state), *((f"shards of {name!r}", store) for store in stores)]
             if state.iteration is not None:
-                parts.append((f"iteration of {name!r}", state.iteration))
-    return parts
+                objects.append((f"iteration of {name!r}", state.iteration))
+    return objects
 
 
 def case(build: Callable[[], tuple[object, ...]]) -> Callable[[], tuple[object, ...]]:
@@ -200,8 +200,8 @@ def a_list_of_modules() -> tuple[object, ...]:
 @case
 def submodules_that_ran_before_the_root() -> tuple[object, ...]:
     model = layers()
-    for part in (fully_shard(model[0]), fully_shard(model[1]), fully_shard(model)):
-        step(part)
+    for module in (fully_shard(model[0]), fully_shard(model[1]), fully_shard(model)):
+        step(module)
     return (model,)
 
 
@@ -209,10 +209,10 @@ def submodules_that_ran_before_the_root() -> tuple[object, ...]:
 def a_submodule_that_outlives_the_root() -> tuple[object, ...]:
     model = sharded(layers())
     step(model)
-    part = model[0]
+    module = model[0]
     del model
-    step(part)
-    return (part,)
+    step(module)
+    return (module,)
 
 
 class Tied(nn.Module):
@@ -260,11 +260,11 @@ class Recurrent(nn.Module):
 def other_methods() -> tuple[object, ...]:
     model: Any = fully_shard(Recurrent())
     register_fsdp_forward_method(model, "generate")
-    twin = copy.deepcopy(model)
-    for each in (model, twin):
+    clone = copy.deepcopy(model)
+    for each in (model, clone):
         step(each)
         each.generate(X).sum().backward()
-    return model, twin
+    return model, clone
 
 
 @case
@@ -332,15 +332,15 @@ def full_parameters_copies_and_conversions() -> tuple[object, ...]:
     step(model)
     with unsharded_params(model):
         pass
-    twin = copy.deepcopy(model)
-    step(twin)
-    twin.load_state_dict(model.state_dict())
-    twin.to(torch.float64)
-    step(twin, x=X.double())
+    clone = copy.deepcopy(model)
+    step(clone)
+    clone.load_state_dict(model.state_dict())
+    clone.to(torch.float64)
+    step(clone, x=X.double())
     str(describe(model))
     assert model[0]._get_fsdp_state()._fsdp_param_group.fsdp_params
     handle = model.unshard(async_op=True)
-    return model, twin, handle
+    return model, clone, handle
 
 
 @case

@@ -66,7 +66,7 @@ def place_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     placed = set()
     for experts in (m for m in model.modules() if isinstance(m, Experts)):
         for name, parameter in list(experts.named_parameters(recurse=False)):
-            whole = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
-            experts.register_parameter(name, whole)
-            placed.add(whole)
+            weight = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            experts.register_parameter(name, weight)
+            placed.add(weight)
     return placed

@@ -35,8 +35,8 @@ def normalised(text: str) -> str:
 
 def read_golden() -> dict[str, str]:
     """Return the expected texts by name."""
-    parts = _HEADING.split(FAULTS.read_text()) if FAULTS.exists() else [""]
-    return {name: text.strip("\n") for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+    sections = _HEADING.split(FAULTS.read_text()) if FAULTS.exists() else [""]
+    return {name: text.strip("\n") for name, text in zip(sections[1::2], sections[2::2], strict=True)}
 
 
 def assert_golden(name: str, text: str) -> None:

@@ -29,23 +29,23 @@ from composable_fsdp.testing import Delay, Drop, Effect, Fault, Kill, Raise, inj
 from tests._internals import Work
 
 __all__ = [
-    "AWAY",
-    "PATIENT",
-    "SHORT",
+    "LONG_TIMEOUT",
+    "SHORT_TIMEOUT",
+    "STRAGGLER_DELAY",
     "Layers",
-    "Told",
+    "RaisedError",
     "build",
-    "inflict",
+    "error_after",
+    "error_of",
+    "inject_fault",
     "is_last",
     "run_as_program",
     "step",
-    "suffer",
-    "told_by",
 ]
 
-PATIENT, SHORT = 60.0, 3.0
+LONG_TIMEOUT, SHORT_TIMEOUT = 60.0, 3.0
 """Timeouts of the process group in seconds. No test reaches the first; stragglers exceed the second."""
-AWAY = SHORT + 4.0
+STRAGGLER_DELAY = SHORT_TIMEOUT + 4.0
 """The delay of a straggler in seconds. It is longer than the other ranks wait for an answer."""
 
 
@@ -67,7 +67,7 @@ class Layers(nn.Module):
         return x
 
 
-def build(timeout: float = PATIENT) -> Any:
+def build(timeout: float = LONG_TIMEOUT) -> Any:
     """Return a model that is sharded over a process group with a timeout of ``timeout`` seconds."""
     group = dist.new_group(timeout=timedelta(seconds=timeout))
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -132,9 +132,9 @@ def _skip_gradients(model: Any) -> Callable[[], None]:
     return lambda: setattr(model, "unused", ())
 
 
-def _stop(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+def _pause_process(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
     """Stop the process. A shell that it has started resumes it later."""
-    with subprocess.Popen(["/bin/sh", "-c", f"sleep {AWAY}; kill -CONT {os.getpid()}"]):
+    with subprocess.Popen(["/bin/sh", "-c", f"sleep {STRAGGLER_DELAY}; kill -CONT {os.getpid()}"]):
         os.kill(os.getpid(), signal.SIGSTOP)
     return launch()
 
@@ -150,12 +150,12 @@ def _cut_connections(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]
 
 FORWARD, REDUCTION = "all-gather of layers.1 in forward", "reduce-scatter of layers.1"
 
-INFLICTED: dict[str, Callable[[Any], Any]] = {
+FAULTS: dict[str, Callable[[Any], Any]] = {
     "killed in forward": lambda model: _inject(model, Kill(), FORWARD),
     "killed in backward": lambda model: _inject(model, Kill(), REDUCTION),
-    "stopped": lambda model: _inject(model, _stop, REDUCTION),
+    "stopped": lambda model: _inject(model, _pause_process, REDUCTION),
     "cut off": lambda model: _inject(model, _cut_connections, REDUCTION),
-    "late": lambda model: _inject(model, Delay(AWAY), REDUCTION),
+    "late": lambda model: _inject(model, Delay(STRAGGLER_DELAY), REDUCTION),
     "leaves out a collective": lambda model: _inject(model, Drop(), FORWARD),
     "fails to launch": lambda model: _inject(model, Raise(MemoryError("no memory for a message")), REDUCTION),
     "raises in forward": lambda model: _change_on_last(lambda: _raise_in_forward(model)),
@@ -166,16 +166,16 @@ INFLICTED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def inflict(fault: str, model: Any) -> Any:
+def inject_fault(fault: str, model: Any) -> Any:
     """Return a context in which the last rank has ``fault``."""
-    return INFLICTED[fault](model)
+    return FAULTS[fault](model)
 
 
 # -- errors of the other ranks
 
 
 @dataclass(frozen=True)
-class Told:
+class RaisedError:
     """The error that a rank raised in the step with the fault, and the seconds until then."""
 
     kind: str
@@ -183,22 +183,22 @@ class Told:
     seconds: float
 
 
-def suffer(fault: str, timeout: float = PATIENT) -> Told:
+def error_after(fault: str, timeout: float = LONG_TIMEOUT) -> RaisedError:
     """Run two steps without a fault, then one with ``fault``."""
     model = build(timeout)
     for _ in range(2):
         step(model)
-    with inflict(fault, model):
-        return told_by(lambda: step(model))
+    with inject_fault(fault, model):
+        return error_of(lambda: step(model))
 
 
-def told_by(play: Callable[[], None]) -> Told:
+def error_of(function: Callable[[], None]) -> RaisedError:
     begin = time.monotonic()
     try:
-        play()
+        function()
     except BaseException as error:
-        return Told(type(error).__name__, str(error), time.monotonic() - begin)
-    return Told("", "", time.monotonic() - begin)
+        return RaisedError(type(error).__name__, str(error), time.monotonic() - begin)
+    return RaisedError("", "", time.monotonic() - begin)
 
 
 # -- as a program
@@ -214,12 +214,12 @@ def run_as_program(fault: str, rank: int, folder: Path) -> None:
         return
     if is_last() and fault == "keeps another waiting":
         (folder / "waiting").touch()
-        time.sleep(PATIENT)
+        time.sleep(LONG_TIMEOUT)
     if is_last():
-        with inflict(fault, model):
+        with inject_fault(fault, model):
             step(model)
-    told = told_by(lambda: step(model))
-    (folder / f"told {rank}").write_text(json.dumps(asdict(told)))
+    error = error_of(lambda: step(model))
+    (folder / f"error {rank}").write_text(json.dumps(asdict(error)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.helpers.models import Task, cross_entropy, seeded, sequences, squared_error, vectors
-from tests.helpers.sharding import exactly, expected_shard, values_of, whole
+from tests.helpers.sharding import assert_exact, expected_shard, full_value, values_of
 from tests.helpers.training import OPTIMIZERS, OptimizerFactory, Play, Run, assert_equal_runs, train
 
 __all__ = [
@@ -31,13 +31,13 @@ __all__ = [
     "Pair",
     "Pairs",
     "assert_cut",
-    "assert_trains_alike",
+    "assert_trains_like",
     "cut_pairs",
+    "full_run",
     "named_mesh",
     "parallelize_decoder",
     "parallelize_pairs",
     "play",
-    "whole_run",
 ]
 
 Cut = tuple[str, int]
@@ -166,10 +166,10 @@ def play(task: Task) -> Play:
     return run
 
 
-def whole_run(run: Run) -> Run:
+def full_run(run: Run) -> Run:
     """Return ``run`` with full tensors. Collective."""
-    gradients = {name: None if g is None else whole(g) for name, g in run.gradients.items()}
-    return Run(run.losses, {name: whole(p) for name, p in run.parameters.items()}, gradients)
+    gradients = {name: None if g is None else full_value(g) for name, g in run.gradients.items()}
+    return Run(run.losses, {name: full_value(p) for name, p in run.parameters.items()}, gradients)
 
 
 def assert_cut(
@@ -181,15 +181,15 @@ def assert_cut(
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor), name
         assert parameter.shape == values[name].shape, name
-        part = values[name]
+        shard = values[name]
         for axis, dim in cuts[name]:
-            part = expected_shard(part, mesh.get_local_rank(axis), mesh[axis].size(), dim)
-        exactly(parameter.to_local().detach(), part, name)
+            shard = expected_shard(shard, mesh.get_local_rank(axis), mesh[axis].size(), dim)
+        assert_exact(parameter.to_local().detach(), shard, name)
     for name, value in values_of(module).items():
-        exactly(value, values[name], f"full {name}")
+        assert_exact(value, values[name], f"full {name}")
 
 
-def assert_trains_alike(
+def assert_trains_like(
     model: nn.Module,
     reference: nn.Module,
     rank: int,
@@ -213,6 +213,6 @@ def assert_trains_alike(
             assert gradient.device_mesh == parameter.device_mesh, name
             assert gradient.placements == parameter.placements, name
             assert gradient.to_local().shape == parameter.to_local().shape, name
-    result = whole_run(ours)
+    result = full_run(ours)
     assert_equal_runs(result, expected, what=what)
     return result

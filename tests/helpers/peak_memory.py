@@ -37,16 +37,16 @@ class Peak(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
-        self._made: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta:
                 reference = StorageWeakRef(tensor.untyped_storage())
-                self._made[reference.cdata] = reference
-        self._made = {key: reference for key, reference in self._made.items() if not reference.expired()}
-        self.bytes = max(self.bytes, sum(map(size_of, self._made.values())))
+                self._storages[reference.cdata] = reference
+        self._storages = {key: reference for key, reference in self._storages.items() if not reference.expired()}
+        self.bytes = max(self.bytes, sum(map(size_of, self._storages.values())))
         return out
 
 
@@ -80,10 +80,10 @@ class LiveStorages:
     def _sizes(self, least: int) -> list[int]:
         gc.collect()
         storages = {}
-        for thing in gc.get_objects():
-            kind = type(thing)  # isinstance would load lazy objects, and some of them warn
+        for obj in gc.get_objects():
+            kind = type(obj)  # isinstance would load lazy objects, and some of them warn
             if issubclass(kind, torch.Tensor) and not issubclass(kind, DTensor):
-                storage = thing.untyped_storage()
+                storage = obj.untyped_storage()
                 if not storage.filename:
                     storages[storage._cdata] = storage.nbytes()
         return sorted(nbytes for nbytes in storages.values() if nbytes >= least)

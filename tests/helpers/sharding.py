@@ -22,17 +22,17 @@ from tests.helpers.models import Task
 
 __all__ = [
     "adamw",
+    "assert_exact",
     "assert_sharded",
     "buckets_of",
-    "exactly",
     "expected_shard",
+    "full_value",
     "initialise",
     "local",
     "sharded",
     "single_rank",
-    "train_alike",
+    "train_and_compare",
     "values_of",
-    "whole",
 ]
 
 
@@ -52,7 +52,7 @@ def sharded(module: nn.Module) -> FSDPModule:
     return module
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_value(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of the full value. Collective for DTensors."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
@@ -60,7 +60,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of all parameters by name. A shared parameter has several names. Collective for sharded modules."""
-    return {name: whole(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    return {name: full_value(p) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def expected_shard(value: torch.Tensor, rank: int, num_ranks: int, dim: int = 0) -> torch.Tensor:
@@ -92,11 +92,11 @@ def assert_sharded(
         assert parameter.placements == (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(dim)), name
         assert (parameter.shape, parameter.dtype) == (value.shape, value.dtype), name
         assert parameter.is_leaf, name
-        exactly(parameter.to_local().detach(), expected_shard(value, coordinate[-1], mesh.size(-1), dim), name)
-        exactly(fulls[name], value, name)
+        assert_exact(parameter.to_local().detach(), expected_shard(value, coordinate[-1], mesh.size(-1), dim), name)
+        assert_exact(fulls[name], value, name)
 
 
-def exactly(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+def assert_exact(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     """Check that values are bitwise equal, and that shapes and dtypes are equal."""
     assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f"{name}: {text}")
 
@@ -118,7 +118,7 @@ def adamw(parameters: Iterable[nn.Parameter], eps: float = 1e-5) -> torch.optim.
     return torch.optim.AdamW(parameters, lr=1e-2, eps=eps)
 
 
-def train_alike(
+def train_and_compare(
     model: nn.Module,
     reference: nn.Module,
     task: Task,
@@ -133,29 +133,32 @@ def train_alike(
     Losses and gradients must be equal at every step, and parameters at the end. The default tolerance is the dtype's.
     """
 
-    def alike(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
-        assert (actual is None) == (expected is None), what
+    def assert_close_or_none(actual: torch.Tensor | None, expected: torch.Tensor | None, label: str) -> None:
+        assert (actual is None) == (expected is None), label
         if actual is not None and expected is not None:
-            assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+            assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{label}: {text}")
 
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    make = functools.partial(adamw, eps=task.eps) if optimizer is None else optimizer
-    ours, theirs = make(model.parameters()), make(reference.parameters())
+    make_optimizer = functools.partial(adamw, eps=task.eps) if optimizer is None else optimizer
+    ours, theirs = (
+        make_optimizer(model.parameters()),
+        make_optimizer(reference.parameters()),
+    )
     for step in range(steps):
         loss = task.loss(model, task.batch_of(step, rank))
         loss.backward()
         losses = [task.loss(reference, task.batch_of(step, r)) for r in range(num_ranks)]
         torch.stack(losses).mean().backward()
-        gradients = {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
-        alike(loss, losses[rank], f"loss of step {step}")
+        gradients = {n: None if p.grad is None else full_value(p.grad) for n, p in model.named_parameters()}
+        assert_close_or_none(loss, losses[rank], f"loss of step {step}")
         for name, parameter in reference.named_parameters():
-            alike(gradients[name], parameter.grad, f"gradient of {name} in step {step}")
+            assert_close_or_none(gradients[name], parameter.grad, f"gradient of {name} in step {step}")
         ours.step()
         ours.zero_grad()
         theirs.step()
         theirs.zero_grad()
     for (name, value), expected in zip(values_of(model).items(), values_of(reference).values(), strict=True):
-        alike(value, expected, f"{name} at the end")
+        assert_close_or_none(value, expected, f"{name} at the end")
 
 
 def buckets_of(model: nn.Module) -> list[Bucket]:

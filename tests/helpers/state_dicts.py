@@ -19,7 +19,7 @@ from composable_fsdp import CheckpointError, fully_shard
 from composable_fsdp.checkpoint import Full, Local, Sharded
 from tests._internals import Form, gather, plain_name, shardings_of, states_below
 from tests.helpers.models import seeded
-from tests.helpers.sharding import exactly
+from tests.helpers.sharding import assert_exact
 
 __all__ = [
     "COUNT",
@@ -29,13 +29,13 @@ __all__ = [
     "LocalMomentum",
     "backward",
     "build",
+    "full_state_of",
     "message",
     "same_values",
     "scramble",
     "sgd",
     "shard",
     "train",
-    "wholes_of",
 ]
 
 Optimizer = torch.optim.Optimizer
@@ -94,20 +94,20 @@ def shard(model: nn.Module, mesh: DeviceMesh | None = None, *, wrap: str = "", *
     """
     layers: Any = model.get_submodule("layers")
 
-    def put(index: int, wrapped: Callable[[nn.Module], Any]) -> None:
+    def replace_layer(index: int, wrapped: Callable[[nn.Module], Any]) -> None:
         layers[index] = wrapped(layers[index])
 
     wrapper: Any = partial(torch.compile, backend="eager") if wrap == "compiled" else checkpoint_wrapper
     if wrap in ("before", "compiled"):
-        put(2, wrapper)
-        put(3, wrapper)
+        replace_layer(2, wrapper)
+        replace_layer(3, wrapper)
     options = {"mesh": mesh or init_device_mesh("cpu", (dist.get_world_size(),)), **options}
     fully_shard([layers[1], layers[2]], **options)
     fully_shard(layers[3], **options)
     fully_shard(model, ignored_modules=[model.get_submodule("plain")], **options)
     if wrap == "after":
-        put(2, wrapper)
-        put(3, wrapper)
+        replace_layer(2, wrapper)
+        replace_layer(3, wrapper)
     return model
 
 
@@ -126,7 +126,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range = range(2)) -> No
         optimizer.zero_grad()
 
 
-def wholes_of(model: nn.Module) -> dict[str, Any]:
+def full_state_of(model: nn.Module) -> dict[str, Any]:
     """Return copies of ``model.state_dict()`` with full tensors. Does not use the forms under test."""
     shardings, state = shardings_of(states_below(model)), model.state_dict(keep_vars=True)
     return {
@@ -151,7 +151,7 @@ def same_values(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
             assert not isinstance(actual[name], DTensor), name
-            exactly(actual[name], value, name)
+            assert_exact(actual[name], value, name)
         else:
             assert actual[name] == value, name
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["together"]
+__all__ = ["run_in_threads"]
 
 T = TypeVar("T")
 
 
-def together(calls: Sequence[Callable[[], T]], turn: float) -> list[T]:
+def run_in_threads(calls: Sequence[Callable[[], T]], switch_interval: float) -> list[T]:
     """Run each call in its own thread and return the results. The switch interval is in seconds (Python's: 5 ms)."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -27,7 +27,7 @@ def together(calls: Sequence[Callable[[], T]], turn: float) -> list[T]:
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
     before = sys.getswitchinterval()
-    sys.setswitchinterval(turn)
+    sys.setswitchinterval(switch_interval)
     try:
         for thread in threads:
             thread.start()

@@ -96,12 +96,12 @@ def train(
         if between is not None:
             between(model, step)
         optimizer.step()
-    run.parameters = {name: kept(p) for name, p in parameters.items()}
-    run.gradients = {name: None if p.grad is None else kept(p.grad) for name, p in parameters.items()}
+    run.parameters = {name: copy_on_cpu(p) for name, p in parameters.items()}
+    run.gradients = {name: None if p.grad is None else copy_on_cpu(p.grad) for name, p in parameters.items()}
     return run
 
 
-def kept(tensor: torch.Tensor) -> torch.Tensor:
+def copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on CPU. The copy of a DTensor is a DTensor with this rank's shard."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
@@ -110,7 +110,7 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().clone()
 
 
-def local_part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of ``tensor`` if only ``like`` is sharded."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
@@ -133,15 +133,15 @@ def assert_equal_runs(actual: Run, expected: Run, *, what: str = "", exact: bool
     for step, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True)):
         torch.testing.assert_close(a.cpu(), b.cpu(), **tolerance, msg=_message(f"{what} loss of step {step}"))
     assert actual.parameters.keys() == expected.parameters.keys()
-    none = [[name for name, g in run.gradients.items() if g is None] for run in (actual, expected)]
-    assert none[0] == none[1], f"{what}: parameters without gradient: {none[0]}, expected {none[1]}"
+    missing = [[name for name, g in run.gradients.items() if g is None] for run in (actual, expected)]
+    assert missing[0] == missing[1], f"{what}: parameters without gradient: {missing[0]}, expected {missing[1]}"
     pairs = [(name, actual.parameters[name], value) for name, value in expected.parameters.items()]
     for name, gradient in actual.gradients.items():
-        wanted = expected.gradients[name]
-        if gradient is not None and wanted is not None:
-            pairs.append((f"gradient of {name}", gradient, wanted))
+        expected_gradient = expected.gradients[name]
+        if gradient is not None and expected_gradient is not None:
+            pairs.append((f"gradient of {name}", gradient, expected_gradient))
     for name, a, b in pairs:
-        torch.testing.assert_close(local_part(a, b), local_part(b, a), **tolerance, msg=_message(f"{what} {name}"))
+        torch.testing.assert_close(local_shard(a, b), local_shard(b, a), **tolerance, msg=_message(f"{what} {name}"))
 
 
 def _message(what: str) -> Callable[[str], str]:
@@ -176,12 +176,12 @@ def check_parity(
     else:
         shard(model)
     ours = train(model, play, make_optimizer, ranks=[rank], watched=rank, steps=steps, between=between)
-    everyone = range(world_size)
+    all_ranks = range(world_size)
     expected = train(
         build().to(device),
         play,
         make_optimizer,
-        ranks=everyone,
+        ranks=all_ranks,
         watched=rank,
         divide=world_size,
         steps=steps,

@@ -46,7 +46,7 @@ from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, Step
 from tests.helpers.fuzz.reference import differences
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
-ROUND = 1000
+DRAW_SIZE = 1000
 """The number of programs that are drawn from one seed."""
 
 BATCH = 150
@@ -67,7 +67,7 @@ IN_CI = {2: 300, 4: 30}
 
 
 @dataclass(frozen=True)
-class Round:
+class DrawnPrograms:
     """Programs that are drawn from one seed. The same seed gives the same programs; CI uses ``None``."""
 
     size: int
@@ -104,12 +104,12 @@ class Round:
         return drawn | {fit[i]: beside(fit[i], fit[i - 1]) for i in range(1, len(fit), ONE_IN)}
 
 
-def beside(program: Program, other: Program) -> Program:
+def beside(program: Program, second: Program) -> Program:
     """Return a program that runs both programs in two threads of each rank."""
-    return replace(program.undisturbed, beside=other.undisturbed)
+    return replace(program.undisturbed, beside=second.undisturbed)
 
 
-drawn = lru_cache(Round.programs)
+drawn = lru_cache(DrawnPrograms.programs)
 
 
 def run_alone(program: Program, timeout: float = 20.0) -> str:
@@ -125,11 +125,11 @@ def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
     """Run programs in one call per transport and return the failures by position."""
     found: dict[int, str] = {}
     for number, transport in enumerate((IN_COMMON, SOCKETS)):
-        places = [i for i, program in enumerate(some) if len(repr(program)) % 2 == number]
-        if places:
-            chosen = [some[i] for i in places]
-            told = run_ranks(differences, some[0].world_size, chosen, timeout=timeout, environment=transport)
-            found |= {places[i]: text for result in told for i, text in result.items()}
+        positions = [i for i, program in enumerate(some) if len(repr(program)) % 2 == number]
+        if positions:
+            chosen = [some[i] for i in positions]
+            results = run_ranks(differences, some[0].world_size, chosen, timeout=timeout, environment=transport)
+            found |= {positions[i]: text for result in results for i, text in result.items()}
     return found
 
 
@@ -158,16 +158,16 @@ def run_together(batch: Sequence[Program]) -> dict[Program, str]:
     return {batch[i]: text for i, text in found.items()}
 
 
-def find_smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
+def find_smallest(draw: DrawnPrograms, failed: dict[Program, str]) -> tuple[Program, str]:
     """Shrink a failing program for a limited time, and return the smallest failing program and its failure."""
-    known = dict.fromkeys(round_.programs(), "") | failed
-    by_drawn = round_.map_drawn()
+    known = dict.fromkeys(draw.programs(), "") | failed
+    by_drawn = draw.map_drawn()
     best, deadline = min(failed, key=lambda program: len(repr(program))), time.monotonic() + SHRINKING
 
     def check(program: Program) -> None:
         nonlocal best
-        other = best.beside
-        program = by_drawn.get(program, program if other is None else beside(program, other))
+        second = best.beside
+        program = by_drawn.get(program, program if second is None else beside(program, second))
         if program not in known and time.monotonic() < deadline:
             known[program] = run_alone(program)
         if known.get(program):
@@ -175,19 +175,19 @@ def find_smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, s
             raise AssertionError
 
     with pytest.raises(AssertionError):
-        round_.each(check, Phase.shrink)
+        draw.each(check, Phase.shrink)
     return best, known[best]
 
 
-def rounds(world_size: int) -> Iterator[Round]:
+def requested_draws(world_size: int) -> Iterator[DrawnPrograms]:
     """Return the rounds that the environment variables request."""
-    wanted = int(os.environ.get("FUZZ_PROGRAMS", "0")) * IN_CI[world_size] // sum(IN_CI.values())
-    if not wanted:
-        yield Round(IN_CI[world_size], world_size)
+    requested = int(os.environ.get("FUZZ_PROGRAMS", "0")) * IN_CI[world_size] // sum(IN_CI.values())
+    if not requested:
+        yield DrawnPrograms(IN_CI[world_size], world_size)
         return
     first = int(os.environ.get("FUZZ_SEED", random.randrange(10**6)))
-    for i, start in enumerate(range(0, wanted, ROUND)):
-        yield Round(min(ROUND, wanted - start), world_size, first + i)
+    for i, start in enumerate(range(0, requested, DRAW_SIZE)):
+        yield DrawnPrograms(min(DRAW_SIZE, requested - start), world_size, first + i)
 
 
 @pytest.mark.behaviour("A-04", "A-05", "A-07", "A-10", "C-01", "C-03", "C-04", "C-05", "C-06", "C-07", "C-08", "C-10")
@@ -198,29 +198,29 @@ def test_programs_train_like_the_unsharded_model(world_size: int, capsys: pytest
         with capsys.disabled():
             sys.stdout.write(f"{line}\n")
 
-    begin, number, used, failed = time.monotonic(), 0, Counter[str](), list[tuple[Round, dict[Program, str]]]()
-    for round_ in rounds(world_size):
-        found = drawn(round_)
-        assert len(found) == round_.size
+    begin, number, used, failed = time.monotonic(), 0, Counter[str](), list[tuple[DrawnPrograms, dict[Program, str]]]()
+    for draw in requested_draws(world_size):
+        found = drawn(draw)
+        assert len(found) == draw.size
         if bad := failures(found):
-            failed.append((round_, bad))
-        if round_.seed is not None:
+            failed.append((draw, bad))
+        if draw.seed is not None:
             number += len(found)
             used.update(name for program in found for name in features(program))
             print_line(
-                f"\nseed {round_.seed}: {number} programs on {world_size} ranks, {sum(len(b) for _, b in failed)} "
+                f"\nseed {draw.seed}: {number} programs on {world_size} ranks, {sum(len(b) for _, b in failed)} "
                 f"failed, {time.monotonic() - begin:.0f} s"
             )
     for name, count in used.most_common():
         print_line(f"{count:7} {name}")
     if failed:
         program, text = find_smallest(*failed[0])
-        many = sum(len(bad) for _, bad in failed)
-        raise AssertionError(f"{many} programs failed. The smallest failing program:\n\n{program}\n\n{text}")
+        number_failed = sum(len(bad) for _, bad in failed)
+        raise AssertionError(f"{number_failed} programs failed. The smallest failing program:\n\n{program}\n\n{text}")
 
 
 def test_the_programs_of_ci_make_use_of_every_feature() -> None:
-    used = Counter(name for program in drawn(Round(IN_CI[2], 2)) for name in features(program))
+    used = Counter(name for program in drawn(DrawnPrograms(IN_CI[2], 2)) for name in features(program))
     assert {name: used[name] for name in FEATURES if used[name] < 5} == {}
 
 
@@ -260,25 +260,25 @@ def test_programs_that_failed_once_pass(name: str) -> None:
 def forget_to_divide(self: BucketReduceScatter, *args: object) -> object:
     scatter, reduction = args
     assert isinstance(reduction, Reduction)
-    return WHOLE["finish"](self, scatter, Reduction(reduction.op, reduction.pre_divide, 1.0))
+    return ORIGINALS["finish"](self, scatter, Reduction(reduction.op, reduction.pre_divide, 1.0))
 
 
 def forget_kept_groups(self: Iteration, *args: object) -> object:
-    WHOLE["end_backward"](self, *args)
+    ORIGINALS["end_backward"](self, *args)
     for state in self.states.values():
         state.kept_version = None
     return None
 
 
 def forget_held_gradients(self: ParamGroupGradients, *args: object) -> object:
-    WHOLE["hold"](self, *args)
+    ORIGINALS["hold"](self, *args)
     for parameter in self._tensors.parameters:
         parameter.drop_gradient()
     return None
 
 
 def leave_out_a_rank(self: Bucket, *args: object) -> object:
-    gather = WHOLE["prepare_gather"](self, *args)
+    gather = ORIGINALS["prepare_gather"](self, *args)
     if self._shard.rank and gather.payloads:
         # Replace it: a change in place would change the shard, and the other ranks would not notice.
         gather.payloads[0] = torch.zeros_like(gather.payloads[0])
@@ -288,7 +288,7 @@ def leave_out_a_rank(self: Bucket, *args: object) -> object:
 def divide_replicated_gradients(self: ModelParallel, *args: object) -> object:
     gradient, _ = args
     assert isinstance(gradient, DTensor)
-    local = WHOLE["local_gradient"](self, *args)
+    local = ORIGINALS["local_gradient"](self, *args)
     return local / prod(self.mesh.size(a) for a in self.data_axes if gradient.placements[a].is_replicate())
 
 
@@ -309,7 +309,7 @@ BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
 }
 """Maps each replaced method to its class, the replacement, a feature that exposes it, and the transport."""
 
-WHOLE = {name: getattr(owner, name) for name, (owner, *_) in BREAKAGES.items()}
+ORIGINALS = {name: getattr(owner, name) for name, (owner, *_) in BREAKAGES.items()}
 
 
 def differences_when_broken(name: str, some: Sequence[Program]) -> dict[int, str]:
@@ -318,13 +318,13 @@ def differences_when_broken(name: str, some: Sequence[Program]) -> dict[int, str
     try:
         return differences(some)
     finally:
-        setattr(owner, name, WHOLE[name])
+        setattr(owner, name, ORIGINALS[name])
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_a_broken_library_is_noticed(name: str) -> None:
     _, _, feature, transport = BREAKAGES[name]
-    fit = [program for program in drawn(Round(IN_CI[2], 2)) if feature in features(program)]
+    fit = [program for program in drawn(DrawnPrograms(IN_CI[2], 2)) if feature in features(program)]
     some = (fit[start : start + 20] for start in range(0, len(fit), 20))
     try:
         assert any(any(run_ranks(differences_when_broken, 2, name, each, environment=transport)) for each in some)

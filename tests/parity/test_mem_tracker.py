@@ -14,7 +14,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 import composable_fsdp as ours
 from composable_fsdp.testing import run_ranks
-from tests.helpers.sharding import exactly
+from tests.helpers.sharding import assert_exact
 from tests.helpers.transports import IN_COMMON, SOCKETS
 
 pytestmark = pytest.mark.behaviour("I-01", "I-03")
@@ -114,7 +114,7 @@ def compare_gradients() -> None:
     with FSDPMemTracker(watched):
         watched(inputs()).sum().backward()
     for (name, expected), p in zip(plain.named_parameters(), watched.parameters(), strict=True):
-        exactly(p.grad.to_local(), expected.grad.to_local(), name)
+        assert_exact(p.grad.to_local(), expected.grad.to_local(), name)
 
 
 def test_the_memory_tracker_changes_no_gradient() -> None:

@@ -130,10 +130,12 @@ def check_lost_gradient_warning() -> None:
         warnings.simplefilter("always")
         train(ours.fully_shard, "interleaved zero bubble", mesh, reshard=None)
     if mesh["pp"].get_local_rank() == 1:
-        told = [str(each.message) for each in caught if "left no gradient" in str(each.message)]
-        assert told
-        assert told[0].startswith(("backward went through '0', but left", "backward went through '1', but left")), told
-        assert told[0].endswith("shard their stages with reshard_after_forward=False.")
+        texts = [str(each.message) for each in caught if "left no gradient" in str(each.message)]
+        assert texts
+        assert texts[0].startswith(("backward went through '0', but left", "backward went through '1', but left")), (
+            texts
+        )
+        assert texts[0].endswith("shard their stages with reshard_after_forward=False.")
 
 
 def test_weights_that_a_schedule_does_not_find_are_reported() -> None:

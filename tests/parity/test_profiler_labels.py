@@ -120,8 +120,8 @@ def check_counts_per_module() -> None:
         name: {direction: {op.__name__: n for op, n in of_pass.items()} for direction, of_pass in of_module.items()}
         for name, of_module in mode.comm_module_counts.items()
     }
-    whole = {"forward": {"_allgather_base_": 2}, "backward": {"_allgather_base_": 2, "_reduce_scatter_base_": 2}}
-    assert counted["FSDPSequential"] == whole
+    expected = {"forward": {"_allgather_base_": 2}, "backward": {"_allgather_base_": 2, "_reduce_scatter_base_": 2}}
+    assert counted["FSDPSequential"] == expected
     assert counted["FSDPSequential.0"] == {
         "forward": {"_allgather_base_": 2},  # its own all-gather and the prefetch of the next one
         "backward": {"_reduce_scatter_base_": 1},

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import composable_fsdp as ours
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.testing import run_ranks
-from tests.helpers.sharding import exactly
+from tests.helpers.sharding import assert_exact
 
 pytestmark = [
     pytest.mark.behaviour("F-11"),
@@ -116,7 +116,7 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
     ours, theirs = full_state(model), full_state(other)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        exactly(theirs[name], value, name)
+        assert_exact(theirs[name], value, name)
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from tests._internals import Accumulation, find_state
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, seeded, shard_layers
 from tests.helpers.peak_memory import FULL, LiveStorages
-from tests.helpers.training import Play, assert_equal_runs, check_parity, local_part, train
+from tests.helpers.training import Play, assert_equal_runs, check_parity, local_shard, train
 from tests.helpers.two_headed_model import EVERY, Heads, inputs_of, one_forward_one_backward
 
 ROUTES = ((0, 1), (1, 2, 3), (3, 1))
@@ -102,15 +102,13 @@ def accumulating(setting: Setting) -> Play:
                 loss.backward()
             losses.append(loss.detach())
             if isinstance(model, FSDPModule):
-                check_what_travelled(model, setting, i, recorder, counts)
+                check_sent_bytes(model, setting, i, recorder, counts)
         return torch.stack(losses)
 
     return play
 
 
-def check_what_travelled(
-    model: FSDPModule, setting: Setting, i: int, recorder: Recorder, counts: dict[str, int]
-) -> None:
+def check_sent_bytes(model: FSDPModule, setting: Setting, i: int, recorder: Recorder, counts: dict[str, int]) -> None:
     named = dict(as_module(model).named_parameters())
     if i < LAST and setting in (unsharded, sharded, without_all_reduce):
         replicates = any(p.device_mesh.ndim == 2 for p in named.values() if isinstance(p, DTensor))
@@ -148,10 +146,10 @@ def test_microbatches_summed_in_any_way_train_like_the_large_batch(
     run_ranks(accumulate, torch.Size(mesh_shape).numel(), mesh_shape, reshard)
 
 
-def measure_what_is_kept() -> None:
+def measure_kept_memory() -> None:
     task, rank = TASKS["wide"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard)
-    whole = [768 * 1024 * 4, 1027 * 768 * 4]
+    full_bytes = [768 * 1024 * 4, 1027 * 768 * 4]
     shards = [768 * 1024 * 4 // 2, 1028 * 768 * 4 // 2]
     live = LiveStorages()  # the memory of the model itself does not count
     for step in range(2):
@@ -163,14 +161,14 @@ def measure_what_is_kept() -> None:
     for step in range(2):
         with no_sync(model):
             task.loss(model, task.batch_of(step, rank)).backward()
-        live.check("in full", least=FULL, expected=whole)
+        live.check("in full", least=FULL, expected=full_bytes)
     model.zero_grad()
     live.check("after zero_grad", least=1_000_000, expected=[])
 
 
 @pytest.mark.behaviour("C-07", "C-03")
 def test_accumulation_by_shards_keeps_no_full_gradient() -> None:
-    run_ranks(measure_what_is_kept, 2)
+    run_ranks(measure_kept_memory, 2)
 
 
 def accumulate_shards_in_the_reduce_dtype() -> None:
@@ -195,7 +193,7 @@ def accumulate_shards_in_the_reduce_dtype() -> None:
         totals = {name: value + totals.get(name, 0) for name, value in of_ranks.items()}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor)
-        expected = local_part(totals[name] / dist.get_world_size(), parameter.grad)
+        expected = local_shard(totals[name] / dist.get_world_size(), parameter.grad)
         torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=0, atol=0, msg=name)
 
 
@@ -230,7 +228,7 @@ def giving_up(how: str, sharded: bool, in_flight: bool) -> Play:
     return play
 
 
-def drop_what_was_accumulated() -> None:
+def drop_accumulated_gradients() -> None:
     for how in ("zero_grad", "reset_iter_state"):
         for sharded in (False, True):
             for in_flight in (False, True):
@@ -251,7 +249,7 @@ def drop_what_was_accumulated() -> None:
 
 @pytest.mark.behaviour("C-07", "H-01")
 def test_zero_grad_and_reset_drop_accumulated_gradients() -> None:
-    run_ranks(drop_what_was_accumulated, 2)
+    run_ranks(drop_accumulated_gradients, 2)
 
 
 def freeze_between_microbatches(sharded: bool) -> None:

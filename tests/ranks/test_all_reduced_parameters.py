@@ -57,7 +57,7 @@ class Stack(nn.Module):
 
 
 @contextmanager
-def whole_from(nbytes: int) -> Iterator[None]:
+def all_reduced_from(nbytes: int) -> Iterator[None]:
     """Make padding of ``nbytes`` worth an all-reduce, on every communicator."""
     original = ProcessGroups.plan_options
 
@@ -157,7 +157,7 @@ def train(variant: str) -> tuple[Any, list[torch.Tensor]]:
     return model, seen
 
 
-def check_whole(model: Any, expected: set[str]) -> None:
+def check_all_reduced(model: Any, expected: set[str]) -> None:
     """Check that these parameters, or none, are all-reduced both ways, and never those with rows on all ranks."""
     for layer in model.layers:
         plan = state_of(layer).group.plan
@@ -169,17 +169,17 @@ def check_whole(model: Any, expected: set[str]) -> None:
         assert bool(gathered) == bool(expected)
 
 
-def compare(variant: str, *, exactly: bool) -> None:
+def compare(variant: str, *, bitwise: bool) -> None:
     padded, expected = train(variant)
-    check_whole(padded, set())
-    with whole_from(0):
+    check_all_reduced(padded, set())
+    with all_reduced_from(0):
         model, actual = train(variant)
-        check_whole(
+        check_all_reduced(
             model, {"up.weight", "down.bias"} if variant == "last dim" else {"down.weight", "down.bias", "spare"}
         )
     assert len(actual) == len(expected)
     for ours, theirs in zip(actual, expected, strict=True):
-        tolerance = 0.0 if exactly else 1e-6
+        tolerance = 0.0 if bitwise else 1e-6
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -187,16 +187,16 @@ def compare(variant: str, *, exactly: bool) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_all_reduced_parameters_train_to_the_same_bits(variant: str) -> None:
     """With shared memory, an in-place sum is also in the order of ranks."""
-    run_ranks(compare, 4, variant, exactly=True, environment=COPIES)
+    run_ranks(compare, 4, variant, bitwise=True, environment=COPIES)
 
 
 @pytest.mark.parametrize("variant", ["plain", "hybrid, accumulated"])
 def test_over_gloo_only_the_order_of_sums_differs(variant: str) -> None:
-    run_ranks(compare, 4, variant, exactly=False, environment=SOCKETS)
+    run_ranks(compare, 4, variant, bitwise=False, environment=SOCKETS)
 
 
 def in_common_the_gather_moves_nothing() -> None:
-    with whole_from(0):
+    with all_reduced_from(0):
         plans = [bucket.plan for layer in plain().layers for bucket in state_of(layer).group.buckets]
     assert all(plan.aliased and not plan.gather.all_reduced and plan.reduce.all_reduced for plan in plans)
 
@@ -229,13 +229,13 @@ def counted_bytes() -> Iterator[list[int]]:
 
 
 def count_what_moves() -> None:
-    with whole_from(0):
+    with all_reduced_from(0):
         model = each_by_itself()
         with counted_bytes() as moved, Recorder() as recorder:
             model(torch.ones(5, 6), 2).sum().backward()
-    told = [event for event in recorder.events if event.operation in (Operation.UNSHARD, Operation.REDUCE)]
-    assert sum(moved) == sum(event.bytes for event in told)
-    assert all(event.bytes == event.plain_bytes for event in told)
+    recorded = [event for event in recorder.events if event.operation in (Operation.UNSHARD, Operation.REDUCE)]
+    assert sum(moved) == sum(event.bytes for event in recorded)
+    assert all(event.bytes == event.plain_bytes for event in recorded)
     assert communication_report(model).bytes == sum(moved) * 3 // 4
 
 

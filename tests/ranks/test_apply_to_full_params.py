@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import LifecycleError, apply_to_full_params, fully_shard, unsharded_params
 from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS
-from tests.helpers.sharding import exactly, values_of
+from tests.helpers.sharding import assert_exact, values_of
 from tests.ranks.test_full_params import backward, built
 
 
@@ -23,7 +23,7 @@ def rewrite(task: str, shape: tuple[int, ...]) -> None:
 
     def double(name: str, parameter: nn.Parameter) -> None:
         assert type(parameter) is nn.Parameter
-        exactly(parameter.detach(), values[name], name)
+        assert_exact(parameter.detach(), values[name], name)
         shown = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
         assert name in shown
         assert len(shown) < len(values), "only one group is unsharded at a time"
@@ -37,10 +37,10 @@ def rewrite(task: str, shape: tuple[int, ...]) -> None:
     )
     assert all(p is objects[n] for n, p in model.named_parameters())
     for name, value in values_of(model).items():
-        exactly(value, values[name] * 2, name)
+        assert_exact(value, values[name] * 2, name)
     apply_to_full_params(model, lambda name, parameter: parameter.zero_(), writeback=False)
     for name, value in values_of(model).items():
-        exactly(value, values[name] * 2, name)
+        assert_exact(value, values[name] * 2, name)
 
 
 @pytest.mark.behaviour("C-14")
@@ -61,7 +61,7 @@ def from_the_first_rank() -> None:
     apply_to_full_params(model, add, rank0_only=True)
     assert sorted(seen) == (sorted(names) if dist.get_rank() == 0 else [])
     for name, value in values_of(model).items():
-        exactly(value, values[name] + 1, name)
+        assert_exact(value, values[name] + 1, name)
 
 
 def gradients() -> None:
@@ -71,13 +71,13 @@ def gradients() -> None:
 
     def halve(name: str, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        exactly(parameter.grad, before[name], name)
+        assert_exact(parameter.grad, before[name], name)
         parameter.grad.div_(2)
 
     apply_to_full_params(model, halve, with_grads=True)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor)
-        exactly(parameter.grad.full_tensor(), before[name] / 2, name)
+        assert_exact(parameter.grad.full_tensor(), before[name] / 2, name)
 
 
 class Stop(Exception):
@@ -102,7 +102,7 @@ def stops_on_the_way() -> None:
         apply_to_full_params(model, stop)
     assert seen == ["0.weight", "0.bias", "1.weight", "1.bias"]
     for name, value in values_of(model).items():
-        exactly(value, values[name], name)
+        assert_exact(value, values[name], name)
     apply_to_full_params(model, lambda name, parameter: seen.append(name))
     assert not [name for name in seen if name.startswith("2.")]
     match = r"^unsharded_params was entered for .* inside another one"

@@ -15,7 +15,7 @@ from torch import nn
 from composable_fsdp import fully_shard, local_optimizer
 from composable_fsdp.checkpoint import latest, load, load_safetensors, save, save_safetensors
 from composable_fsdp.testing import run_ranks
-from tests.helpers.checkpoint_worlds import Gate, local, raising_alike, train
+from tests.helpers.checkpoint_worlds import Gate, all_ranks_raise, local, train
 from tests.helpers.models import TASKS, shard_layers
 
 
@@ -56,7 +56,9 @@ def failed(folder: Path) -> None:
                 time.sleep(0.01)
         dist.barrier()
         gate.opened.set()
-        with raising_alike(rf"^the save before load_safetensors: .*saving {folder}/run/step-00000000: rank [01]: gone"):
+        with all_ranks_raise(
+            rf"^the save before load_safetensors: .*saving {folder}/run/step-00000000: rank [01]: gone"
+        ):
             load_safetensors(model, folder / "files")
     load_safetensors(model, folder / "files")
 

@@ -25,7 +25,7 @@ from composable_fsdp.checkpoint import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import Kind, convert, verify
-from tests.helpers.checkpoint_worlds import raising_alike
+from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.tensor_classes import CLASSES, Closed, Coded, inner_of, model_of
 
 PORTABLE = ["tagged", "pair", "coded"]
@@ -38,24 +38,24 @@ def sharded(kinds: list[str], seed: int, dim: int = 0, **options: Any) -> nn.Mod
     return model
 
 
-def part_of(whole: torch.Tensor, dim: int, name: str, outer: torch.Size) -> torch.Tensor:
+def expected_shard(full: torch.Tensor, dim: int, name: str, outer: torch.Size) -> torch.Tensor:
     """Return this rank's part of an inner tensor if the tensor of shape ``outer`` is sharded along ``dim``."""
     follows = {"rows": (0, None), "columns": (None, 0)}.get(name, (0, 1))[dim]
     if not dist.is_initialized() or follows is None:
-        return whole
+        return full
     step = -(-outer[dim] // dist.get_world_size())
     start = min(dist.get_rank() * step, outer[dim])
-    return whole.narrow(follows, start, min(step, outer[dim] - start))
+    return full.narrow(follows, start, min(step, outer[dim] - start))
 
 
 def assert_same(model: nn.Module, expected: nn.Module, dim: int = 0) -> None:
-    for (name, found), whole in zip(model.named_parameters(), expected.parameters(), strict=True):
+    for (name, found), full in zip(model.named_parameters(), expected.parameters(), strict=True):
         local = found._local_tensor if isinstance(found, DTensor) else found
-        assert type(local).__name__ in (type(whole).__name__, "Tensor", "Parameter"), name
-        wholes = inner_of(whole)
-        assert inner_of(found).keys() == wholes.keys()
+        assert type(local).__name__ in (type(full).__name__, "Tensor", "Parameter"), name
+        full_inner = inner_of(full)
+        assert inner_of(found).keys() == full_inner.keys()
         for inner, value in inner_of(found).items():
-            wanted = part_of(wholes[inner], dim if whole.ndim > 1 else 0, inner, whole.shape)
+            wanted = expected_shard(full_inner[inner], dim if full.ndim > 1 else 0, inner, full.shape)
             assert torch.equal(value, wanted), (name, inner)
 
 
@@ -108,9 +108,9 @@ def test_inner_tensors_are_loaded_on_any_number_of_ranks(tmp_path: Path) -> None
     convert(tmp_path / "model.pt", tmp_path / "again" / "step-00000000", Kind.DCP)
     run_ranks(loads, 2, tmp_path, 0)
     run_ranks(loads, 3, tmp_path, 1)
-    whole = model_of(PORTABLE, 2)
-    load(tmp_path / "rows", whole, pair_optimizer(whole))
-    assert_same(whole, model_of(PORTABLE, 1))
+    full = model_of(PORTABLE, 2)
+    load(tmp_path / "rows", full, pair_optimizer(full))
+    assert_same(full, model_of(PORTABLE, 1))
 
 
 def saves_blocks(folder: Path) -> None:
@@ -126,7 +126,7 @@ def cannot_load_blocks(folder: Path) -> None:
     model = sharded(["in blocks"], 2)
     before = {name: value.clone() for name, value in inner_of(model["in blocks"].weight).items()}  # type: ignore[index]
     for strict in (True, False):
-        with raising_alike() as raised:
+        with all_ranks_raise() as raised:
             load(folder, model, strict=strict)
         text = str(raised.value)
         assert "does not fit ModuleDict. Nothing was loaded.\n  of another tensor class, or with shards" in text
@@ -144,7 +144,7 @@ def test_inner_tensors_with_another_sharding_are_loaded_on_the_same_mesh_only(tm
 def closed(folder: Path) -> None:
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(Closed(model.weight.detach()))
-    with raising_alike() as raised:
+    with all_ranks_raise() as raised:
         save(folder, model)
     assert str(raised.value) == (
         f"saving to {folder}: model.weight cannot be saved: its class tests.helpers.tensor_classes.Closed has "
@@ -154,20 +154,20 @@ def closed(folder: Path) -> None:
     )
     assert not list(folder.glob("step-*"))
     coded = sharded(["coded"], 1)
-    with raising_alike(r"save_safetensors: coded\.weight: a Coded cannot be copied to a plain tensor \(Attrib"):
+    with all_ranks_raise(r"save_safetensors: coded\.weight: a Coded cannot be copied to a plain tensor \(Attrib"):
         save_safetensors(coded, folder / "tensors")
-    with raising_alike(r"^coded\.weight cannot be gathered: its class Coded does not support it \(NotImplemented"):
+    with all_ranks_raise(r"^coded\.weight cannot be gathered: its class Coded does not support it \(NotImplemented"):
         state_dict(coded, Full())
     pair = sharded(["pair"], 1)
-    whole = state_dict(pair, Full())
-    assert type(whole["pair.weight"]).__name__ == "Pair"
-    assert torch.equal(whole["pair.weight"].left, model_of(["pair"], 1)["pair"].weight.left)  # type: ignore[index]
+    full = state_dict(pair, Full())
+    assert type(full["pair.weight"]).__name__ == "Pair"
+    assert torch.equal(full["pair.weight"].left, model_of(["pair"], 1)["pair"].weight.left)  # type: ignore[index]
     rank0 = state_dict(pair, Full(rank0_only=True))
     assert list(rank0) == ([] if dist.get_rank() else ["pair.weight", "pair.bias"])
-    with raising_alike(r"'pair\.weight' is a Pair, which cannot be sent from rank 0: only plain tensors can"):
+    with all_ranks_raise(r"'pair\.weight' is a Pair, which cannot be sent from rank 0: only plain tensors can"):
         load_state_dict(pair, rank0, broadcast_from_rank0=True)
     momenta = optimizer_state_dict(pair, pair_optimizer(pair), Full())["state"]["pair.weight"]["momentum_buffer"]
-    assert torch.equal(momenta.right, whole["pair.weight"].right)
+    assert torch.equal(momenta.right, full["pair.weight"].right)
 
 
 @pytest.mark.behaviour("F-02", "F-12")

@@ -29,20 +29,20 @@ from composable_fsdp.testing import run_ranks
 from tests._internals import model as forms
 from tests._internals import owners as holders
 from tests._internals import tensor as tensor_forms
-from tests.helpers.sharding import exactly, expected_shard
+from tests.helpers.sharding import assert_exact, expected_shard
 from tests.helpers.state_dicts import (
     COUNT,
     FORMS,
     SAFE,
     Everything,
     build,
+    full_state_of,
     message,
     same_values,
     scramble,
     sgd,
     shard,
     train,
-    wholes_of,
 )
 
 BF16: dict[str, Any] = {
@@ -98,10 +98,10 @@ def assert_shown(model: nn.Module, expected: dict[str, Any], mesh: DeviceMesh) -
                 part = expected_shard(value, rank, ranks)
                 assert isinstance(found[name], DTensor) == isinstance(form, Sharded), name
                 local = found[name].to_local() if isinstance(form, Sharded) else found[name]
-                exactly(local, part, name)
+                assert_exact(local, part, name)
                 assert local.data_ptr() == here[name].to_local().data_ptr(), f"{name} must not be a copy"
             else:
-                exactly(found[name], value, name)
+                assert_exact(found[name], value, name)
 
 
 def all_forms(shape: tuple[int, ...]) -> None:
@@ -113,7 +113,7 @@ def all_forms(shape: tuple[int, ...]) -> None:
         for steps in (0, 2):
             train(model, optimizer, range(steps))
             train(reference, other, range(steps))
-            expected = wholes_of(model)
+            expected = full_state_of(model)
             rtol, atol = (0.1, 0.05) if "mp_policy" in options else (None, None)
             for name, value in reference.state_dict().items():
                 if isinstance(value, torch.Tensor):
@@ -122,7 +122,7 @@ def all_forms(shape: tuple[int, ...]) -> None:
             for form in FORMS:
                 found = copy.deepcopy(state_dict(model, form))
                 assert not any(load_state_dict(scramble(fresh), found, form))
-                same_values(wholes_of(fresh), expected)
+                same_values(full_state_of(fresh), expected)
 
 
 @pytest.mark.behaviour("F-02", "F-03", "F-04", "F-13")
@@ -135,13 +135,13 @@ def to_and_from_the_unsharded_model() -> None:
     model = shard(build(), wrap="before")
     optimizer = sgd(model)
     train(model, optimizer)
-    expected = wholes_of(model)
+    expected = full_state_of(model)
     plain = build()
     plain.load_state_dict(state_dict(model, Full()))
     same_values(plain.state_dict(), expected)
     scramble(model)
     load_state_dict(model, plain.state_dict())
-    same_values(wholes_of(model), expected)
+    same_values(full_state_of(model), expected)
     for form in (None, Full(), Local()):  # all of them full tensors if nothing is sharded
         other = build()
         load_state_dict(scramble(other), state_dict(plain, form or Sharded()), form)
@@ -153,7 +153,7 @@ def to_and_from_the_unsharded_model() -> None:
         n: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in expected.items()
     }
     load_state_dict(model, bf16)
-    exactly(wholes_of(model)["layers.3.weight"], bf16["layers.3.weight"].float(), "cast")
+    assert_exact(full_state_of(model)["layers.3.weight"], bf16["layers.3.weight"].float(), "cast")
 
 
 @pytest.mark.behaviour("F-04")
@@ -163,7 +163,7 @@ def test_full_state_dicts_are_interchangeable_with_the_unsharded_model() -> None
 
 def mismatches() -> list[str]:
     model = shard(build(), wrap="before")
-    before = wholes_of(model)
+    before = full_state_of(model)
     full, local = state_dict(model, Full()), copy.deepcopy(state_dict(model, Local()))
     for given in (full, local):
         for value in given.values():
@@ -189,11 +189,11 @@ def mismatches() -> list[str]:
         shape = before[name].shape
         odd = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=shape, stride=before[name].stride())
         found.append(message(partial(load_state_dict, model, {name: odd}, strict=False)))
-    same_values(wholes_of(model), before)
+    same_values(full_state_of(model), before)
     keys = load_state_dict(model, {"layers.3._orig_mod.bias": torch.zeros(5), "b.extra": torch.zeros(1)}, strict=False)
     assert keys.unexpected_keys == ["b.extra"]
     assert set(keys.missing_keys) == set(before) - {"layers.3.bias", COUNT}
-    same_values(wholes_of(model), {**before, "layers.3.bias": torch.zeros(5)})
+    same_values(full_state_of(model), {**before, "layers.3.bias": torch.zeros(5)})
     found.append(message(lambda: load_state_dict(model, local, Local(), broadcast_from_rank0=True), ConfigurationError))
     return found
 
@@ -202,7 +202,7 @@ def mismatches() -> list[str]:
 def test_mismatches_are_one_error_on_all_ranks_and_nothing_is_loaded() -> None:
     first, second = run_ranks(mismatches, 2)
     assert first == second
-    wrong, lax, some, some_lax, parts, whole_parts, sharded, plain, no_dict, meta, alike, other, contradiction = first
+    wrong, lax, some, some_lax, shards, uncut, sharded, plain, no_dict, meta, lengths, other, contradiction = first
     assert wrong.splitlines() == [
         "the state dict does not fit FSDPEverything. Nothing was loaded.",
         "  missing (1):",
@@ -218,14 +218,14 @@ def test_mismatches_are_one_error_on_all_ranks_and_nothing_is_loaded() -> None:
     assert lax.splitlines() == [wrong.splitlines()[0], *wrong.splitlines()[5:]]
     assert "    layers.3.bias: float32 (5,) (on rank 0)" in some.splitlines()
     assert "    layers.3.bias: other ranks have it (on rank 0)" in some_lax.splitlines()
-    assert "    layers.0.weight: (4, 5), expected (7, 5) (on rank 0)" in parts.splitlines()
-    assert "    layers.0.weight: (7, 5), expected (4, 5) as this rank's part (on rank 0)" in whole_parts.splitlines()
+    assert "    layers.0.weight: (4, 5), expected (7, 5) (on rank 0)" in shards.splitlines()
+    assert "    layers.0.weight: (7, 5), expected (4, 5) as this rank's part (on rank 0)" in uncut.splitlines()
     assert "'layers.0.weight' is a DTensor: pass form=Sharded() instead of Full()" in sharded
     assert "'layers.0.weight' is a plain tensor: pass form=Full() or Local() instead of Sharded()" in plain
     assert "'plain.weight'" not in plain
     assert "a state dict maps names to values, but a list was given" in no_dict
     assert "'frozen' is on the meta device and has no values" in meta
-    assert "    frozen: a local part of (3,), expected (2,) (on rank 0)" in alike.splitlines()
+    assert "    frozen: a local part of (3,), expected (2,) (on rank 0)" in lengths.splitlines()
     assert "    layers.0.weight: a local part of (7, 5), expected (7, 3) (on rank 0)" in other.splitlines()
     assert contradiction.startswith("broadcast_from_rank0 sends whole tensors, but form is Local(")
 
@@ -268,7 +268,7 @@ def from_rank_0(shape: tuple[int, ...]) -> list[str]:
     mesh, patch, rank = init_device_mesh("cpu", shape), pytest.MonkeyPatch(), dist.get_rank()
     model = shard(build(), mesh)
     train(model, sgd(model))
-    expected = wholes_of(model)
+    expected = full_state_of(model)
     spy = OneAtATime(tensor_forms.to_form)
     with patch.context() as patches:
         if rank != 0:
@@ -284,20 +284,20 @@ def from_rank_0(shape: tuple[int, ...]) -> list[str]:
             if rank != 0:
                 patches.setattr(holders.OwnerRanks, "send", method(OneAtATime(holders.OwnerRanks.send)))
             load_state_dict(fresh, full or others, **options)
-        same_values(wholes_of(fresh), expected)
+        same_values(full_state_of(fresh), expected)
         other = scramble(build())
         load_state_dict(other, full or others, broadcast_from_rank0=True)  # not sharded, on all ranks
         same_values(other.state_dict(), expected)
     wrong = {**full, "frozen": torch.zeros(4), "new": 1} if rank == 0 else others
     found = [message(lambda: load_state_dict(model, wrong, Full(rank0_only=True)))]
     found += [message(lambda: load_state_dict(model, full if rank else None, broadcast_from_rank0=True))]  # type: ignore[arg-type]
-    same_values(wholes_of(model), expected)
+    same_values(full_state_of(model), expected)
     keys = load_state_dict(
         model, {"flag": torch.zeros(1), "new": 1} if rank == 0 else others, Full(rank0_only=True), strict=False
     )
     assert keys.unexpected_keys == ["new"]
     assert set(keys.missing_keys) == set(expected) - {"flag", COUNT}
-    same_values(wholes_of(model), {**expected, "flag": torch.zeros(1)})
+    same_values(full_state_of(model), {**expected, "flag": torch.zeros(1)})
     return found
 
 
@@ -341,7 +341,7 @@ def test_parameters_on_meta_are_refused_and_to_empty_is_named() -> None:
 def saved_to_disk() -> None:
     model = shard(build())
     train(model, sgd(model))
-    expected = wholes_of(model)
+    expected = full_state_of(model)
     for form in FORMS:
         file = io.BytesIO()
         torch.save(state_dict(model, form), file)
@@ -350,7 +350,7 @@ def saved_to_disk() -> None:
             found = torch.load(file, weights_only=True)
         fresh = scramble(shard(build()))
         load_state_dict(fresh, found, form)
-        same_values(wholes_of(fresh), expected)
+        same_values(full_state_of(fresh), expected)
 
 
 @pytest.mark.behaviour("F-08")

@@ -30,18 +30,18 @@ from composable_fsdp.testing import run_ranks
 from tests.helpers.checkpoint_worlds import local
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import shard_layers
-from tests.helpers.sharding import exactly, values_of
+from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.state_dicts import (
     COUNT,
     Everything,
     build,
+    full_state_of,
     message,
     same_values,
     scramble,
     sgd,
     shard,
     train,
-    wholes_of,
 )
 from tests.helpers.transports import TRANSPORTS, Environment
 
@@ -56,10 +56,10 @@ def copied_state() -> None:
     model.load_state_dict(shard(build(), mesh).state_dict())
     for trained in (model, shard(build(), mesh, wrap="before", reshard_after_forward=False)):
         holder = nn.Sequential(trained)
-        before = wholes_of(holder)
+        before = full_state_of(holder)
         best = copy.deepcopy(holder.state_dict())
         train(trained, sgd(trained))
-        assert not any(torch.equal(v, before[n]) for n, v in wholes_of(holder).items() if n.endswith("flag"))
+        assert not any(torch.equal(v, before[n]) for n, v in full_state_of(holder).items() if n.endswith("flag"))
         parameters = holder.state_dict(keep_vars=True)
         assert {id(p) for p in holder.parameters()} <= {id(value) for value in parameters.values()}
         for name, value in holder.state_dict().items():
@@ -70,7 +70,7 @@ def copied_state() -> None:
                 assert local(value).data_ptr() == local(parameter).data_ptr(), name
                 assert local(value).shape == local(parameter).shape, f"{name} on rank {rank}"
         holder.load_state_dict(best)
-        same_values(wholes_of(holder), before)
+        same_values(full_state_of(holder), before)
 
 
 @pytest.mark.behaviour("F-02")
@@ -81,14 +81,14 @@ def test_the_models_own_state_dict_can_be_copied_and_aliases_the_parameters(tran
 
 def chosen_forms() -> str:
     model = shard(build(), wrap="before")
-    expected, outside = wholes_of(model), set(vars(model))
+    expected, outside = full_state_of(model), set(vars(model))
     with state_dict_form(model, Full()):
         same_values(model.state_dict(), expected)
         with state_dict_form(model, Local()):
             local = copy.deepcopy(model.state_dict())
             assert local["layers.0.weight"].shape == (4 if dist.get_rank() == 0 else 3, 5)
             scramble(model).load_state_dict(local)
-            same_values(wholes_of(model), expected)
+            same_values(full_state_of(model), expected)
         same_values(model.state_dict(), expected)
         assert model.state_dict(keep_vars=True)["flag"] is model.flag
         holder = nn.Sequential(model)
@@ -102,7 +102,7 @@ def chosen_forms() -> str:
         same_values(wrapper.state_dict(), expected)
         scramble(model)
         wrapper.load_state_dict(expected)
-    same_values(wholes_of(model), expected)
+    same_values(full_state_of(model), expected)
     with pytest.raises(KeyError, match="from the body"), state_dict_form(model, Full(rank0_only=True)):
         model.state_dict().pop("from the body")
     assert set(vars(model)) == outside
@@ -140,7 +140,7 @@ def hooks_of_modules() -> None:
         values["0._extra_state"] = torch.full((5,), 2.0)
         load_state_dict(model, {} if streams and dist.get_rank() else values, broadcast_from_rank0=streams)
         assert first.seen == [["0._extra_state", "0.bias", "0.weight"], []]
-        exactly(first.extra, torch.full((5,), 2.0), "extra state")
+        assert_exact(first.extra, torch.full((5,), 2.0), "extra state")
         same_values(state_dict(model, Full()), values)
 
 
@@ -190,7 +190,7 @@ def loads_exactly(build: Callable[[], nn.Module], plain: Callable[[], nn.Module]
     model.load_state_dict(full, assign=assign)
     values = values_of(model)
     for name in values:
-        exactly(values[name], full[name], name)
+        assert_exact(values[name], full[name], name)
     assert all(torch.equal(value, before[name]) for name, value in full.items())
 
 

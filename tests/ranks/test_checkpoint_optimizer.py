@@ -33,11 +33,21 @@ from composable_fsdp.checkpoint import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import Form, parameter_names
-from tests.helpers.checkpoint_worlds import raising_alike
+from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.sharding import exactly, expected_shard
-from tests.helpers.state_dicts import FORMS, SAFE, LocalMomentum, build, message, same_values, shard, train, wholes_of
+from tests.helpers.sharding import assert_exact, expected_shard
+from tests.helpers.state_dicts import (
+    FORMS,
+    SAFE,
+    LocalMomentum,
+    build,
+    full_state_of,
+    message,
+    same_values,
+    shard,
+    train,
+)
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -105,12 +115,12 @@ def same_state(found: Mapping[str, Any], expected: Mapping[str, Any], *, exact: 
                 continue
             assert not isinstance(found[name][key], DTensor), what
             if exact:
-                exactly(found[name][key], value, what)
+                assert_exact(found[name][key], value, what)
             else:
                 assert_close(found[name][key], value, msg=partial("{}: {}".format, what))
 
 
-def goes_on(make: str, shape: tuple[int, ...], **options: Any) -> None:
+def resume(make: str, shape: tuple[int, ...], **options: Any) -> None:
     """Train, save, load every form into a new optimizer, and train on, with the results of the unsharded reference."""
     mesh = init_device_mesh("cpu", shape)
     factory = MAKERS[make]
@@ -150,13 +160,13 @@ def goes_on(make: str, shape: tuple[int, ...], **options: Any) -> None:
 @pytest.mark.behaviour("F-09", "F-13")
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_fresh_optimizer_resumes_from_every_form(make: str) -> None:
-    run_ranks(goes_on, 2, make, (2,))
+    run_ranks(resume, 2, make, (2,))
 
 
 @pytest.mark.behaviour("F-09", "F-13")
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)], ids=str)
 def test_optimizers_resume_on_other_meshes_with_empty_shards(shape: tuple[int, ...]) -> None:
-    run_ranks(goes_on, prod(shape), "local adamw", shape)
+    run_ranks(resume, prod(shape), "local adamw", shape)
 
 
 def everything_else() -> list[str]:
@@ -330,7 +340,7 @@ def made_before_sharding() -> list[str]:
     same_state(optimizer_state_dict(model, optimizer, Full())["state"], named_state(reference, other))
     for trained, it in ((model, optimizer), (reference, other)):
         train(trained, it, range(2, 5))
-    for name, value in wholes_of(model).items():
+    for name, value in full_state_of(model).items():
         expected: Any = reference.state_dict()[name]
         assert_close(value, expected, msg=partial("{}: {}".format, name))
     return texts
@@ -340,11 +350,11 @@ def made_before_sharding() -> list[str]:
 def test_an_optimizer_made_before_sharding_is_rekeyed() -> None:
     first, second = run_ranks(made_before_sharding, 2)
     assert first == second
-    saved, loaded, stranger = first
+    saved, loaded, unknown = first
     assert saved.startswith("this AdamW was made before fully_shard, and holds what these parameters were then: [")
     assert saved.endswith("Call rekey_optimizer(optimizer, model), or make the optimizer after fully_shard.")
     assert loaded == saved
-    assert "that are neither the model's nor were before fully_shard" in stranger
+    assert "that are neither the model's nor were before fully_shard" in unknown
 
 
 def uneven_tensor_parallel() -> None:
@@ -396,7 +406,7 @@ def offloaded() -> None:
     same_state(optimizer_state_dict(model, fresh, Full())["state"], full["state"])
     value = full["state"]["layers.0.weight"]["exp_avg"]
     here = optimizer_state_dict(model, optimizer, Local())["state"]["layers.0.weight"]["exp_avg"]
-    exactly(here, expected_shard(value, dist.get_rank(), 2), "local")
+    assert_exact(here, expected_shard(value, dist.get_rank(), 2), "local")
     sharded = optimizer_state_dict(model, optimizer, Sharded())["state"]["layers.0.weight"]["exp_avg"]
     assert isinstance(sharded, DTensor)
     same_values({"exp_avg": sharded.full_tensor()}, {"exp_avg": value})
@@ -463,7 +473,7 @@ def differs(folder: Path) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) * (1 + dist.get_rank())
     optimizer.step()
-    with raising_alike(r"energy is a plain tensor with other values on rank 1 than on rank 0, but only one is saved"):
+    with all_ranks_raise(r"energy is a plain tensor with other values on rank 1 than on rank 0, but only one is saved"):
         save(folder, model, optimizer)
     assert not list(folder.glob("step-*"))
 

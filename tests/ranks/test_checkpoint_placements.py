@@ -25,19 +25,19 @@ from composable_fsdp.testing import run_ranks
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded, shard_layers
-from tests.helpers.state_dicts import FORMS, build, same_values, scramble, sgd, shard, train, wholes_of
+from tests.helpers.state_dicts import FORMS, build, full_state_of, same_values, scramble, sgd, shard, train
 
 
 def other_placements() -> None:
     model = shard(build(), init_device_mesh("cpu", (4,)))
     train(model, sgd(model))
-    expected = wholes_of(model)
+    expected = full_state_of(model)
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     target = scramble(shard(build(), hybrid))
     load_state_dict(target, state_dict(model))
-    same_values(wholes_of(target), expected)
+    same_values(full_state_of(target), expected)
     load_state_dict(scramble(model), state_dict(target, Sharded(offload_to_cpu=True)))
-    same_values(wholes_of(model), expected)
+    same_values(full_state_of(model), expected)
     for placements in ((Replicate(), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())):
         mixed = {
             name: distribute_tensor(value, hybrid, placements)
@@ -46,10 +46,10 @@ def other_placements() -> None:
             for name, value in expected.items()
         }
         load_state_dict(scramble(model), mixed)
-        same_values(wholes_of(model), expected)
+        same_values(full_state_of(model), expected)
     same_ranks = DeviceMesh("cpu", [0, 1, 2, 3])
     load_state_dict(model, state_dict(scramble(shard(build(), same_ranks))))
-    assert float(wholes_of(model)["flag"]) == 9
+    assert float(full_state_of(model)["flag"]) == 9
 
 
 @pytest.mark.behaviour("F-04")
@@ -74,7 +74,7 @@ def uneven_tensor_parallel() -> None:
             same_values(found, expected if not form.rank0_only or dist.get_rank() == 0 else {})
         fresh = scramble(parallel())
         load_state_dict(fresh, found, form)
-        same_values(wholes_of(fresh), expected)
+        same_values(full_state_of(fresh), expected)
 
 
 @pytest.mark.behaviour("F-02", "F-04")
@@ -120,7 +120,7 @@ def experts() -> None:
                 same_values(found, expected if rank == 0 or not form.rank0_only else here)
             fresh = scramble(make())
             load_state_dict(fresh, found, form)
-            same_values(wholes_of(fresh), expected)
+            same_values(full_state_of(fresh), expected)
 
 
 @pytest.mark.behaviour("F-02", "F-04", "F-05")

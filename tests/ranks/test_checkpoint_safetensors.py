@@ -23,11 +23,11 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.testing import run_ranks
 from tests._internals import reader as stored
 from tests._internals import save_safetensors as safetensors_save
-from tests.helpers.checkpoint_worlds import local, raising_alike
+from tests.helpers.checkpoint_worlds import all_ranks_raise, local
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, seeded, shard_layers
-from tests.helpers.sharding import exactly
+from tests.helpers.sharding import assert_exact
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 pytestmark = pytest.mark.behaviour("F-11")
@@ -124,7 +124,7 @@ def spread(model: nn.Module) -> None:
             part.add_(torch.arange(part.numel()).view(part.shape) / 7)
 
 
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the full state, gathered by DTensor and not by the library."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
@@ -174,7 +174,7 @@ def round_trips(folder: Path) -> None:
     for what, build in SHARDED[dist.get_world_size()].items():
         model, other = build(), build()
         spread(model)
-        expected = whole_state(model)
+        expected = full_state(model)
         path = folder / what
         with small_blocks() as taken:
             save_safetensors(model, path, max_file_bytes=MAX_FILE_BYTES)
@@ -183,7 +183,7 @@ def round_trips(folder: Path) -> None:
             load_safetensors(other, path)
             assert sum(taken) == own_bytes(other), what
         for (name, value), loaded in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-            exactly(local(loaded), local(value), f"{what}: {name}")
+            assert_exact(local(loaded), local(value), f"{what}: {name}")
 
 
 def assert_files(path: Path, expected: dict[str, torch.Tensor], what: str) -> None:
@@ -195,7 +195,7 @@ def assert_files(path: Path, expected: dict[str, torch.Tensor], what: str) -> No
     tied = {"tied": {"head.weight"}, "mixed": {"twin.weight"}, "one rank": {"head.weight"}, "hybrid": {"head.weight"}}
     assert found.keys() == expected.keys() - tied.get(what, set()), what
     for name, value in found.items():
-        exactly(value, expected[name], f"{what}: {name} in the files")
+        assert_exact(value, expected[name], f"{what}: {name} in the files")
 
 
 @pytest.mark.behaviour("F-13")
@@ -222,7 +222,7 @@ def loads_what_others_wrote(folder: Path) -> None:
     build = on_mesh("tied", 2, 2, shard_placement_fn=second_dim)
     model, rank = build(), dist.get_rank()
     spread(model)
-    halves = {f"model.{name}": v.bfloat16() for name, v in whole_state(model).items() if name != "head.weight"}
+    halves = {f"model.{name}": v.bfloat16() for name, v in full_state(model).items() if name != "head.weight"}
     if rank == 0:
         write_with_index(folder / "index", halves)
     dist.barrier()
@@ -230,9 +230,9 @@ def loads_what_others_wrote(folder: Path) -> None:
     for path in (folder / "index", folder / "index" / "model.safetensors.index.json"):
         clear(other)
         load_safetensors(other, path, key_map=lambda name: f"model.{name}", convert_dtype=True)
-        for name, value in whole_state(other).items():
+        for name, value in full_state(other).items():
             key = "embedding.weight" if name == "head.weight" else name
-            exactly(value, halves[f"model.{key}"].float(), name)
+            assert_exact(value, halves[f"model.{key}"].float(), name)
 
 
 def test_an_index_of_several_files_in_bf16_fills_fp32_shards(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def stages(folder: Path) -> None:
     layers = [nn.Linear(3, 5), nn.Linear(5, 2)]
     model = nn.ModuleDict({f"stage{rank}": layers[rank], "norm": nn.LayerNorm(3)})
     spread(model)
-    expected = whole_state(model)
+    expected = full_state(model)
     save_safetensors(model, folder)
     assert library.load_file(folder / "model.safetensors").keys() == {
         f"{name}.{kind}" for name in ("stage0", "stage1", "norm") for kind in ("weight", "bias")
@@ -253,9 +253,9 @@ def stages(folder: Path) -> None:
     clear(model)
     assert load_safetensors(model, folder) == ([], [])
     for name, value in model.state_dict().items():
-        exactly(value, expected[name], name)
+        assert_exact(value, expected[name], name)
     del model["norm"]
-    with raising_alike(
+    with all_ranks_raise(
         r"fit ModuleDict. Nothing was loaded.\n  unexpected \(2\):\n    norm\.bias: float32 \(3,\)\n.*\Z"
     ):
         load_safetensors(model, folder)
@@ -272,7 +272,7 @@ def refuses_alike_on_load(folder: Path) -> None:
     rank = dist.get_rank()
     model = on_mesh("tied", 2)()
     spread(model)
-    before = whole_state(model)
+    before = full_state(model)
     good, bad = folder / "good", folder / f"bad{rank}"
     save_safetensors(on_mesh("tied", 2)(), good)
     content = (good / "model.safetensors").read_bytes()
@@ -280,36 +280,36 @@ def refuses_alike_on_load(folder: Path) -> None:
     file = bad / "model.safetensors"
 
     file.write_bytes(content if rank == 0 else content[:-1])
-    with raising_alike(r"^load_safetensors: rank 1: .*bad1/model\.safetensors is damaged, or no safetensors file"):
+    with all_ranks_raise(r"^load_safetensors: rank 1: .*bad1/model\.safetensors is damaged, or no safetensors file"):
         load_safetensors(model, bad)
 
     file.write_bytes(content if rank == 0 else content.replace(b"[23,12]", b"[12,23]"))
-    with raising_alike(
+    with all_ranks_raise(
         r"of another shape \(1\):\n    embedding\.weight: \(12, 23\), expected \(23, 12\) \(on rank 1\)$"
     ):
         load_safetensors(model, bad)
 
     values = {"scratch": torch.ones(1 + rank), **library.load_file(good / "model.safetensors")}
     library.save_file(values, file)
-    with raising_alike("is not the same checkpoint on all ranks: rank 1 found other tensors than rank 0"):
+    with all_ranks_raise("is not the same checkpoint on all ranks: rank 1 found other tensors than rank 0"):
         load_safetensors(model, file if rank else bad / "model.safetensors", strict=False)
 
     del values["scratch"]
     values["head.weight"] = values["embedding.weight"].clone()
     values["head.weight"][-1] += 1  # in the shard of rank 1
     library.save_file(values, file)
-    with raising_alike(r"different values in the files: embedding\.weight and head\.weight \(on rank 1\)$"):
+    with all_ranks_raise(r"different values in the files: embedding\.weight and head\.weight \(on rank 1\)$"):
         load_safetensors(model, file)
 
     def mapped(name: str) -> str:
         return {"norm.bias": "b"}[name] if rank else name
 
-    with raising_alike("^load_safetensors: rank 1: KeyError: 'embedding.weight'$"):
+    with all_ranks_raise("^load_safetensors: rank 1: KeyError: 'embedding.weight'$"):
         load_safetensors(model, good, key_map=mapped)
-    for name, value in whole_state(model).items():
-        exactly(value, before[name], name)
+    for name, value in full_state(model).items():
+        assert_exact(value, before[name], name)
 
-    with pytest.MonkeyPatch.context() as patch, raising_alike("could not be read .* The model is loaded in part"):
+    with pytest.MonkeyPatch.context() as patch, all_ranks_raise("could not be read .* The model is loaded in part"):
         if rank:
             patch.setattr(stored.Reader, "_open", fails)
         load_safetensors(model, good)
@@ -334,26 +334,26 @@ def refuses_alike_on_save(folder: Path) -> None:
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, unlimited[1]))
     try:
-        with raising_alike(r"^save_safetensors: OSError: .*File too large"):
+        with all_ranks_raise(r"^save_safetensors: OSError: .*File too large"):
             save_safetensors(model, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        raising_alike("^save_safetensors: rank 1: OSError: Input/output error$"),
+        all_ranks_raise("^save_safetensors: rank 1: OSError: Input/output error$"),
     ):
         if rank:
             patch.setattr(os, "pwrite", fails)
         save_safetensors(model, path)
 
-    with raising_alike(
+    with all_ranks_raise(
         r"^save_safetensors: rank 1: .*elsewhere is not the same directory here .* model\.safetensors there"
     ):
         save_safetensors(model, folder / "elsewhere" if rank else path)
 
     one = nn.ModuleDict({"own": nn.Linear(2 + rank, 1, bias=False), "sharded": model if rank else nn.Module()})
-    with raising_alike(
+    with all_ranks_raise(
         r"parts of one model: own\.weight has another shape or dtype on rank 1 than on rank 0; of sharded\.scale all "
         r"ranks together have 1 instead of 3 elements"
     ):

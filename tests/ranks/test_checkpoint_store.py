@@ -29,14 +29,24 @@ from composable_fsdp.checkpoint import latest, load, save
 from composable_fsdp.testing import run_ranks
 from tests._internals import known_watchdog
 from tests._internals import rank_group as meetings
-from tests.helpers.checkpoint_worlds import WORLDS, Gate, adamw, assert_holds, fill, local, raising_alike, train, zeroed
+from tests.helpers.checkpoint_worlds import (
+    WORLDS,
+    Gate,
+    adamw,
+    all_ranks_raise,
+    assert_holds,
+    fill,
+    local,
+    train,
+    zeroed,
+)
 from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 
 def refused(action: Any) -> str:
     """Return the text of the error, which must be equal on all ranks."""
-    with raising_alike() as raised:
+    with all_ranks_raise() as raised:
         action()
     return str(raised.value)
 

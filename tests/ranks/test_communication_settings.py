@@ -23,7 +23,7 @@ from tests._internals import GroupCommunicator, find_state, state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.sharding import sharded
-from tests.helpers.training import check_parity, local_part, play_task
+from tests.helpers.training import check_parity, local_shard, play_task
 from tests.helpers.transports import SOCKETS
 
 
@@ -51,7 +51,7 @@ def assert_gradients(model: nn.Module, sums: dict[str, torch.Tensor], divisor: f
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         assert isinstance(gradient, DTensor), f"{what}: {name}"
-        expected = local_part(sums[name] / divisor, gradient)
+        expected = local_shard(sums[name] / divisor, gradient)
         torch.testing.assert_close(gradient.to_local(), expected, **tol, msg=_message(f"{what}, {name}"))
 
 
@@ -383,7 +383,7 @@ def are_asked_what_torch_asks() -> None:
     for name, parameter in linear.named_parameters():
         gradient = model.get_parameter(name).grad
         assert parameter.grad is not None
-        torch.testing.assert_close(gradient.to_local(), local_part(parameter.grad, gradient))
+        torch.testing.assert_close(gradient.to_local(), local_shard(parameter.grad, gradient))
 
 
 @pytest.mark.behaviour("C-09", "I-01")

@@ -68,14 +68,14 @@ def copy_and_train_both(reshard_after_forward: bool | int | None) -> None:
     for task, build in (("tied", TASKS["tied"].build), ("mlp", TASKS["mlp"].build), ("chain", seeded(Recurrent))):
         model = shard_layers(build(), fully_shard, reshard_after_forward=reshard_after_forward)
         trained(model, task)  # a copy of a model that has run already
-        twin = copy.deepcopy(model)
-        assert type(twin) is type(model)
+        clone = copy.deepcopy(model)
+        assert type(clone) is type(model)
         originals = {id(x) for x in (*model.modules(), *model.parameters())}
-        assert not any(id(x) in originals for x in (*twin.modules(), *twin.parameters()))
-        assert [name for name, _ in twin.named_parameters()] == [name for name, _ in model.named_parameters()]
+        assert not any(id(x) in originals for x in (*clone.modules(), *clone.parameters()))
+        assert [name for name, _ in clone.named_parameters()] == [name for name, _ in model.named_parameters()]
         before = {name: p.to_local().clone() for name, p in model.state_dict().items()}
         with Recorder() as recorder:
-            second = trained(twin, task)
+            second = trained(clone, task)
         assert recorder.allocated == {}
         for name, p in model.state_dict().items():
             torch.testing.assert_close(p.to_local(), before[name], rtol=0, atol=0)
@@ -133,9 +133,9 @@ def everything_is_kept() -> None:
     second.set_version_check(True)
     task.loss(model, task.batch_of(0, rank)).backward()
     for _ in range(2):  # a copy of a copy is complete too
-        twin = copy.deepcopy(model)
-        assert isinstance(twin, Transformer)
-        for (name, p), (_, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        clone = copy.deepcopy(model)
+        assert isinstance(clone, Transformer)
+        for (name, p), (_, q) in zip(model.named_parameters(), clone.named_parameters(), strict=True):
             assert isinstance(p, DTensor)
             assert isinstance(q, DTensor)
             assert p.requires_grad == q.requires_grad == (name != "norm.weight")
@@ -148,9 +148,9 @@ def everything_is_kept() -> None:
                 assert isinstance(q.grad, DTensor)
                 torch.testing.assert_close(p.grad.to_local(), q.grad.to_local(), rtol=0, atol=0)
                 assert p.grad is not q.grad
-        assert twin.get_parameter("head.weight").tag == "mine"  # type: ignore[attr-defined]
-        assert twin.get_buffer("steps") is not model.get_buffer("steps")
-        state, others = state_of(twin.layers[1]), state_of(twin.layers[0])
+        assert clone.get_parameter("head.weight").tag == "mine"  # type: ignore[attr-defined]
+        assert clone.get_buffer("steps") is not model.get_buffer("steps")
+        state, others = state_of(clone.layers[1]), state_of(clone.layers[0])
         assert (state.group.gradients.divide_factor, state.reshard_after_backward) == (5.0, False)
         assert (state.reshard.kind, state.reductions_in_flight) == (ReshardKind.NEVER, 7)
         assert others.forward_prefetch == [ref(state)]
@@ -158,7 +158,7 @@ def everything_is_kept() -> None:
         assert state.version_check is not None
         assert state.version_check.in_forward()[2] is not None, "the original still has the checksums of its shards"
         assert state.precision == policy
-        model = twin
+        model = clone
         task.loss(model, task.batch_of(1, rank)).backward()
 
 
@@ -192,42 +192,42 @@ def copy_parts() -> None:
     for part in (tied.head, tied.embedding):
         with pytest.raises(ConfigurationError, match="Copy a sharded module that contains all of them"):
             copy.deepcopy(part)
-    twin = copy.deepcopy(fully_shard(tied))
-    assert isinstance(twin, Transformer)
-    assert twin.head.weight is twin.embedding.weight is not tied.head.weight
-    TASKS["tied"].loss(twin, TASKS["tied"].batch_of(0, rank)).backward()
-    assert twin.head.weight.grad is not None
+    clone = copy.deepcopy(fully_shard(tied))
+    assert isinstance(clone, Transformer)
+    assert clone.head.weight is clone.embedding.weight is not tied.head.weight
+    TASKS["tied"].loss(clone, TASKS["tied"].batch_of(0, rank)).backward()
+    assert clone.head.weight.grad is not None
     assert tied.head.weight.grad is None
 
 
 def copy_on_meta_and_hybrid() -> None:
     with torch.device("meta"):
         model = shard_layers(Chain(), fully_shard)
-    twin = copy.deepcopy(model)
-    assert all(p.is_meta for p in twin.parameters())
-    twin.to_empty(device="cpu")
+    clone = copy.deepcopy(model)
+    assert all(p.is_meta for p in clone.parameters())
+    clone.to_empty(device="cpu")
     assert all(p.is_meta for p in model.parameters())
     source = shard_layers(TASKS["chain"].build(), fully_shard)
-    twin.load_state_dict(source.state_dict())
+    clone.load_state_dict(source.state_dict())
     x = torch.randn(2, 8)
-    torch.testing.assert_close(twin(x), source(x))
+    torch.testing.assert_close(clone(x), source(x))
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1))
     replicated = shard_layers(TASKS["mlp"].build(), fully_shard, mesh=mesh)
     assert_equal_runs(trained(copy.deepcopy(replicated), "mlp"), trained(replicated, "mlp"))
 
 
-def what_a_copy_lets_go() -> None:
+def free_with_copy() -> None:
     """Check that pending gradients are not copied, hooks and methods are those of the copy, and nothing stays alive."""
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard)
     with no_sync(model):
         task.loss(model, task.batch_of(0, rank)).backward()
-        twin = copy.deepcopy(model)
-    assert all(p.grad is None for p in twin.parameters())
+        clone = copy.deepcopy(model)
+    assert all(p.grad is None for p in clone.parameters())
     task.loss(model, task.batch_of(1, rank)).backward()
-    assert all(p.grad is None for p in twin.parameters())
-    gone = ref(twin)
-    del twin
+    assert all(p.grad is None for p in clone.parameters())
+    gone = ref(clone)
+    del clone
     gc.collect()
     assert gone() is None
     with pytest.raises(UnsupportedError, match=r"^pickling a sharded .* save its state_dict\(\), or"):
@@ -239,7 +239,7 @@ def test_a_copy_keeps_gradients_and_settings_and_shares_no_memory() -> None:
     run_ranks(everything_is_kept, 2)
     run_ranks(copy_parts, 2)
     run_ranks(copy_on_meta_and_hybrid, 2)
-    run_ranks(what_a_copy_lets_go, 2)
+    run_ranks(free_with_copy, 2)
 
 
 class Generator(nn.Module):
@@ -258,12 +258,12 @@ class Generator(nn.Module):
 def registered_methods_are_those_of_the_copy() -> None:
     model = fully_shard(Generator())
     register_fsdp_forward_method(model, "generate")
-    twin = copy.deepcopy(model)
+    clone = copy.deepcopy(model)
     with torch.no_grad():
-        for p in twin.parameters():
+        for p in clone.parameters():
             p.zero_()
-        assert twin.generate(torch.ones(2, 4)).count_nonzero() == 0
-        assert twin(torch.ones(2, 4)).count_nonzero() == 0
+        assert clone.generate(torch.ones(2, 4)).count_nonzero() == 0
+        assert clone(torch.ones(2, 4)).count_nonzero() == 0
         assert model.generate(torch.ones(2, 4)).count_nonzero() == 8
     assert model.generate.__name__ == "generate"
 

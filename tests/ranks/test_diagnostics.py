@@ -77,13 +77,13 @@ def test_all_ranks_write_when_one_fails(fault: str, transport: Environment, tmp_
     assert all(set(dump.header.groups) == {"root", "first", "second"} for dump in files.dumps.values())
     assert all(dump.header.versions.keys() == {"composable_fsdp", "torch", "python"} for dump in files.dumps.values())
     assert all("in step" in str(stack.frames) for stack in files.dumps[0].stacks if stack.thread == "MainThread")
-    told = files.dumps[1].faults[0]
+    recorded = files.dumps[1].faults[0]
     expected = {
         "order": ("DivergenceError", "Forward order differs across ranks"),
         "forward": ("ArithmeticError", "test failure"),
         "backward": ("", "raised in the backward of second"),
     }
-    assert (told.error, told.text[: len(expected[fault][1])]) == expected[fault]
+    assert (recorded.error, recorded.text[: len(expected[fault][1])]) == expected[fault]
 
 
 @pytest.mark.behaviour("G-01", "H-05")
@@ -196,7 +196,7 @@ def test_all_ranks_write_records_when_one_is_terminated(job: list[subprocess.Pop
         (0, (1,), "all-gather of first in forward")
     ]
 
-    told = time.time()
+    begin = time.time()
     job[1].send_signal(signal.SIGTERM)
     assert ended(job[1])[0] == -signal.SIGTERM
     code, errors = ended(job[0])
@@ -206,7 +206,7 @@ def test_all_ranks_write_records_when_one_is_terminated(job: list[subprocess.Pop
     files = read(out)
     assert files.dumps[1].header.reason == "SIGTERM"
     assert files.dumps[0].faults[-1].error == "PeerError"
-    assert files.dumps[0].faults[-1].time < told + SECONDS * slack()
+    assert files.dumps[0].faults[-1].time < begin + SECONDS * slack()
     (found,) = sequences(files.dumps)
     assert found.first_difference is not None
     assert found.rows[found.first_difference].labels == {0: "all-gather of first in forward", 1: ABSENT}

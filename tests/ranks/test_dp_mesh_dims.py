@@ -24,9 +24,9 @@ from torch.testing import assert_close
 from composable_fsdp import DataParallelMeshDims, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import local_part
-from tests.helpers.model_parallel import Pairs, assert_trains_alike, cut_pairs, named_mesh, play
+from tests.helpers.model_parallel import Pairs, assert_trains_like, cut_pairs, named_mesh, play
 from tests.helpers.models import Task, seeded, shard_layers, squared_error, vectors
-from tests.helpers.sharding import exactly, values_of
+from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.training import Play
 
 Dims = DataParallelMeshDims
@@ -49,8 +49,8 @@ def place_pair(model: nn.Module, mesh: DeviceMesh) -> None:
                 if axis in (mesh.mesh_dim_names or ()):
                     placed[(mesh.mesh_dim_names or ()).index(axis)] = Shard(dim)
             assert parameter is not None
-            whole = distribute_tensor(parameter.detach(), mesh, placed)
-            module.register_parameter(attribute, nn.Parameter(whole))
+            distributed = distribute_tensor(parameter.detach(), mesh, placed)
+            module.register_parameter(attribute, nn.Parameter(distributed))
 
     distribute_module(model, mesh, place)
 
@@ -88,11 +88,11 @@ def check(mesh: DeviceMesh, dims: object, data: Sequence[str], **options: object
     place_pair(model, mesh)
     shard_layers(model, fully_shard, mesh=mesh, dp_mesh_dims=dims, **options)
     for name, value in values_of(model).items():
-        exactly(value, values_of(reference)[name], name)
+        assert_exact(value, values_of(reference)[name], name)
     size = prod(mesh[name].size() for name in data)
     run = play_on(mesh, data)
     what = f"{mesh}, {dims}"
-    assert_trains_alike(model, reference, data_rank(mesh, data), size, run, reference_run=play(PAIR), what=what)
+    assert_trains_like(model, reference, data_rank(mesh, data), size, run, reference_run=play(PAIR), what=what)
     return model
 
 
@@ -269,7 +269,7 @@ def each_rank_has_a_loss() -> None:
         assert arrived == {"seen": (Partial(),), "unseen": (Replicate(),)}
         for name, parameter in reference.named_parameters():
             assert parameter.grad is not None
-            exactly(gradient_of(model, name), parameter.grad, f"{shard.__module__}: {name}")
+            assert_exact(gradient_of(model, name), parameter.grad, f"{shard.__module__}: {name}")
 
 
 def place_replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -284,7 +284,7 @@ def gradient_of(model: nn.Module, name: str) -> torch.Tensor:
     return gradient.full_tensor()
 
 
-class Alike(nn.Module):
+class EqualLayers(nn.Module):
     """Two parameters whose gradients are one tensor."""
 
     def __init__(self) -> None:
@@ -325,7 +325,7 @@ def arrives_cut_or_otherwise_than_before() -> None:
                 loss.backward()
         else:
             loss.backward()
-            exactly(gradient_of(model, "weight"), torch.tensor([0.5, 0.5, 1.0, 1.0])[:, None].expand(4, 3), "cut")
+            assert_exact(gradient_of(model, "weight"), torch.tensor([0.5, 0.5, 1.0, 1.0])[:, None].expand(4, 3), "cut")
 
     found: list[list[float]] = []
     for shard in LIBRARIES:
@@ -344,12 +344,12 @@ def arrives_cut_or_otherwise_than_before() -> None:
         (fully_shard, {"mesh": grid["replicate", "shard"]}),
         (peer.fully_shard, {"mesh": mesh, "dp_mesh_dims": dims}),
     ):
-        alike: Any = place_replicated(Alike(), mesh if "dp_mesh_dims" in options else grid["tp"])
-        shard(alike, **options)
+        module: Any = place_replicated(EqualLayers(), mesh if "dp_mesh_dims" in options else grid["tp"])
+        shard(module, **options)
         for microbatch in (0, 1):
-            alike.set_requires_gradient_sync(microbatch == 1)
-            alike(x).backward()
-        found += [gradient_of(alike, name).unique().tolist() for name in ("one", "other")]
+            module.set_requires_gradient_sync(microbatch == 1)
+            module(x).backward()
+        found += [gradient_of(module, name).unique().tolist() for name in ("one", "other")]
     assert found == [*[[3.0]] * 4, *[[4.5]] * 2], "the gradients must not share memory, as they do in torch's FSDP2"
 
 

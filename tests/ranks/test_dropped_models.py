@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from composable_fsdp.testing import run_ranks
-from tests.helpers.dropped_models import CASES, survivors
+from tests.helpers.dropped_models import CASES, remaining_objects
 from tests.helpers.transports import TRANSPORTS
 
 
 def survivors_by_case() -> dict[str, list[str]]:
-    return {name: survivors(case) for name, case in CASES.items()}
+    return {name: remaining_objects(case) for name, case in CASES.items()}
 
 
 @pytest.mark.behaviour("C-03")

@@ -30,7 +30,7 @@ from composable_fsdp.testing import run_ranks
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.sharding import adamw, exactly, values_of, whole
+from tests.helpers.sharding import adamw, assert_exact, full_value, values_of
 from tests.helpers.transports import TRANSPORTS
 
 
@@ -73,12 +73,12 @@ def averages_alike(task: str, shape: tuple[int, ...], options: dict[str, Any]) -
         assert isinstance(average, DTensor)
         assert isinstance(parameter, DTensor)
         assert (average.placements, average.device_mesh) == (parameter.placements, parameter.device_mesh)
-        torch.testing.assert_close(whole(average), wanted[name].detach())
+        torch.testing.assert_close(full_value(average), wanted[name].detach())
     before = values_of(model)
     with ema.swapped():
         torch.testing.assert_close(TASKS[task].loss(model, batch), TASKS[task].loss(expected, batch))
     for name, value in values_of(model).items():
-        exactly(value, before[name], name)
+        assert_exact(value, before[name], name)
     train_both(model, reference, task, after)
 
 
@@ -154,7 +154,7 @@ def buffers_dtypes_and_errors() -> None:
 
     def fail_inside() -> None:
         with ema.swapped():
-            exactly(model.norm.get_buffer("running_mean"), (first + now) / 2, "running_mean")
+            assert_exact(model.norm.get_buffer("running_mean"), (first + now) / 2, "running_mean")
             with pytest.raises(
                 LifecycleError, match=r"^update\(\) was called inside swapped\(\), where the model's values are"
             ):
@@ -163,7 +163,7 @@ def buffers_dtypes_and_errors() -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail_inside()
-    exactly(model.norm.get_buffer("running_mean"), now, "running_mean")
+    assert_exact(model.norm.get_buffer("running_mean"), now, "running_mean")
 
     low = fully_shard(Normed().bfloat16(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     for dtype, chosen in ((torch.float32, None), (torch.bfloat16, torch.bfloat16)):
@@ -172,13 +172,13 @@ def buffers_dtypes_and_errors() -> None:
         assert {average.dtype for average in ema.averages.values()} == {dtype}
         with torch.no_grad():
             low.linear.bias.fill_(1.0)
-        before = whole(ema.averages["linear.bias"])
+        before = full_value(ema.averages["linear.bias"])
         ema.update()
         expected = before.lerp(torch.ones(4, dtype=dtype), 0.001)
-        torch.testing.assert_close(whole(ema.averages["linear.bias"]), expected)
+        torch.testing.assert_close(full_value(ema.averages["linear.bias"]), expected)
         with ema.swapped():
-            exactly(whole(low.linear.bias), whole(ema.averages["linear.bias"]).bfloat16(), "linear.bias")
-        exactly(whole(low.linear.bias), torch.ones(4, dtype=torch.bfloat16), "linear.bias")
+            assert_exact(full_value(low.linear.bias), full_value(ema.averages["linear.bias"]).bfloat16(), "linear.bias")
+        assert_exact(full_value(low.linear.bias), torch.ones(4, dtype=torch.bfloat16), "linear.bias")
 
     for decay in (1.5, -0.1, float("nan")):
         with pytest.raises(ConfigurationError, match=rf"the decay of an average must be from 0 to 1, but is {decay}\."):
@@ -248,7 +248,7 @@ def load_averages(folder: str, expected: dict[str, torch.Tensor]) -> None:
     assert ema.steps == 2
     with ema.swapped():
         for name, value in state_dict(model, Full()).items():
-            exactly(value, expected[name], name)
+            assert_exact(value, expected[name], name)
     assert any(not torch.equal(value, own[name]) for name, value in values_of(model).items())
     load(folder, model, adamw(model.parameters()))  # without the averages
 
@@ -258,7 +258,7 @@ def load_averages(folder: str, expected: dict[str, torch.Tensor]) -> None:
     assert copied.steps == 2
     with copied.swapped():
         for name, value in state_dict(other, Full()).items():
-            exactly(value, expected[name], name)
+            assert_exact(value, expected[name], name)
     load_state_dict(other, expected)
     copied.load_state_dict({"steps": 5, "averages": expected})
     assert copied.steps == 5

@@ -96,10 +96,10 @@ def evaluate_parts_of_the_model() -> None:
         loss = task.loss(model, task.batch_of(step, rank))
         loss.backward()
         with torch.no_grad():
-            whole = model(task.batch_of(50 + step, rank)[0])
+            output = model(task.batch_of(50 + step, rank)[0])
             model.route = [0]
             part = model(task.batch_of(60 + step, rank)[0])
-        return torch.stack([loss.detach(), whole.sum(), part.sum()])
+        return torch.stack([loss.detach(), output.sum(), part.sum()])
 
     for optimizer in ("sgd", "adamw-foreach", "adamw-fused"):
         check_parity(task.build, play, OPTIMIZERS[optimizer], what=optimizer, reshard_after_forward=False)
@@ -190,7 +190,7 @@ def infer_unequally(model: Any, mode: str, *, by_hand: bool) -> None:
 
 
 @torch.no_grad()
-def infer_with_what_a_pass_left(model: Any, mode: str, left_by: str) -> None:
+def infer_after_pass(model: Any, mode: str, previous_pass: str) -> None:
     """Keep parameters unsharded after a training pass; rank 1 runs forwards with them, rank 0 none."""
     x, modules = torch.ones(3, WIDTH), (*model, model)
     expected = model(x).clone()
@@ -201,15 +201,15 @@ def infer_with_what_a_pass_left(model: Any, mode: str, left_by: str) -> None:
     with torch.enable_grad():
         loss = model(x).square().mean()
     for is_changed in (False, True):
-        if left_by == "backward" and not is_changed:
+        if previous_pass == "backward" and not is_changed:
             loss.backward()
         with MODES[mode]():
             for _ in range(2 * dist.get_rank()):
                 assert torch.equal(model(x), expected)
         dist.barrier()
-        if left_by == "backward":
+        if previous_pass == "backward":
             change_shards(model, 0.5 if is_changed else 2.0)
-    if left_by == "forward":
+    if previous_pass == "forward":
         loss.backward()
     for module in modules:
         module.set_reshard_after_backward(True)
@@ -232,8 +232,8 @@ def infer_unequally_then_train() -> None:
         for mode in MODES:
             for by_hand in (True, False):
                 infer_unequally(model, mode, by_hand=by_hand)
-            for left_by in ("forward", "backward"):
-                infer_with_what_a_pass_left(model, mode, left_by)
+            for previous_pass in ("forward", "backward"):
+                infer_after_pass(model, mode, previous_pass)
         found, wanted = train_linears(model, optimizer), train_linears(*linears(dtype))
         for name, value in found.items():
             assert torch.equal(value, wanted[name]), name

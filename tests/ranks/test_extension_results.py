@@ -25,7 +25,7 @@ from tests.helpers.extension_tensors import Pair, Scaled, batch_of
 # -- the results of hooks
 
 
-class Travelling(torch.Tensor):
+class WithHooks(torch.Tensor):
     """A plain tensor with hooks. Its operations preserve its class."""
 
     fsdp_pre_all_gather: Any
@@ -40,7 +40,7 @@ def build_linear(kind: Any) -> Any:
     return layer
 
 
-class PadsRows(Travelling):
+class PadsRows(WithHooks):
     """Pads its rows, sends them in bf16, and returns the padded rows in the compute dtype."""
 
     def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
@@ -80,7 +80,7 @@ class ReturnsFlat(PadsRows):
         return None
 
 
-class PadsColumns(Travelling):
+class PadsColumns(WithHooks):
     """Like ``PadsRows`` on dim 1: sends columns as rows."""
 
     def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
@@ -139,7 +139,7 @@ def test_a_padded_result_of_the_second_hook_is_cut(world_size: int) -> None:
     run_ranks(pad_outputs, world_size, world_size)
 
 
-class Fills(Travelling):
+class Fills(WithHooks):
     """Sends its rows unchanged and copies the gathered rows into a tensor of its own."""
 
     later = "copies"
@@ -217,7 +217,7 @@ def test_a_hook_that_does_not_fill_its_tensor_again_is_an_error() -> None:
     run_ranks(ignore_out, 2)
 
 
-class Largest(Travelling):
+class Largest(WithHooks):
     """Scales by the maximum over all ranks. An empty shard has no maximum."""
 
     fails = False

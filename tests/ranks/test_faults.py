@@ -20,7 +20,7 @@ import pytest
 
 from composable_fsdp.testing import run_ranks
 from tests.helpers.fault_texts import assert_golden
-from tests.helpers.faults import AWAY, PATIENT, SHORT, Told, suffer
+from tests.helpers.faults import LONG_TIMEOUT, SHORT_TIMEOUT, STRAGGLER_DELAY, RaisedError, error_after
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
@@ -36,51 +36,51 @@ BOTH = {"sockets": SOCKETS, "in common": IN_COMMON}
 over_both = pytest.mark.parametrize("transport", BOTH)
 
 
-def check(name: str, told: Told, limit: float) -> None:
-    assert told.text, f"{name}: no rank raised an error"
-    assert told.seconds < limit * slack()
-    assert_golden(name, f"{told.kind}: {told.text}")
+def check(name: str, error: RaisedError, limit: float) -> None:
+    assert error.text, f"{name}: no rank raised an error"
+    assert error.seconds < limit * slack()
+    assert_golden(name, f"{error.kind}: {error.text}")
 
 
 # Faults after which the rank is gone or has been given up
 
 
-def check_lost(fault: str, transport: str, told: Told, limit: float) -> None:
+def check_lost(fault: str, transport: str, error: RaisedError, limit: float) -> None:
     # It is random which of several pending operations fails first, and whether this takes a second of waiting.
-    text = OPERATION.sub("OPERATION", told.text)
+    text = OPERATION.sub("OPERATION", error.text)
     text = re.sub(r"rank 0 is at work since (OPERATION \(.*?\))", r"rank 0 waits in \1, for 0.0 s", text)
-    check(f"{fault}, {transport}", replace(told, text=text), limit)
-    assert told.kind == "PeerError"
-    assert "rank 1" in told.text
-    assert LAST_KNOWN.search(told.text)
+    check(f"{fault}, {transport}", replace(error, text=text), limit)
+    assert error.kind == "PeerError"
+    assert "rank 1" in error.text
+    assert LAST_KNOWN.search(error.text)
 
 
 @pytest.mark.behaviour("H-03", "H-05")
 @over_both
 @pytest.mark.parametrize("fault", ["killed in forward", "killed in backward", "cut off"])
 def test_a_rank_that_is_lost_is_named(fault: str, transport: str) -> None:
-    (told,) = run_ranks(suffer, 2, fault, PATIENT, environment=BOTH[transport], lost=[1])
-    check_lost(fault, transport, told, LIMIT_OF_LOSS)
+    (error,) = run_ranks(error_after, 2, fault, LONG_TIMEOUT, environment=BOTH[transport], lost=[1])
+    check_lost(fault, transport, error, LIMIT_OF_LOSS)
 
 
 @pytest.mark.behaviour("H-03", "H-05")
 @over_both
 @pytest.mark.parametrize("fault", ["stopped", "late"])
 def test_a_rank_that_timed_out_is_named_and_gets_an_error_when_it_returns(fault: str, transport: str) -> None:
-    told, own = run_ranks(suffer, 2, fault, SHORT, environment=BOTH[transport])
-    check_lost(fault, transport, told, SHORT + LIMIT)
+    error, own = run_ranks(error_after, 2, fault, SHORT_TIMEOUT, environment=BOTH[transport])
+    check_lost(fault, transport, error, SHORT_TIMEOUT + LIMIT)
     assert own.kind == "PeerError"
-    assert own.seconds < AWAY + LIMIT * slack()
+    assert own.seconds < STRAGGLER_DELAY + LIMIT * slack()
 
 
 @pytest.mark.behaviour("H-03", "H-05")
 @over_both
 def test_all_surviving_ranks_name_the_killed_rank(transport: str) -> None:
-    for told in run_ranks(suffer, 4, "killed in backward", environment=BOTH[transport], lost=[3]):
-        assert told.kind == "PeerError"
-        assert "rank 3" in told.text
-        assert "layers." in told.text
-        assert told.seconds < LIMIT * slack()  # there are twice as many ranks as cores
+    for error in run_ranks(error_after, 4, "killed in backward", environment=BOTH[transport], lost=[3]):
+        assert error.kind == "PeerError"
+        assert "rank 3" in error.text
+        assert "layers." in error.text
+        assert error.seconds < LIMIT * slack()  # there are twice as many ranks as cores
 
 
 # Faults after which the rank still exists
@@ -101,17 +101,17 @@ STAYS = {
 @pytest.mark.parametrize("fault", STAYS)
 @pytest.mark.filterwarnings("ignore:Forward order differs from that of the first iteration")
 def test_a_rank_with_another_operation_is_named(fault: str, transport: str) -> None:
-    told, own = run_ranks(suffer, 2, fault, environment=BOTH[transport])
-    check(f"{fault}, {transport}", told, LIMIT)
+    error, own = run_ranks(error_after, 2, fault, environment=BOTH[transport])
+    check(f"{fault}, {transport}", error, LIMIT)
     if STAYS[fault] == "order":
-        assert told.kind == "DivergenceError"
-        assert "\n  rank 0: " in told.text
-        assert "\n  rank 1: " in told.text
+        assert error.kind == "DivergenceError"
+        assert "\n  rank 0: " in error.text
+        assert "\n  rank 1: " in error.text
         assert own.kind in ("DivergenceError", "PeerError")
         assert own.seconds < LIMIT * slack()
     else:
-        assert told.kind == "PeerError"
-        assert f"rank 1 {STAYS[fault]}" in told.text
+        assert error.kind == "PeerError"
+        assert f"rank 1 {STAYS[fault]}" in error.text
         assert "test failure" in own.text or "no memory for a message" in own.text
 
 
@@ -135,12 +135,12 @@ class Programs:
             for rank in range(2)
         ]
 
-    def read_report(self, rank: int) -> Told:
+    def read_report(self, rank: int) -> RaisedError:
         """Return the error that a rank received before its program ended."""
         _, errors = self.processes[rank].communicate(timeout=60)
-        path = self.folder / f"told {rank}"
+        path = self.folder / f"error {rank}"
         assert path.exists(), errors
-        return Told(**json.loads(path.read_text()))
+        return RaisedError(**json.loads(path.read_text()))
 
     def end(self) -> None:
         for process in self.processes:
@@ -174,10 +174,10 @@ def test_a_rank_whose_program_ended_is_named_with_what_ended_it(
     programs: Programs, request: pytest.FixtureRequest
 ) -> None:
     fault, transport = request.node.callspec.params["programs"]
-    told = programs.read_report(0)
-    check(f"{fault} and ends, {transport}", told, LIMIT_OF_LOSS)
-    assert told.kind == "PeerError"
-    assert f"cannot be done: rank 1 {ENDINGS[fault]}" in told.text
+    error = programs.read_report(0)
+    check(f"{fault} and ends, {transport}", error, LIMIT_OF_LOSS)
+    assert error.kind == "PeerError"
+    assert f"cannot be done: rank 1 {ENDINGS[fault]}" in error.text
     programs.processes[1].communicate(timeout=20)
 
 
@@ -190,6 +190,6 @@ def test_ctrl_c_ends_a_wait(programs: Programs) -> None:
     time.sleep(0.5)
     programs.processes[0].send_signal(signal.SIGINT)
     begin = time.monotonic()
-    told = programs.read_report(0)
-    assert told.kind == "KeyboardInterrupt"
+    error = programs.read_report(0)
+    assert error.kind == "KeyboardInterrupt"
     assert time.monotonic() - begin < 2.0 * slack() + 1.0  # includes the time that the interpreter needs to exit

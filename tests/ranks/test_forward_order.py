@@ -15,7 +15,7 @@ from torch import nn
 from composable_fsdp import DivergenceError, FSDPModule
 from composable_fsdp.testing import run_ranks
 from tests._internals import ExecutionOrderWarning, compared
-from tests.helpers.sharding import exactly, values_of
+from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.slack import slack
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 from tests.helpers.two_layers import FAULTS, build, sgd, step
@@ -37,13 +37,13 @@ def failing_within(seconds: float, kind: type[Exception], match: str) -> Iterato
 
 def fail_and_go_on(fault: str, at_step: int) -> None:
     """Check that a failed step changes nothing on any rank and that the other steps are unaffected."""
-    inflict, kind, match = FAULTS[fault]
+    inject_fault, kind, match = FAULTS[fault]
     last = dist.get_rank() == dist.get_world_size() - 1
     model, undisturbed = build(), build()
     optimizers = sgd(model), sgd(undisturbed)
     for number in range(at_step + 3):
         if number == at_step:
-            undo = inflict(model) if last else None
+            undo = inject_fault(model) if last else None
             own_fault = last and fault != "order"
             with failing_within(
                 SECONDS, ArithmeticError if own_fault else kind, "test failure" if own_fault else match
@@ -57,7 +57,7 @@ def fail_and_go_on(fault: str, at_step: int) -> None:
         step(undisturbed, optimizers[1])
     expected = values_of(undisturbed)
     for name, value in values_of(model).items():
-        exactly(value, expected[name], name)
+        assert_exact(value, expected[name], name)
 
 
 @pytest.mark.behaviour("G-01", "H-01", "H-03", "H-05")

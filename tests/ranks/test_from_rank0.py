@@ -27,7 +27,7 @@ from composable_fsdp.testing import run_ranks
 from tests.helpers.model_parallel import Pairs, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import Peak
-from tests.helpers.sharding import assert_sharded, exactly, train_alike, values_of, whole
+from tests.helpers.sharding import assert_exact, assert_sharded, full_value, train_and_compare, values_of
 from tests.helpers.transports import SOCKETS
 
 
@@ -46,7 +46,7 @@ def train_from_rank0(task: str, shape: tuple[int, ...], options: dict[str, Any])
     model = build_on_rank0(TASKS[task].build)
     assert shard_from_rank0(model, shard_all_layers, mesh=mesh, **options) is model
     assert_sharded(model, values_of(reference), mesh)
-    train_alike(model, reference, TASKS[task])
+    train_and_compare(model, reference, TASKS[task])
 
 
 @pytest.mark.behaviour("A-12", "A-15")
@@ -96,13 +96,13 @@ def shard_everything() -> None:
     shard_from_rank0(model, lambda m: fully_shard(m, ignored_modules=[m.ignored]))
     for name, value in given.items():
         assert isinstance(model.get_parameter(name), DTensor), name
-        exactly(whole(model.get_parameter(name)), value, name)
+        assert_exact(full_value(model.get_parameter(name)), value, name)
     assert model.tied is model.weight
     assert model.weight.tag == "mine"  # type: ignore[attr-defined]
     assert model.narrow.grad_dtype is torch.float32
     assert not model.expanded.requires_grad
     for name in ("mean", "count", "table", "ignored.mean"):
-        exactly(model.get_buffer(name), first.get_buffer(name), name)
+        assert_exact(model.get_buffer(name), first.get_buffer(name), name)
     assert model.ignored.get_buffer("mean") is model.get_buffer("mean")
     assert type(model.ignored.weight) is nn.Parameter
     weights = [torch.empty(3, 3) for _ in range(2)]
@@ -128,7 +128,7 @@ def shard_parts_of_a_model() -> None:
     model = shard_from_rank0(build_on_rank0(TASKS["transformer"].build), shard)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) == name.startswith(("layers.0", "norm", "head")), name
-        exactly(whole(parameter), values[name], name)
+        assert_exact(full_value(parameter), values[name], name)
     batch = TASKS["transformer"].batch_of(0, 0)
     torch.testing.assert_close(TASKS["transformer"].loss(model, batch), TASKS["transformer"].loss(reference, batch))
 
@@ -152,7 +152,7 @@ def shard_tensor_parallel() -> None:
 
     shard_from_rank0(model, shard)
     for name, value in state_dict(model, Full()).items():
-        exactly(value, values[name], name)
+        assert_exact(value, values[name], name)
 
 
 @pytest.mark.behaviour("A-06", "A-15")

@@ -297,10 +297,10 @@ def freeze_while_gradients_are_in_flight(summed: str, look: str) -> None:
             step(model, microbatch, rank, 1.0)
         for other in range(size):
             step(reference, microbatch, other, 1 / size)
-    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for (name, parameter), unsharded in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert isinstance(parameter.grad, DTensor), name
-        assert whole.grad is not None, name
-        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+        assert unsharded.grad is not None, name
+        torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.grad)
 
 
 @pytest.mark.behaviour("C-05", "C-07")
@@ -331,11 +331,11 @@ def freeze_between_forward_and_backward(flips: bool) -> None:
             each.second.requires_grad_(flips)
         loss.backward()
         expected.backward()
-        for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (parameter.grad is None) == (whole.grad is None), name
-            if parameter.grad is not None and whole.grad is not None:
+        for (name, parameter), unsharded in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (parameter.grad is None) == (unsharded.grad is None), name
+            if parameter.grad is not None and unsharded.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
-                torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+                torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.grad)
 
 
 @pytest.mark.behaviour("C-05")

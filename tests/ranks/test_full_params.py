@@ -24,7 +24,7 @@ from composable_fsdp import (
 from composable_fsdp.testing import run_ranks
 from tests._internals import extent_of, gather
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.sharding import adamw, exactly, sharded, train_alike, values_of, whole
+from tests.helpers.sharding import adamw, assert_exact, full_value, sharded, train_and_compare, values_of
 
 MESHES = [("mlp", (2,)), ("mlp", (4,)), ("mlp", (2, 2)), ("tied", (2,)), ("mlp", (4, 1)), ("mlp", (1,))]
 
@@ -44,7 +44,7 @@ def assert_unsharded(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
         assert isinstance(parameter, nn.Parameter), name
         assert not isinstance(parameter, DTensor), name
         assert parameter.is_leaf, name
-        exactly(parameter.detach(), values[name], name)
+        assert_exact(parameter.detach(), values[name], name)
 
 
 def show_and_write_back(task: str, shape: tuple[int, ...]) -> None:
@@ -63,12 +63,12 @@ def show_and_write_back(task: str, shape: tuple[int, ...]) -> None:
         after = list(model.named_parameters(remove_duplicate=False))
         assert [(n, id(p)) for n, p in after] == [(n, id(p)) for n, p in before]
         for name, value in values_of(model).items():
-            exactly(value, values[name] * 2 + 1, name)
+            assert_exact(value, values[name] * 2 + 1, name)
         with unsharded_params(model, writeback=False), torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         for name, value in values_of(model).items():
-            exactly(value, values[name] * 2 + 1, name)
+            assert_exact(value, values[name] * 2 + 1, name)
 
 
 @pytest.mark.behaviour("C-14")
@@ -81,12 +81,12 @@ def train_after_writing() -> None:
     """Use the context between steps while an optimizer holds the sharded parameters and their state."""
     task = TASKS["mlp"]
     model, reference = built("mlp", (2,)), task.build()
-    train_alike(model, reference, task, steps=1)
+    train_and_compare(model, reference, task, steps=1)
     for module in (model, reference):
         with unsharded_params(module), torch.no_grad():  # has no effect on a plain module
             for parameter in module.parameters():
                 parameter.clamp_(-0.1, 0.1)
-    train_alike(model, reference, task)
+    train_and_compare(model, reference, task)
     optimizer = adamw(model.parameters())
     backward(model, "mlp")
     with unsharded_params(model):
@@ -109,7 +109,7 @@ def write_while_kept_unsharded() -> None:
     for module in (model, reference):
         with unsharded_params(module), torch.no_grad():
             module.get_parameter("layers.0.weight").fill_(0.25)
-    train_alike(model, reference, task)
+    train_and_compare(model, reference, task)
 
 
 @pytest.mark.behaviour("C-14")
@@ -127,7 +127,7 @@ def write_gradients(shape: tuple[int, ...]) -> None:
     assert isinstance(lone.grad, DTensor)
     if rank != 0:
         lone.grad.to_local().zero_()
-    expected = {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
+    expected = {n: None if p.grad is None else full_value(p.grad) for n, p in model.named_parameters()}
     if rank != 0:
         lone.grad = None  # as if only the first rank had a gradient
     objects = {n: p.grad for n, p in model.named_parameters()}
@@ -138,7 +138,7 @@ def write_gradients(shape: tuple[int, ...]) -> None:
             value = expected[name]
             assert (parameter.grad is None) == (value is None), name
             if parameter.grad is not None and value is not None:
-                exactly(parameter.grad, value, name)
+                assert_exact(parameter.grad, value, name)
                 parameter.grad.zero_()
     assert all(p.grad is objects[n] for n, p in model.named_parameters())
     with unsharded_params(model, with_grads=True):
@@ -156,7 +156,7 @@ def write_gradients(shape: tuple[int, ...]) -> None:
         assert isinstance(parameter.grad, DTensor)
         assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]
         value = expected[name]
-        exactly(whole(parameter.grad), torch.ones(9) if value is None else value * 3, name)
+        assert_exact(full_value(parameter.grad), torch.ones(9) if value is None else value * 3, name)
 
 
 @pytest.mark.behaviour("C-14")
@@ -176,7 +176,7 @@ def unshard_on_rank_0(shape: tuple[int, ...]) -> None:
         else:
             assert all(p is objects[n] for n, p in model.named_parameters())
     for name, value in values_of(model).items():
-        exactly(value, values[name], name)
+        assert_exact(value, values[name], name)
     with unsharded_params(model, rank0_only=True, with_grads=True, offload_to_cpu=True):
         if rank == 0:
             for name, parameter in model.named_parameters():
@@ -185,12 +185,12 @@ def unshard_on_rank_0(shape: tuple[int, ...]) -> None:
             model.get_parameter("scale").requires_grad_(False)
     for name, parameter in model.named_parameters():
         assert parameter is objects[name]
-        exactly(whole(parameter), values[name] + 5, name)
+        assert_exact(full_value(parameter), values[name] + 5, name)
         assert parameter.requires_grad == (name != "scale")
         if parameter.grad is None:
             assert name == "scale"
         else:
-            exactly(whole(parameter.grad), torch.ones_like(values[name]), name)
+            assert_exact(full_value(parameter.grad), torch.ones_like(values[name]), name)
 
 
 @pytest.mark.behaviour("C-14")
@@ -222,7 +222,7 @@ def raise_inside() -> None:
             assert all(p is objects[n] for n, p in model.named_parameters())
             if raising == [1]:
                 values["scale"] += 1  # the writes of the first rank are kept
-            exactly(whole(objects["scale"]), values["scale"], "scale")
+            assert_exact(full_value(objects["scale"]), values["scale"], "scale")
     backward(model, "mlp")
 
 
@@ -271,7 +271,7 @@ def check_columns_and_attributes() -> None:
             "bias_ih_l0": torch.full((12,), 7.0),
             "bias_hh_l0": torch.ones(12),
         }
-        exactly(value, expected.get(name, values[name]), name)
+        assert_exact(value, expected.get(name, values[name]), name)
     assert not model.bias_ih_l0.requires_grad
     assert model.bias_hh_l0.requires_grad
     model(torch.randn(2, 1, 5))[0].sum().backward()
@@ -348,7 +348,7 @@ def unshard_on_two_meshes() -> str:
     with unsharded_params(model):
         assert_unsharded(model, values)
         model.get_parameter("0.weight").data.add_(1)
-    exactly(whole(model.get_parameter("0.weight")), values["0.weight"] + 1, "0.weight")
+    assert_exact(full_value(model.get_parameter("0.weight")), values["0.weight"] + 1, "0.weight")
     return str(error.value)
 
 
@@ -378,8 +378,8 @@ def compare_placements() -> None:
         for shape in ((8, 4), (9, 7), (3, 5), (1, 1), (0, 2)):
             value = torch.arange(prod(shape)).reshape(shape).float()
             placed = distribute_tensor(value, mesh, places, src_data_rank=None)  # type: ignore[arg-type]
-            exactly(extent_of(placed).take(value), placed.to_local(), f"{shape} as {places}")
-            exactly(gather(placed), value, f"{shape} from {places}")
+            assert_exact(extent_of(placed).take(value), placed.to_local(), f"{shape} as {places}")
+            assert_exact(gather(placed), value, f"{shape} from {places}")
 
 
 def unshard_uneven_tensor_parallel() -> None:
@@ -392,11 +392,11 @@ def unshard_uneven_tensor_parallel() -> None:
     fully_shard(model, mesh=mesh["dp"])
     with unsharded_params(model), torch.no_grad():
         for name, value in model.named_parameters():
-            exactly(value, expected[name], name)
+            assert_exact(value, expected[name], name)
             value.add_(1)
     with unsharded_params(model, writeback=False):
         for name, value in model.named_parameters():
-            exactly(value.detach(), expected[name] + 1, name)
+            assert_exact(value.detach(), expected[name] + 1, name)
 
 
 @pytest.mark.behaviour("C-14")

@@ -45,8 +45,8 @@ def count_collectives() -> None:
     layers = list(model.get_submodule("layers").children())
 
     def check_only_this_one_is_unsharded(layer: nn.Module, *_: object) -> None:
-        whole = [other for other in layers if not isinstance(other.weight, DTensor)]
-        assert whole in ([], [layer])
+        unsharded = [other for other in layers if not isinstance(other.weight, DTensor)]
+        assert unsharded in ([], [layer])
 
     for layer in layers:
         layer.register_forward_pre_hook(check_only_this_one_is_unsharded)

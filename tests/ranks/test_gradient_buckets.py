@@ -218,10 +218,10 @@ def run_twice_before_backward() -> None:
 
 def check_gradients(model: nn.Module, reference: nn.Module, size: int) -> None:
     """Compare with the gradients of ``reference``, which are the sums over all ranks."""
-    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for (name, parameter), unsharded in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert isinstance(parameter.grad, DTensor), name
-        assert whole.grad is not None
-        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad / size)
+        assert unsharded.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.grad / size)
 
 
 def play_one(model: nn.Module, rank: int) -> None:

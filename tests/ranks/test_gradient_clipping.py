@@ -17,8 +17,8 @@ from torch.testing import assert_close
 from composable_fsdp import FSDPModule, GradientError, MeshError, clip_grad_norm_, fully_shard, get_total_norm
 from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.sharding import whole
-from tests.helpers.training import Run, assert_equal_runs, check_parity, kept, play_task
+from tests.helpers.sharding import full_value
+from tests.helpers.training import Run, assert_equal_runs, check_parity, copy_on_cpu, play_task
 
 NORM_TYPES = (2.0, 1.0, 3.5, inf)
 Where = tuple[DeviceMesh, tuple[Placement, ...]] | None
@@ -63,7 +63,7 @@ def check_against_torch(fulls: list[torch.Tensor], places: list[Where]) -> None:
                     assert ours.grad is not None
                     assert theirs.grad is not None
                     assert place is None or (isinstance(ours.grad, DTensor) and ours.grad.placements == place[1])
-                    assert_close(whole(ours.grad), theirs.grad)
+                    assert_close(full_value(ours.grad), theirs.grad)
 
 
 def clip_on_one_axis() -> None:
@@ -142,7 +142,7 @@ def clip_pending_sums() -> None:
         expected = full * (ranks * (ranks + 1) // 2)
         norm = clip_grad_norm_(parameter, 0.5, norm_type)
         assert_close(norm, torch.linalg.vector_norm(expected, norm_type))
-        assert_close(whole(parameter.grad), expected * (0.5 / norm))
+        assert_close(full_value(parameter.grad), expected * (0.5 / norm))
 
 
 @pytest.mark.behaviour("C-11", "C-16")
@@ -162,7 +162,7 @@ def clip_half_precision() -> None:
         assert_close(norm, full.float().norm())
         assert parameter.grad is not None
         assert parameter.grad.dtype is dtype
-        assert_close(whole(parameter.grad).float(), full.float() / norm, rtol=1e-2, atol=1e-5)
+        assert_close(full_value(parameter.grad).float(), full.float() / norm, rtol=1e-2, atol=1e-5)
     large, small = make_values((3, 3), (3, 3))
     total = get_total_norm([distribute_tensor(large * 1e18, world, [Shard(0)]), small.double()])
     assert total.dtype is torch.float64
@@ -210,18 +210,18 @@ def clip_nonfinite_gradients() -> list[str]:
                 (full,) = make_values((3, 2))
                 full[row, 1] = bad
                 (parameter,) = make_parameters([full], [(world, (Shard(0),))])
-                before = whole(parameter.grad) if parameter.grad is not None else None
+                before = full_value(parameter.grad) if parameter.grad is not None else None
                 with pytest.raises(GradientError) as error:
                     clip_grad_norm_([parameter], 1.0, norm_type, error_if_nonfinite=True)
                 messages.append(str(error.value))
                 with pytest.raises(RuntimeError):
                     get_total_norm([parameter.grad], norm_type, error_if_nonfinite=True)  # type: ignore[list-item]
-                assert_close(whole(parameter.grad), before, rtol=0, atol=0, equal_nan=True)  # type: ignore[arg-type]
+                assert_close(full_value(parameter.grad), before, rtol=0, atol=0, equal_nan=True)  # type: ignore[arg-type]
                 norm = clip_grad_norm_([parameter], 1.0, norm_type).item()
                 assert isnan(norm) if isnan(bad) else norm == inf
                 reference = make_parameters([full], [None])
                 nn.utils.clip_grad_norm_(reference, 1.0, norm_type)
-                assert_close(whole(parameter.grad), reference[0].grad, equal_nan=True)  # type: ignore[arg-type]
+                assert_close(full_value(parameter.grad), reference[0].grad, equal_nan=True)  # type: ignore[arg-type]
     return messages
 
 
@@ -381,7 +381,7 @@ def train_with_a_scaler() -> None:
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
-        result.parameters = {name: kept(p) for name, p in model.named_parameters()}
+        result.parameters = {name: copy_on_cpu(p) for name, p in model.named_parameters()}
         return result, scales
 
     expected, expected_scales = run(task.build(), list(range(world_size)))

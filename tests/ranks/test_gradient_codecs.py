@@ -283,8 +283,8 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) 
         original, size = getattr(communicator, method), communicator.size
 
         def counting(tensors: Any, *args: Any) -> Any:
-            whole = [t if isinstance(t, torch.Tensor) else max(t, key=torch.Tensor.numel) for t in tensors]
-            sent[direction] += sum(weight * t.nbytes * (size - 1) // size for t in whole)
+            largest = [t if isinstance(t, torch.Tensor) else max(t, key=torch.Tensor.numel) for t in tensors]
+            sent[direction] += sum(weight * t.nbytes * (size - 1) // size for t in largest)
             return original(tensors, *args)
 
         setattr(communicator, method, counting)

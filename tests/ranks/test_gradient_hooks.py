@@ -22,7 +22,7 @@ from tests.helpers.training import (
     Play,
     assert_equal_runs,
     check_parity,
-    local_part,
+    local_shard,
     play_task,
     train,
 )
@@ -193,7 +193,7 @@ def keep_gradients_in_their_dtype() -> None:
                 assert isinstance(gradient, DTensor), f"{what}: {name}"
                 assert (gradient.dtype, gradient.to_local().dtype) == (expected, expected), f"{what}: {name}"
                 assert (p.dtype, p.grad_dtype) == (BF16, grad_dtype)
-                wanted = local_part(sums[name] / world_size, gradient)
+                wanted = local_shard(sums[name] / world_size, gradient)
                 tolerance = {"rtol": 0, "atol": 0} if reduce_dtype else {"rtol": 0.02, "atol": 1e-3}
                 torch.testing.assert_close(
                     gradient.to_local(), (wanted.to(expected) * accumulated), **tolerance, msg=f"{what}: {name}"

@@ -32,7 +32,7 @@ from tests._internals import broadcast, reset_parameters
 from tests.helpers.model_parallel import Pairs, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import Peak
-from tests.helpers.sharding import assert_sharded, exactly, initialise, train_alike, values_of, whole
+from tests.helpers.sharding import assert_exact, assert_sharded, full_value, initialise, train_and_compare, values_of
 from tests.helpers.transports import SOCKETS
 
 
@@ -78,12 +78,12 @@ def synchronise(shape: tuple[int, ...], message_bytes: int) -> None:
         patch.setattr(broadcast, "MESSAGE_BYTES", message_bytes)
         fully_shard(module, mesh=mesh, sync_module_states=True, ignored_modules=[module.left])
     for name, value in parameters.items():
-        exactly(whole(module.get_parameter(name)), value, name)
+        assert_exact(full_value(module.get_parameter(name)), value, name)
     assert module.tied is module.weight
     for name in ("mean", "count", "table"):
-        exactly(module.get_buffer(name), first.get_buffer(name), name)
+        assert_exact(module.get_buffer(name), first.get_buffer(name), name)
     for name, value in ignored.items():
-        exactly(module.left.get_parameter(name), value, name)
+        assert_exact(module.left.get_parameter(name), value, name)
     assert module.left.get_buffer("own") == 10 + rank
     module(torch.randn(2, 3)).backward()
 
@@ -104,7 +104,7 @@ def train_from_other_seeds() -> None:
                 parameter.add_(1)
     shard_layers(model, fully_shard, mesh=mesh, sync_module_states=True)
     assert_sharded(model, values_of(reference), mesh)
-    train_alike(model, reference, TASKS["mlp"])
+    train_and_compare(model, reference, TASKS["mlp"])
 
 
 @pytest.mark.behaviour("A-15")
@@ -170,7 +170,7 @@ def initialise_by_function(task: str, shape: tuple[int, ...]) -> None:
         "only modules with own parameters are initialised"
     )
     assert_sharded(model, values, mesh)
-    train_alike(model, reference, TASKS[task])
+    train_and_compare(model, reference, TASKS[task])
 
 
 @pytest.mark.behaviour("A-12", "A-15")
@@ -187,13 +187,13 @@ def materialise(shape: tuple[int, ...]) -> None:
     model.register_buffer("frequencies", torch.arange(3.0), persistent=False)
     shard_layers(model, fully_shard, mesh=mesh)
     assert to_empty(model, device="cpu") is model
-    exactly(model.get_buffer("frequencies"), torch.arange(3.0), "frequencies")
+    assert_exact(model.get_buffer("frequencies"), torch.arange(3.0), "frequencies")
     assert all(isinstance(p, DTensor) and not p.is_meta for p in model.parameters())
     values = values_of(reference)
     initialise(model, values)
     to_empty(model, device="cpu")
     assert_sharded(model, values, mesh)
-    train_alike(model, reference, task)
+    train_and_compare(model, reference, task)
 
 
 @pytest.mark.behaviour("A-12")
@@ -282,9 +282,9 @@ def apply_seeded(model: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module
 
 def assert_values(model: nn.Module, reference: nn.Module) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        exactly(whole(ours), theirs.detach(), name)
+        assert_exact(full_value(ours), theirs.detach(), name)
     for (name, buffer), expected in zip(model.named_buffers(), reference.buffers(), strict=True):
-        exactly(buffer, expected, name)
+        assert_exact(buffer, expected, name)
 
 
 def initialise_by_seed(shapes: Sequence[tuple[int, ...]]) -> None:
@@ -378,13 +378,13 @@ def compare_draws(shapes: Sequence[tuple[int, ...]]) -> None:
             assert torch.equal(state, torch.get_rng_state())
             with sharded_rng(reference, SEED):
                 make(reference)
-                exactly(outside, torch.rand(3), "a plain tensor")
+                assert_exact(outside, torch.rand(3), "a plain tensor")
             assert_values(model, reference)
         rank, weight = mesh.get_local_rank(mesh.ndim - 1), cast(DTensor, model.lstm.weight_hh_l0)
         with torch.no_grad(), sharded_rng(model, SEED):
             part = weight.to_local()[1:].normal_().clone()
             again = weight.to_local()[1:].normal_().clone()
-            exactly(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(SEED)), "what slices leave")
+            assert_exact(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(SEED)), "generator state")
             with pytest.raises(UnsupportedError, match=r"sharded_rng: aten::bernoulli was called on a sharded tensor"):
                 torch.bernoulli(weight)
         everyones: list[Any] = [None] * dist.get_world_size()
@@ -474,9 +474,9 @@ def reset_or_fill_with_ones(module: nn.Module) -> None:
 def test_initialisation_names_what_it_cannot_give_values() -> None:
     first, second = run_ranks(collect_errors, 2)
     assert first == second
-    no_method, left_out, other_shape, on_loan, other_seed = first
+    no_method, left_out, other_shape, unsharded, other_seed = first
     assert "these have no such method: the model (Scaled). Pass a function of a module" in no_method
     assert "and fn gave them no values: ['scale', 'table']. Pass an fn that does" in left_out
     assert "fn left parameter 'layer.bias' of shape (4,) as (3,). It must keep shapes" in other_shape
-    assert on_loan.startswith("initialize was entered for")
+    assert unsharded.startswith("initialize was entered for")
     assert other_seed.startswith("Ranks have started from different values: parameter 'layer.weight'")

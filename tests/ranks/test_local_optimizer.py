@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from composable_fsdp import fully_shard, local_optimizer, to_empty
 from composable_fsdp.testing import run_ranks
-from tests._internals import _local_step as twins
+from tests._internals import _local_step as local_step
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded
-from tests.helpers.sharding import exactly
+from tests.helpers.sharding import assert_exact
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -102,7 +102,7 @@ def assert_same_tensor(ours: Any, expected: Any, what: str) -> None:
         assert (ours.shape, ours.stride()) == (expected.shape, expected.stride()), what
         assert (ours.device_mesh, ours.placements) == (expected.device_mesh, expected.placements), what
     if isinstance(expected, torch.Tensor):
-        exactly(local(ours), local(expected), what)
+        assert_exact(local(ours), local(expected), what)
     else:
         assert ours == expected, what
 
@@ -162,7 +162,7 @@ def step_in_pieces(name: str) -> None:
     for options in (*VARIANTS.get(name, ()), *NOT_ON_DTENSORS.get(name, ())):
         models = [fully_shard(seeded(lambda: nn.Sequential(nn.Linear(40, 25), nn.Linear(25, 89)))()) for _ in range(2)]
         optimizers = [local_optimizer(getattr(torch.optim, name)(m.parameters(), **options)) for m in models]
-        whole_only = options.get("foreach") or options.get("fused")
+        steps_unsplit = options.get("foreach") or options.get("fused")
         for step in range(4):
             batch = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
             for model, optimizer, numel in zip(models, optimizers, (128, 1 << 18), strict=True):
@@ -170,11 +170,11 @@ def step_in_pieces(name: str) -> None:
                 model(batch).square().mean().backward()
                 large = [p for p in model.parameters() if local(p).numel() > numel and optimizer.state.get(p)]
                 with (
-                    mock.patch.object(twins, "PIECE_NUMEL", numel),
-                    mock.patch.object(twins, "_pieces", wraps=twins._pieces) as cut,
+                    mock.patch.object(local_step, "PIECE_NUMEL", numel),
+                    mock.patch.object(local_step, "_pieces", wraps=local_step._pieces) as cut,
                 ):
                     optimizer.step()
-                assert cut.call_count == (0 if whole_only else len(large))
+                assert cut.call_count == (0 if steps_unsplit else len(large))
         assert_same((models[0], models[1]), (optimizers[0], optimizers[1]), f"{name} {options}")
 
 
@@ -187,10 +187,10 @@ def test_an_update_piece_by_piece_gives_the_same_bits(name: str) -> None:
 def step_with_two_threads(dtype: torch.dtype, expected: int) -> None:
     model = fully_shard(nn.Linear(40, 25).to(dtype))
     optimizer = local_optimizer(adamw(model.parameters()))
-    threads, cut = torch.get_num_threads(), mock.Mock(wraps=twins._pieces)
+    threads, cut = torch.get_num_threads(), mock.Mock(wraps=local_step._pieces)
     torch.set_num_threads(2)
     try:
-        with mock.patch.object(twins, "PIECE_NUMEL", 128), mock.patch.object(twins, "_pieces", cut):
+        with mock.patch.object(local_step, "PIECE_NUMEL", 128), mock.patch.object(local_step, "_pieces", cut):
             for _ in range(2):  # the first step creates the state
                 model(torch.ones(1, 40, dtype=dtype)).sum().backward()
                 optimizer.step()
@@ -220,11 +220,11 @@ def compare_with_plain_shards(name: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
         for sharded, shard in zip(parameters, plain, strict=True):
-            exactly(local(sharded).detach(), shard, f"{name} {options}")
+            assert_exact(local(sharded).detach(), shard, f"{name} {options}")
             state, expected = optimizers[0].state.get(sharded, {}), optimizers[1].state.get(shard, {})
             assert state.keys() == expected.keys()
             for key, value in expected.items():
-                exactly(local(state[key]), value, f"{name} {options} {key}")
+                assert_exact(local(state[key]), value, f"{name} {options} {key}")
                 assert isinstance(state[key], DTensor) == (value.shape == shard.shape)
 
 

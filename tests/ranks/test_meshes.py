@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from composable_fsdp import MeshError, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.sharding import assert_sharded, train_alike, values_of
+from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
 
 
 def _check_the_default_mesh() -> None:
@@ -39,7 +39,7 @@ def test_the_default_mesh_is_all_ranks_unnamed_on_cpu_and_one_for_all_modules(ra
 def _train_on_the_default_mesh() -> None:
     model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
     shard_layers(model, fully_shard)
-    train_alike(model, reference, TASKS["mlp"])
+    train_and_compare(model, reference, TASKS["mlp"])
 
 
 @pytest.mark.behaviour("A-03")
@@ -58,7 +58,7 @@ def _check_parity(task: str, shape: tuple[int, ...], names: tuple[str, ...] | No
         assert isinstance(parameter, DTensor)
         assert parameter.device_mesh is mesh
         assert parameter.placements == ((Replicate(), Shard(0)) if len(shape) == 2 else (Shard(0),))
-    train_alike(model, reference, TASKS[task])
+    train_and_compare(model, reference, TASKS[task])
 
 
 @pytest.mark.behaviour("A-07")
@@ -116,7 +116,7 @@ def _train_on_a_transposed_mesh() -> None:
     values = values_of(model)
     shard_layers(model, fully_shard, mesh=mesh)
     assert_sharded(model, values, mesh)
-    train_alike(model, reference, TASKS["mlp"])
+    train_and_compare(model, reference, TASKS["mlp"])
 
 
 @pytest.mark.behaviour("A-07")

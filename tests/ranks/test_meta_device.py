@@ -18,7 +18,7 @@ import composable_fsdp as ours
 from composable_fsdp import ParameterError, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.sharding import adamw, assert_sharded, initialise, train_alike, values_of
+from tests.helpers.sharding import adamw, assert_sharded, initialise, train_and_compare, values_of
 
 MODELS_AND_MESHES = [("mlp", (2,)), ("mlp", (2, 2)), ("mlp", (3,)), ("tied", (4,)), ("tied", (2, 1)), ("wide", (3,))]
 
@@ -38,7 +38,7 @@ def _to_empty(task: str, shape: tuple[int, ...]) -> None:
     values = values_of(reference)
     initialise(model, values)
     assert_sharded(model, values, mesh)
-    train_alike(model, reference, TASKS[task])
+    train_and_compare(model, reference, TASKS[task])
 
 
 @pytest.mark.behaviour("A-12")
@@ -65,7 +65,7 @@ def _assign(task: str, shape: tuple[int, ...]) -> None:
     )
     assert all(p.grad is not None for p in model.parameters())
     model.zero_grad()
-    train_alike(model, reference, TASKS[task])
+    train_and_compare(model, reference, TASKS[task])
 
 
 @pytest.mark.behaviour("A-12")
@@ -86,7 +86,7 @@ def _assign_again() -> None:
     with torch.no_grad():
         task.loss(model, task.batch_of(6, dist.get_rank()))
     model.load_state_dict(source.state_dict(), assign=True)
-    train_alike(model, reference, task)
+    train_and_compare(model, reference, task)
 
 
 @pytest.mark.behaviour("A-12")
@@ -108,7 +108,7 @@ def _reset_parameters() -> None:
         for name, value in values_of(model).items():
             assert value.unique().numel() == 1, name
             reference.get_parameter(name).copy_(value)
-    train_alike(model, reference, TASKS["mlp"])
+    train_and_compare(model, reference, TASKS["mlp"])
 
 
 @pytest.mark.behaviour("A-12")
@@ -131,7 +131,7 @@ def _run_on_meta() -> list[str]:
             if len(messages) == 1:
                 owner._parameters[attribute] = nn.Parameter(owner._parameters[attribute].to("meta"))  # type: ignore[union-attr]
     initialise(model, values_of(reference))
-    train_alike(model, reference, TASKS["mlp"])
+    train_and_compare(model, reference, TASKS["mlp"])
     return messages
 
 

@@ -27,8 +27,8 @@ from tests.helpers.training import (
     OPTIMIZERS,
     assert_equal_runs,
     check_parity,
-    kept,
-    local_part,
+    copy_on_cpu,
+    local_shard,
     play_task,
     train,
 )
@@ -119,7 +119,7 @@ def check_dtypes(options: dict[str, Any]) -> None:
         name: value.dtype for name, value in Casting().state_dict().items()
     }
     for name, parameter in model.named_parameters():
-        assert torch.equal(saved[name].to_local(), kept(parameter).to_local())  # type: ignore[attr-defined]
+        assert torch.equal(saved[name].to_local(), copy_on_cpu(parameter).to_local())  # type: ignore[attr-defined]
     model.load_state_dict(saved)
 
 
@@ -165,7 +165,7 @@ def check_reduction(options: dict[str, Any]) -> None:
     loose: dict[str, Any] = {"rtol": 0.02, "atol": 2e-3} if not exact else {"rtol": 0.0, "atol": 0.0}
     for name, gradient in gradients.items():
         assert isinstance(gradient, DTensor)
-        torch.testing.assert_close(gradient.to_local(), local_part(expected[name], gradient), **loose)
+        torch.testing.assert_close(gradient.to_local(), local_shard(expected[name], gradient), **loose)
 
 
 def check_policies() -> None:
@@ -303,7 +303,7 @@ def accumulate_in_the_reduce_dtype() -> None:
         totals = {name: value if r == 0 else totals[name] + value for name, value in summed.items()}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor)
-        expected = local_part(totals[name] / world_size, parameter.grad)
+        expected = local_shard(totals[name] / world_size, parameter.grad)
         torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=0, atol=0)
 
 

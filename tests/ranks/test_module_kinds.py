@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import PlainParameterWarning, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
-from tests.helpers.sharding import exactly, sharded, train_alike, values_of
+from tests.helpers.sharding import assert_exact, sharded, train_and_compare, values_of
 
 # -- modules that override __setattr__
 
@@ -47,7 +47,7 @@ def _lstm(nested: bool, reshard: bool | None) -> None:
         shard_layers(model, fully_shard, reshard_after_forward=reshard)
     else:
         fully_shard(model, reshard_after_forward=reshard)
-    train_alike(model, reference, LSTM)
+    train_and_compare(model, reference, LSTM)
     for layer in model.get_submodule("layers").children():
         assert isinstance(layer, nn.LSTM)
         assert all(isinstance(weight, DTensor) for weight in layer._flat_weights)
@@ -83,7 +83,7 @@ def _mirrored() -> None:
     task = Task(seeded(Mirrored), vectors(5, 3), squared_error)
     model, reference = task.build(), task.build()
     fully_shard(model)
-    train_alike(model, reference, task)
+    train_and_compare(model, reference, task)
     assert isinstance(model, Mirrored)
     assert all(model.mirror[name] is parameter for name, parameter in model.named_parameters())
 
@@ -108,7 +108,7 @@ def _chain(reshard: bool | None) -> None:
     for child in model.children():
         fully_shard(child, reshard_after_forward=reshard)
     fully_shard(model, reshard_after_forward=reshard)
-    train_alike(model, reference, task)
+    train_and_compare(model, reference, task)
     x = torch.randn(2, 5)
     gradients = []
     for m in (model, reference):
@@ -137,7 +137,7 @@ def _converted(task_name: str, unsharded: bool) -> None:
     task = TASKS[task_name]
     model, reference = task.build(), task.build()
     shard_layers(model, fully_shard)
-    train_alike(model, reference, task, steps=1)
+    train_and_compare(model, reference, task, steps=1)
     before, parameters = values_of(model), [id(p) for p in model.parameters()]
     if unsharded:
         sharded(model).unshard()
@@ -146,9 +146,9 @@ def _converted(task_name: str, unsharded: bool) -> None:
     assert [id(p) for p in model.parameters()] == parameters
     with torch.no_grad():
         for name, value in values_of(model).items():
-            exactly(value, before[name].double(), name)
+            assert_exact(value, before[name].double(), name)
             reference.get_parameter(name).copy_(value)
-    train_alike(model, reference, doubled(task), steps=2, rtol=1e-9, atol=1e-9)
+    train_and_compare(model, reference, doubled(task), steps=2, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.behaviour("A-18")
@@ -168,7 +168,7 @@ def _half() -> None:
     shard_layers(model, fully_shard)
     model.half()
     for name, value in values_of(model).items():
-        exactly(value, values[name].half(), name)
+        assert_exact(value, values[name].half(), name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, target = task.batch_of(0, dist.get_rank())
     squared_error(model(x.half()), target).backward()

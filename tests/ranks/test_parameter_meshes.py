@@ -18,9 +18,9 @@ from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import ShardPlacementResult, state_of
 from tests.helpers.experts import MIXTURE, NUM_EXPERTS, Experts, place_experts
-from tests.helpers.model_parallel import named_mesh, play, whole_run
+from tests.helpers.model_parallel import full_run, named_mesh, play
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.sharding import exactly, expected_shard, sharded, values_of
+from tests.helpers.sharding import assert_exact, expected_shard, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Play, assert_equal_runs, train
 
 
@@ -51,9 +51,9 @@ def train_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **opt
             part = expected_shard(part, rank, 4, 0)
             assert parameter.device_mesh == data, name
         assert parameter.placements == cuts, name
-        exactly(parameter.to_local().detach(), part, name)
+        assert_exact(parameter.to_local().detach(), part, name)
     for name, value in values_of(model).items():
-        exactly(value, values[name], name)
+        assert_exact(value, values[name], name)
     if not options:
         assert len(state_of(model.get_submodule("layers.0")).group.process_groups) == 2
 
@@ -82,7 +82,7 @@ def train_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **opt
         divide=4,
         between=average_over_two,
     )
-    assert_equal_runs(whole_run(ours), expected, what=f"{dim}, {options}")
+    assert_equal_runs(full_run(ours), expected, what=f"{dim}, {options}")
 
 
 def make_torch_result(placement: Shard, mesh: DeviceMesh) -> TorchResult:
@@ -120,7 +120,7 @@ def train_on_other_meshes() -> None:
         step: Play = play(TASKS["mlp"])
         ours = train(model, step, ranks=[rank], watched=rank)
         expected_run = train(reference, step, ranks=range(4), watched=rank, divide=4)
-        assert_equal_runs(whole_run(ours), expected_run)
+        assert_equal_runs(full_run(ours), expected_run)
 
 
 @pytest.mark.behaviour("A-05", "A-07")
@@ -155,7 +155,7 @@ def accumulate_in_half_precision() -> None:
     for linear, mean in ((dense, 1.5), (expert, {0: 1.0, 1: 2.0}[rank % 2])):
         gradient = linear.weight.grad
         assert isinstance(gradient, DTensor)
-        exactly(gradient.full_tensor(), torch.full((3, 3), 2 * mean), f"{mean}")
+        assert_exact(gradient.full_tensor(), torch.full((3, 3), 2 * mean), f"{mean}")
 
 
 @pytest.mark.behaviour("A-05", "C-07", "D-01")

@@ -286,9 +286,9 @@ def continue_without_recovery(plan: Plan) -> None:
     with pytest.raises(ArithmeticError if fails else (PeerError, DivergenceError)):
         step(model, plan, 1, fault_of(plan, model, {}) if fails else None)
     optimizers[0].zero_grad()
-    kind, told = GOES_ON[plan.point, plan.alone]
+    kind, text = OUTCOMES[plan.point, plan.alone]
     if kind:
-        with pytest.raises(kind, match=told):
+        with pytest.raises(kind, match=text):
             step(model, plan, 2)
         model.reset_iter_state()
         optimizers[0].zero_grad()
@@ -298,11 +298,11 @@ def continue_without_recovery(plan: Plan) -> None:
 
 
 UNENDED = "backward pass under 'root' has not ended.* Call reset_iter_state"
-PARTED = f"cannot go on together|gave up|differs across ranks|cannot be done|{UNENDED}"
+ANY_END = f"cannot go on together|gave up|differs across ranks|cannot be done|{UNENDED}"
 
-GOES_ON: dict[tuple[str, bool], tuple[tuple[type[Exception], ...], str]] = {
+OUTCOMES: dict[tuple[str, bool], tuple[tuple[type[Exception], ...], str]] = {
     ("before", False): ((), ""),
-    ("before", True): ((PeerError, DivergenceError, LifecycleError), PARTED),
+    ("before", True): ((PeerError, DivergenceError, LifecycleError), ANY_END),
     ("backward", False): ((LifecycleError,), UNENDED),
     ("backward", True): ((LifecycleError,), UNENDED),
 }
@@ -310,7 +310,7 @@ GOES_ON: dict[tuple[str, bool], tuple[tuple[type[Exception], ...], str]] = {
 
 
 @pytest.mark.behaviour("H-01", "H-05")
-@pytest.mark.parametrize(("point", "alone"), GOES_ON)
+@pytest.mark.parametrize(("point", "alone"), OUTCOMES)
 @pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
 def test_continuing_without_recovery_is_correct_or_an_error(point: str, alone: bool, transport: Environment) -> None:
     plan = Plan(point, 1, 0, 1, alone, True, False, False)
@@ -338,10 +338,10 @@ def fail_at_the_very_end(agree: bool) -> None:
 
     complete_steps(0)
     handle = model.layers[0].weight.register_post_accumulate_grad_hook(fail) if is_last() else None
-    kind, told = (
+    kind, text = (
         (ArithmeticError, "test failure") if is_last() else (PeerError, r"rank 1 raised in the backward of layers\.0")
     )
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=text):
         complete_steps(1, 2)
     if handle is not None:
         handle.remove()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from composable_fsdp import FSDPModule, ParameterError, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
-from tests.helpers.sharding import assert_sharded, exactly, train_alike, values_of
+from tests.helpers.sharding import assert_exact, assert_sharded, train_and_compare, values_of
 
 # -- properties of sharded parameters
 
@@ -54,7 +54,7 @@ def _odd() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model, mesh=mesh)
     assert_sharded(model, values, mesh)
-    train_alike(model, reference, ODD)
+    train_and_compare(model, reference, ODD)
     assert [name for name, _ in model.named_parameters()] == names
     assert model.decoder.weight is model.encoder.weight
     assert model.seen == [True] * len(model.seen) != []
@@ -82,7 +82,7 @@ def _unsharded_values(task: str) -> None:
             module.unshard()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert not isinstance(parameter, DTensor), name
-        exactly(parameter.detach(), values[name], name)
+        assert_exact(parameter.detach(), values[name], name)
         for form in (parameter, sharded[name]):
             assert form.requires_grad == requires_grad[name], name
             assert vars(form)["mark"] == "mine", name
@@ -116,7 +116,7 @@ def _complex() -> None:
     values = values_of(model)
     fully_shard(model, mesh=mesh)
     assert_sharded(model, values, mesh)
-    train_alike(model, reference, task)
+    train_and_compare(model, reference, task)
 
 
 @pytest.mark.behaviour("A-17")
@@ -154,7 +154,7 @@ def _rows(reshard: bool, nested: bool) -> None:
         fully_shard(model.get_submodule("one"), mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     assert_sharded(model, values, mesh)
-    train_alike(model, reference, ROWS)
+    train_and_compare(model, reference, ROWS)
     assert model.get_parameter("none").grad is None, "zero_grad also resets a parameter without rows"
     ROWS.loss(model, ROWS.batch_of(9, dist.get_rank())).backward()
     gradient = model.get_parameter("none").grad
@@ -195,7 +195,7 @@ def _no_rows() -> None:
     task = Task(seeded(NoRows), vectors(5, 7), squared_error)
     model, reference = task.build(), task.build()
     shard_layers(model, fully_shard)
-    train_alike(model, reference, task)
+    train_and_compare(model, reference, task)
 
 
 @pytest.mark.behaviour("A-04")
@@ -210,7 +210,7 @@ def _uneven(task: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shard_layers(model, fully_shard, mesh=mesh)
     assert_sharded(model, values, mesh)
-    train_alike(model, reference, TASKS[task])
+    train_and_compare(model, reference, TASKS[task])
 
 
 @pytest.mark.behaviour("A-04")
@@ -241,7 +241,7 @@ def _scalar() -> str:
     for m in (model, reference):
         m.register_parameter("scale", nn.Parameter(m.get_parameter("scale").detach().reshape(1)))
     fully_shard(model)
-    train_alike(model, reference, task)
+    train_and_compare(model, reference, task)
     return str(error.value)
 
 
@@ -295,7 +295,7 @@ def _dims(placement: str, reshard: bool) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model, mesh=mesh, shard_placement_fn=choose, reshard_after_forward=reshard)
     assert_sharded(model, values, mesh, dims)
-    train_alike(model, reference, DIMS)
+    train_and_compare(model, reference, DIMS)
 
 
 @pytest.mark.behaviour("A-05")
@@ -344,7 +344,7 @@ def _hybrid_dims() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     fully_shard(model, mesh=mesh, shard_placement_fn=choose)
     assert_sharded(model, values, mesh, dims)
-    train_alike(model, reference, DIMS)
+    train_and_compare(model, reference, DIMS)
 
 
 @pytest.mark.behaviour("A-05", "A-07")
@@ -363,7 +363,7 @@ def _direct_columns() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     assert_sharded(model, values, mesh, {"weight": 1})
-    train_alike(model, reference, task)
+    train_and_compare(model, reference, task)
 
 
 @pytest.mark.behaviour("A-05")

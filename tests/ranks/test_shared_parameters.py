@@ -153,8 +153,8 @@ def trace_a_shared_parameter() -> None:
             loss = task.loss(model, task.batch_of(0, rank))
         with backward if step else Recorder():
             loss.backward()
-    lent = [str(e) for e in forward if e.group == "embedding" and e.operation in SHOWN]
-    assert lent == [f"{what} embedding" for what in ("unshard", "wait", "reshard")] * 2
+    shown = [str(e) for e in forward if e.group == "embedding" and e.operation in SHOWN]
+    assert shown == [f"{what} embedding" for what in ("unshard", "wait", "reshard")] * 2
     assert_trace(
         (e for e in backward if e.operation is Operation.REDUCE),
         "reduce norm, head",

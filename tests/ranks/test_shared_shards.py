@@ -298,9 +298,9 @@ def convert() -> None:
     assert find_sharing(model) == {False}
     task.loss(model, batch).backward()
     # Some ranks may copy alone, so a copy has memory of its own.
-    twin = copy.deepcopy(shard_layers(task.build(), fully_shard))
-    assert find_sharing(twin) == {False}
-    torch.testing.assert_close(loss_of(twin), expected)
+    clone = copy.deepcopy(shard_layers(task.build(), fully_shard))
+    assert find_sharing(clone) == {False}
+    torch.testing.assert_close(loss_of(clone), expected)
 
 
 def test_conversions_loads_and_copies_are_followed() -> None:

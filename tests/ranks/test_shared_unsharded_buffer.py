@@ -274,9 +274,9 @@ def convert() -> None:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
     assert storages(model) == SHARED
-    twin = copy.deepcopy(model)
-    assert storages(twin) == OWNED, "a copy may exist on some ranks only, so it shares no memory"
-    torch.testing.assert_close(loss_of(twin), expected, rtol=0, atol=0)
+    clone = copy.deepcopy(model)
+    assert storages(clone) == OWNED, "a copy may exist on some ranks only, so it shares no memory"
+    torch.testing.assert_close(loss_of(clone), expected, rtol=0, atol=0)
     model.bfloat16()
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
     assert storages(model) == OWNED, "other ranks may still read the shared memory of the old dtype"

@@ -19,7 +19,7 @@ from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import by_class
 from tests._internals import ParameterState, state_of
 from tests.helpers.models import TASKS, Block
-from tests.helpers.sharding import exactly, sharded, values_of
+from tests.helpers.sharding import assert_exact, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
 # The number of replicas and shards for 4 ranks on 2 hosts, and whether parameters stay in memory after forward.
@@ -126,7 +126,7 @@ def train_mixed_strategies(task: str, folder: str) -> None:
         load(path, fully_shard(other, policy={Block}, strategy="FULL_SHARD"))
         values = values_of(model)
         for name, value in values_of(other).items():
-            exactly(value, values[name], f"{what}, {name}")
+            assert_exact(value, values[name], f"{what}, {name}")
 
 
 @pytest.mark.behaviour("B-03")

@@ -35,7 +35,7 @@ from tests.helpers.model_parallel import (
     PAIRS,
     Pairs,
     assert_cut,
-    assert_trains_alike,
+    assert_trains_like,
     cut_pairs,
     named_mesh,
     parallelize_decoder,
@@ -43,7 +43,7 @@ from tests.helpers.model_parallel import (
     play,
 )
 from tests.helpers.models import seeded, shard_layers
-from tests.helpers.sharding import exactly, sharded, values_of
+from tests.helpers.sharding import assert_exact, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, train
 
 
@@ -73,7 +73,7 @@ def train_pairs(dp: int, tp: int) -> None:
         assert head.device_mesh == mesh["dp"]
         what = f"{reshard}, {optimizer}"
         rank = mesh.get_local_rank("dp")
-        assert_trains_alike(model, reference, rank, dp, play(PAIRS), OPTIMIZERS[optimizer], what=what)
+        assert_trains_like(model, reference, rank, dp, play(PAIRS), OPTIMIZERS[optimizer], what=what)
 
 
 @pytest.mark.behaviour("A-06", "C-02", "C-03")
@@ -92,7 +92,7 @@ def train_hybrid_pairs() -> None:
         assert isinstance(up, DTensor)
         assert up.placements == (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
         rank = mesh.get_local_rank("replicate" if replicate == 2 else "shard")
-        assert_trains_alike(model, reference, rank, 2, play(PAIRS), what=f"{replicate}x{shard}")
+        assert_trains_like(model, reference, rank, 2, play(PAIRS), what=f"{replicate}x{shard}")
 
 
 @pytest.mark.behaviour("A-06", "A-07", "C-02")
@@ -113,7 +113,7 @@ def shard_on_the_last_dim() -> None:
     down = model.get_parameter("layers.0.down.weight")
     assert isinstance(down, DTensor)
     assert down.placements == (_StridedShard(1, split_factor=2), Shard(1))
-    assert_trains_alike(model, reference, mesh.get_local_rank("dp"), 2, play(PAIRS))
+    assert_trains_like(model, reference, mesh.get_local_rank("dp"), 2, play(PAIRS))
 
 
 @pytest.mark.behaviour("A-05", "A-06")
@@ -130,10 +130,10 @@ def gather_from_a_smaller_mesh() -> None:
         values, rank = values_of(model), mesh.get_local_rank("dp")
         loss = PAIRS.loss(model, PAIRS.batch_of(0, rank))
         for name, value in values_of(model).items():
-            exactly(value, values[name], f"{name} between forward and backward")
+            assert_exact(value, values[name], f"{name} between forward and backward")
         loss.backward()
         model.zero_grad()
-        assert_trains_alike(model, build(), rank, 4, play(PAIRS), what=f"{placement}")
+        assert_trains_like(model, build(), rank, 4, play(PAIRS), what=f"{placement}")
 
 
 @pytest.mark.behaviour("A-05", "A-06", "C-01")
@@ -162,7 +162,7 @@ def train_decoders() -> None:
             module.get_parameter("weight").register_hook(lambda gradient: seen.update(gradient.placements))
 
         model.get_submodule("norm").register_forward_pre_hook(watchdog)
-        assert_trains_alike(model, reference, rank, 2, play(DECODER), what=f"checkpointing {checkpointed}")
+        assert_trains_like(model, reference, rank, 2, play(DECODER), what=f"checkpointing {checkpointed}")
     assert Partial() in seen, "no gradient was partial, so the test checks nothing"
 
 
@@ -266,10 +266,10 @@ def accumulate_with_frozen_parameters() -> None:
         return torch.stack(losses)
 
     before = values_of(model)
-    run = assert_trains_alike(model, reference, mesh.get_local_rank("dp"), 2, two_microbatches)
+    run = assert_trains_like(model, reference, mesh.get_local_rank("dp"), 2, two_microbatches)
     for name in frozen:
         assert run.gradients[name] is None
-        exactly(run.parameters[name], before[name], name)
+        assert_exact(run.parameters[name], before[name], name)
 
 
 @pytest.mark.behaviour("C-02", "C-05", "C-07")
@@ -307,7 +307,7 @@ def test_placements_and_training_are_bitwise_those_of_torch() -> None:
 def save_and_load() -> None:
     mesh = named_mesh(dp=2, tp=2)
     model, rank = sharded_pairs(mesh, "dp"), mesh.get_local_rank("dp")
-    run = assert_trains_alike(model, PAIRS.build(), rank, 2, play(PAIRS), what="before saving")
+    run = assert_trains_like(model, PAIRS.build(), rank, 2, play(PAIRS), what="before saving")
     trained = run.parameters
 
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -316,10 +316,10 @@ def save_and_load() -> None:
     assert full.keys() == state.keys()
     for name, value in trained.items():
         assert isinstance(state[name], DTensor)
-        exactly(state[name].full_tensor(), value, f"state dict: {name}")
+        assert_exact(state[name].full_tensor(), value, f"state dict: {name}")
         plain = full[name]
         assert type(plain) is torch.Tensor
-        exactly(plain, value, f"full state dict: {name}")
+        assert_exact(plain, value, f"full state dict: {name}")
 
     for assign in (False, True):
         other = sharded_pairs(mesh, "dp")
@@ -335,13 +335,13 @@ def save_and_load() -> None:
             parameter.mul_(3)
     set_model_state_dict(even[1], get_model_state_dict(even[0], options=options), options=options)
     for name, value in values_of(even[0]).items():
-        exactly(values_of(even[1])[name], value, f"loaded from a full state dict: {name}")
+        assert_exact(values_of(even[1])[name], value, f"loaded from a full state dict: {name}")
 
 
 def check_loaded(model: nn.Module, values: dict[str, torch.Tensor], rank: int) -> None:
     """Assert that the model holds ``values`` and computes with them."""
     for name, value in values_of(model).items():
-        exactly(value, values[name], f"loaded {name}")
+        assert_exact(value, values[name], f"loaded {name}")
     plain = PAIRS.build()
     plain.load_state_dict(values)
     batch = PAIRS.batch_of(9, rank)

@@ -18,7 +18,7 @@ from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shar
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.testing import run_ranks
 from tests.helpers.sharding import single_rank, values_of
-from tests.helpers.threads import together
+from tests.helpers.threads import run_in_threads
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 THREADS = 8
@@ -83,7 +83,7 @@ def use_models(seed: int, mesh: DeviceMesh, folder: Path) -> list[dict[str, torc
     return found
 
 
-def exactly(found: object, expected: object) -> None:
+def assert_exact(found: object, expected: object) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -92,7 +92,7 @@ def test_eight_threads_train_the_same_models_as_one(alone: None, tmp_path: Path)
     mesh = init_device_mesh("cpu", (1,))
     expected = [use_models(100 * i, mesh, tmp_path / f"one-{i}") for i in range(THREADS)]
     calls = [partial(use_models, 100 * i, mesh, tmp_path / f"of-several-{i}") for i in range(THREADS)]
-    exactly(together(calls, 1e-5), expected)
+    assert_exact(run_in_threads(calls, 1e-5), expected)
 
 
 def train_in_threads(numbers: list[int]) -> None:
@@ -107,8 +107,8 @@ def train_in_threads(numbers: list[int]) -> None:
         train(model, 10 * i + dist.get_rank(), steps=6)
         return values_of(model)
 
-    found = together([partial(run, i) for i in numbers], 1e-4)
-    exactly(found, [run(i) for i in numbers])
+    found = run_in_threads([partial(run, i) for i in numbers], 1e-4)
+    assert_exact(found, [run(i) for i in numbers])
 
 
 @pytest.mark.behaviour("J-04", "H-06")

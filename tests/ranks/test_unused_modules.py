@@ -132,12 +132,12 @@ def run_out_of_order() -> None:
             result: torch.Tensor = self.layers[0](self.layers[1](x))
             return result
 
-    whole: Any = fully_shard(Backwards())
-    whole.set_reduce_scatter_unused_params(True)
+    single_group: Any = fully_shard(Backwards())
+    single_group.set_reduce_scatter_unused_params(True)
     with pytest.raises(LifecycleError, match=r"'layers\.0' runs a second time in one forward, or after a module that"):
-        whole(torch.ones(2, 3))
-    whole.set_reduce_scatter_unused_params(False)
-    whole(torch.ones(2, 3)).sum().backward()
+        single_group(torch.ones(2, 3))
+    single_group.set_reduce_scatter_unused_params(False)
+    single_group(torch.ones(2, 3)).sum().backward()
 
 
 @pytest.mark.behaviour("C-17")

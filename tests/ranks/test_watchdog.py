@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import PeerError, fully_shard
 from composable_fsdp.testing import Delay, Fault, inject_faults, run_ranks
 from tests._internals import PATIENCE, known_watchdog
-from tests.helpers.faults import Layers, build, inflict, is_last, step, told_by
+from tests.helpers.faults import Layers, build, error_of, inject_fault, is_last, step
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
@@ -69,7 +69,7 @@ def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers], 
 def delay_after_a_recovery() -> None:
     """Check that a recovery clears the operation that a rank waited for, although operations are renumbered from 0."""
     model = build()
-    with inflict("raises in forward", model), pytest.raises((ArithmeticError, PeerError)):
+    with inject_fault("raises in forward", model), pytest.raises((ArithmeticError, PeerError)):
         step(model)
     model.reset_iter_state()
     with inject_faults(model) as labels:
@@ -115,8 +115,8 @@ def _interrupt(*_: object) -> None:
 @pytest.mark.behaviour("H-01", "H-03", "H-06")
 @both_transports
 def test_a_rank_whose_forward_was_interrupted_is_named(transport: Environment) -> None:
-    told, _ = run_ranks(interrupt_a_forward, 2, environment=transport)
-    assert "rank 1 was interrupted in the forward of root" in told
+    error, _ = run_ranks(interrupt_a_forward, 2, environment=transport)
+    assert "rank 1 was interrupted in the forward of root" in error
 
 
 def compute_while_others_give_up() -> tuple[str, str]:
@@ -126,21 +126,21 @@ def compute_while_others_give_up() -> tuple[str, str]:
     hooks: list[Any] = []
     if dist.get_rank() == 1:
         hooks.append(model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(2 * LATE)))
-    with inflict("raises in forward", model):
-        told = told_by(lambda: step(model))
+    with inject_fault("raises in forward", model):
+        error = error_of(lambda: step(model))
     for hook in hooks:
         hook.remove()
     model.reset_iter_state()
     step(model)
-    return told.kind, told.text
+    return error.kind, error.text
 
 
 @pytest.mark.behaviour("H-01", "H-05")
 @both_transports
 def test_a_rank_busy_during_a_failure_gets_the_error_later(transport: Environment) -> None:
-    *told, failed = run_ranks(compute_while_others_give_up, 3, environment=transport)
+    *error, failed = run_ranks(compute_while_others_give_up, 3, environment=transport)
     assert failed == ("ArithmeticError", "test failure")
-    for kind, text in told:
+    for kind, text in error:
         assert kind == "PeerError"
         assert "rank 2 raised ArithmeticError: test failure in the forward of layers.1" in text
 

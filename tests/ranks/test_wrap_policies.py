@@ -17,7 +17,7 @@ from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import PolicyLike, balanced, by_class, by_size, every_module, transformer_blocks
 from tests._internals import find_state, state_of
 from tests.helpers.models import TASKS, Block, Transformer, seeded
-from tests.helpers.sharding import exactly, values_of
+from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 
 POLICIES: dict[str, PolicyLike] = {
@@ -132,7 +132,7 @@ def initialise_alike(*, on_meta: bool) -> None:
         assert model.head.weight is model.embedding.weight
         if before[0] is not None:
             for name, value in before[0].items():
-                exactly(values[name], value, name)
+                assert_exact(values[name], value, name)
         else:
             own = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
             assert len(calls) == len(own) - 1, "the head is skipped, because the embedding initialises its weight"

@@ -98,8 +98,8 @@ def test_a_dtype_without_a_name_is_refused() -> None:
 
 
 def test_blocks_are_read_through_a_window_and_the_file_is_opened_anew(tmp_path: Path, monkeypatch) -> None:
-    whole = torch.arange(24 * 10, dtype=torch.float32).view(24, 10)
-    library.save_file({"t": whole, "one": torch.tensor(3)}, tmp_path / "a.safetensors")
+    full = torch.arange(24 * 10, dtype=torch.float32).view(24, 10)
+    library.save_file({"t": full, "one": torch.tensor(3)}, tmp_path / "a.safetensors")
     opened: list[Path] = []
     real = stored.opened
     monkeypatch.setattr(stored, "WINDOW_BYTES", 160)
@@ -116,7 +116,7 @@ def test_blocks_are_read_through_a_window_and_the_file_is_opened_anew(tmp_path: 
     for box, values in reader.blocks("t", extent.boxes()):
         assert sum((n - 1) * s for n, s in zip(box.sizes, (10, 1), strict=True)) < 40
         found[box.local_offsets[0] : box.local_offsets[0] + box.sizes[0]] = values
-    assert torch.equal(found, whole[:12, 5:])
+    assert torch.equal(found, full[:12, 5:])
     assert len(opened) == 3
     ((_, one),) = reader.blocks("one", ShardExtent.after(()).boxes())
     assert one.item() == 3

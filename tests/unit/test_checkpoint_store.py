@@ -431,10 +431,10 @@ def test_reading_metadata_runs_no_code_from_it(tmp_path: Path) -> None:
 def test_torch_reads_ours_and_ours_torchs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = trained()
     names = {0: "first.weight", 1: "second.bias"}
-    whole = optimizer.state_dict()
+    by_number = optimizer.state_dict()
     by_name: dict[str, Any] = {
-        "state": {names[i]: dict(state) for i, state in whole["state"].items()},
-        "param_groups": [{**group, "params": list(names.values())} for group in whole["param_groups"]],
+        "state": {names[i]: dict(state) for i, state in by_number["state"].items()},
+        "param_groups": [{**group, "params": list(names.values())} for group in by_number["param_groups"]],
     }
     dcp.save({"model": model.state_dict(), "optimizer": by_name}, checkpoint_id=tmp_path / "torchs", no_dist=True)
     other, fresh = Tied(), torch.optim.AdamW(Tied().parameters())

@@ -57,9 +57,9 @@ def test_a_codec_must_return_payloads_of_the_declared_shape_and_dtype() -> None:
 
 
 def test_rows_are_encoded_in_runs_with_the_same_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = encoded(Encoder(ErrorFeedback(Int8(block=8)), 7, 100), values(7, 100))
+    payload = encoded(Encoder(ErrorFeedback(Int8(block=8)), 7, 100), values(7, 100))
     monkeypatch.setattr(_encoder, "_ELEMENTS_AT_ONCE", 250)
-    assert torch.equal(encoded(Encoder(ErrorFeedback(Int8(block=8)), 7, 100), values(7, 100)), whole)
+    assert torch.equal(encoded(Encoder(ErrorFeedback(Int8(block=8)), 7, 100), values(7, 100)), payload)
 
 
 @pytest.mark.behaviour("E-09")

@@ -152,15 +152,15 @@ def test_operation_numbers_restart_with_a_new_connection() -> None:
 
 def test_a_rank_waits_for_late_ranks() -> None:
     place = OperationId((0, 1), 2, "c")
-    told = waits(by_rank(make_dump(0, *labels("abc"), waiting=place), make_dump(1, *labels("ab"))))
-    assert [(wait.rank, wait.label, wait.number, wait.awaited) for wait in told] == [(0, "c", 2, (1,))]
+    found = waits(by_rank(make_dump(0, *labels("abc"), waiting=place), make_dump(1, *labels("ab"))))
+    assert [(wait.rank, wait.label, wait.number, wait.awaited) for wait in found] == [(0, "c", 2, (1,))]
 
 
 def test_a_rank_that_arrived_and_failed_is_shown_as_awaited() -> None:
     given_up = Fault("PeerError", "rank 1 failed", "c", 2.0, Position("group", (0, 1), 0, 2))
     own = Fault("ArithmeticError", "test failure", "the forward of b", 1.0)
-    told = waits(by_rank(make_dump(0, *labels("abc"), faults=[given_up]), make_dump(1, *labels("abc"), faults=[own])))
-    assert [(wait.rank, wait.awaited) for wait in told] == [(0, (1,))]
+    found = waits(by_rank(make_dump(0, *labels("abc"), faults=[given_up]), make_dump(1, *labels("abc"), faults=[own])))
+    assert [(wait.rank, wait.awaited) for wait in found] == [(0, (1,))]
 
 
 def test_the_diagnostics_command_shows_ranks_side_by_side(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import fully_shard
-from tests.helpers.dropped_models import CASES, survivors
+from tests.helpers.dropped_models import CASES, remaining_objects
 from tests.helpers.sharding import single_rank
 
 
@@ -25,7 +25,7 @@ def group() -> Iterator[None]:
 @pytest.mark.behaviour("C-03")
 @pytest.mark.parametrize("name", CASES)
 def test_a_dropped_model_is_freed_without_the_garbage_collector(name: str) -> None:
-    assert survivors(CASES[name]) == []
+    assert remaining_objects(CASES[name]) == []
 
 
 class Note:

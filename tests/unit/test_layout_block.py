@@ -75,9 +75,9 @@ def test_the_boxes_of_all_ranks_tile_the_tensor(drawn) -> None:
 
 
 def test_a_local_shard_in_one_block_is_a_view() -> None:
-    whole = numbered((6, 4))
-    part = ShardExtent.after((6, 4), [Cut(0, 2, 1), Cut(1, 2, 0)]).take(whole)
-    assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    full = numbered((6, 4))
+    part = ShardExtent.after((6, 4), [Cut(0, 2, 1), Cut(1, 2, 0)]).take(full)
+    assert part.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
 
 
 def test_ranges_that_touch_are_one_box() -> None:
@@ -89,16 +89,16 @@ def test_ranges_that_touch_are_one_box() -> None:
 @pytest.mark.behaviour("F-11")
 def test_pieces_tile_a_box_in_its_order_and_span_no_more_than_asked(drawn, limit: int) -> None:
     shape, axes = drawn
-    whole = numbered(shape)
+    full = numbered(shape)
     for cuts in all_ranks(axes):
         extent = ShardExtent.after(shape, cuts)
         for box in extent.boxes():
             pieces = list(box.pieces(shape, limit))
-            found = [taken(whole, p.offsets, p.sizes).reshape(-1) for p in pieces]
-            assert torch.equal(torch.cat(found), taken(whole, box.offsets, box.sizes).reshape(-1))
+            found = [taken(full, p.offsets, p.sizes).reshape(-1) for p in pieces]
+            assert torch.equal(torch.cat(found), taken(full, box.offsets, box.sizes).reshape(-1))
             assert all(len(f) == 1 or f[-1] - f[0] < limit for f in found)
             for piece, values in zip(pieces, found, strict=True):
-                part = taken(extent.take(whole), piece.local_offsets, piece.sizes)
+                part = taken(extent.take(full), piece.local_offsets, piece.sizes)
                 assert torch.equal(part.reshape(-1), values)
 
 

@@ -24,9 +24,9 @@ def test_the_ranges_of_all_ranks_in_order_tile_the_dim(length: int, n: int) -> N
 def test_ranks_own_at_most_the_padded_shard_and_nothing_after_a_short_one(length: int, n: int) -> None:
     layout = ShardLayout(length, n)
     sizes = [len(layout.owned_by(r)) for r in range(n)]
-    whole = sizes.count(layout.padded_shard)
-    assert sizes[:whole] == [layout.padded_shard] * whole
-    assert not any(sizes[whole + 1 :])
+    full = sizes.count(layout.padded_shard)
+    assert sizes[:full] == [layout.padded_shard] * full
+    assert not any(sizes[full + 1 :])
 
 
 @given(st.integers(0, 200), st.integers(1, 17))

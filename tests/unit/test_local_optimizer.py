@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from composable_fsdp import ConfigurationError, LifecycleError, fully_shard, local_optimizer
-from tests.helpers.sharding import single_rank, whole
+from tests.helpers.sharding import full_value, single_rank
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_a_custom_optimizer_runs_on_shards_if_declared_elementwise() -> None:
         assert isinstance(state["sum"], DTensor)
         assert state["sum"].placements == parameter.placements
         assert torch.equal(state["sum"].full_tensor(), torch.full(parameter.shape, 3.0))
-        assert torch.equal(whole(parameter), torch.full(parameter.shape, 1 - 0.5 - 0.25 - 0.5))
+        assert torch.equal(full_value(parameter), torch.full(parameter.shape, 1 - 0.5 - 0.25 - 0.5))
     assert optimizer.state[cast(Any, "total")] == {"steps": 3}
     assert len(optimizer.state) == 3
 
@@ -111,7 +111,7 @@ def test_a_failed_step_keeps_its_updates_and_reshards() -> None:
     assert [a is b for a, b in zip(held, parameters, strict=True)] == [True, True]
     assert all(isinstance(key, DTensor) for key in optimizer.state)
     assert optimizer.state[parameters[0]]["calls"] == 1
-    assert torch.equal(whole(parameters[0]), torch.full((3,), 0.5))
+    assert torch.equal(full_value(parameters[0]), torch.full((3,), 0.5))
 
 
 def test_parameters_without_gradient_are_left_alone() -> None:

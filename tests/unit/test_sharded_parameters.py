@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.helpers.sharding import exactly, sharded, single_rank, values_of
+from tests.helpers.sharding import assert_exact, sharded, single_rank, values_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,11 +76,11 @@ def test_values_survive_sharding_and_unsharding() -> None:
     values = values_of(module)
     fully_shard(module)
     for name, value in values_of(module).items():
-        exactly(value, values[name], name)
+        assert_exact(value, values[name], name)
     sharded(module).unshard()
     for name, parameter in module.named_parameters():
         assert not isinstance(parameter, DTensor), name
-        exactly(parameter.detach(), values[name], name)
+        assert_exact(parameter.detach(), values[name], name)
 
 
 @pytest.mark.behaviour("A-17", "D-01")

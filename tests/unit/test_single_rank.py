@@ -20,7 +20,7 @@ from composable_fsdp import FSDPModule, LifecycleError, MixedPrecisionPolicy, Pa
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import backend_for
 from tests.helpers.models import Task, seeded, squared_error, vectors
-from tests.helpers.sharding import adamw, exactly, initialise, sharded, single_rank, train_alike, values_of
+from tests.helpers.sharding import adamw, assert_exact, initialise, sharded, single_rank, train_and_compare, values_of
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_one_rank_trains_with_parity_and_without_communication(
             optimizers = [adamw(model.parameters()), adamw(reference.parameters())]
             for step in range(3):
                 losses = [TASK.loss(m, TASK.batch_of(step, 0)) for m in (model, reference)]
-                exactly(losses[0], losses[1], "loss")
+                assert_exact(losses[0], losses[1], "loss")
                 for loss, optimizer in zip(losses, optimizers, strict=True):
                     loss.backward()
                     optimizer.step()
@@ -86,7 +86,7 @@ def test_one_rank_trains_with_parity_and_without_communication(
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert isinstance(parameter, DTensor)
-        exactly(parameter._local_tensor, expected.detach(), name)
+        assert_exact(parameter._local_tensor, expected.detach(), name)
     moved = [e for e in recorder if e.operation in (Operation.UNSHARD, Operation.ALLOCATE, Operation.FREE)]
     assert moved
     assert {e.bytes for e in moved} == {0}
@@ -183,15 +183,15 @@ def test_one_rank_with_mixed_precision_computes_in_bf16_and_steps_in_fp32(reshar
         for low, high in zip(compute.parameters(), master.parameters(), strict=True):
             assert low.grad is not None
             high.grad, low.grad = low.grad.float(), None
-        exactly(loss, expected, "loss")
+        assert_exact(loss, expected, "loss")
         for name, p in model.named_parameters():
             assert isinstance(p.grad, DTensor)
-            exactly(p.grad.to_local(), master.get_parameter(name).grad, name)  # type: ignore[arg-type]
+            assert_exact(p.grad.to_local(), master.get_parameter(name).grad, name)  # type: ignore[arg-type]
         ours.step()
         theirs.step()
         ours.zero_grad()
     for name, value in values_of(model).items():
-        exactly(value, master.get_parameter(name).detach(), name)
+        assert_exact(value, master.get_parameter(name).detach(), name)
 
 
 # -- modules without parameters
@@ -204,7 +204,7 @@ def test_a_module_without_parameters_passes_gradients_through() -> None:
         x = torch.randn(2, 3, requires_grad=True)
         (actual,) = torch.autograd.grad(module(x).sum(), x)
         (expected,) = torch.autograd.grad(torch.tanh(x).sum(), x)
-        exactly(actual, expected, "input gradient")
+        assert_exact(actual, expected, "input gradient")
     assert list(module.parameters()) == []
     with torch.no_grad():
         module(torch.randn(2, 3))
@@ -223,7 +223,7 @@ def test_modules_without_parameters_anywhere_in_a_chain_train_with_parity() -> N
     for child in model.children():
         fully_shard(child)
     fully_shard(model)  # its own group has no parameters
-    train_alike(model, reference, task, rtol=0, atol=0)
+    train_and_compare(model, reference, task, rtol=0, atol=0)
 
 
 @pytest.mark.behaviour("A-16")
@@ -235,7 +235,7 @@ def test_a_module_with_only_frozen_or_ignored_parameters_is_accepted() -> None:
     fully_shard(model.get_submodule("second"), ignored_params=ignored)
     fully_shard(model, ignored_params=ignored)
     assert {p for p in model.parameters() if not isinstance(p, DTensor)} == ignored
-    train_alike(model, reference, TASK, rtol=0, atol=0)
+    train_and_compare(model, reference, TASK, rtol=0, atol=0)
 
 
 # -- the meta device
@@ -271,7 +271,7 @@ def test_a_partly_materialised_group_names_only_its_meta_parameters() -> None:
     model.first.to_empty(device="cpu")
     model.scale = torch.ones(3)
     initialise(model, values_of(reference))
-    train_alike(model, reference, TASK, rtol=0, atol=0)
+    train_and_compare(model, reference, TASK, rtol=0, atol=0)
 
 
 @pytest.mark.behaviour("A-12")
@@ -304,7 +304,7 @@ def test_parameters_from_meta_train_with_parity(through: str) -> None:
         model.to_empty(device="cpu")
         model.load_state_dict(source.state_dict())
     assert all(p.requires_grad and isinstance(p, DTensor) for p in model.parameters())
-    train_alike(model, reference, TASK, rtol=0, atol=0)
+    train_and_compare(model, reference, TASK, rtol=0, atol=0)
 
 
 @pytest.mark.behaviour("A-12")
@@ -318,7 +318,7 @@ def test_assigning_in_parts_works() -> None:
         model(torch.ones(2, 5))
     rest = {name: value for name, value in state.items() if name not in first}
     model.load_state_dict(rest, assign=True, strict=False)
-    train_alike(model, reference, TASK, rtol=0, atol=0)
+    train_and_compare(model, reference, TASK, rtol=0, atol=0)
 
 
 def put(model: Spy, parameter: object) -> None:
@@ -382,7 +382,7 @@ def test_a_shared_parameter_can_be_assigned_under_either_name(kept: str) -> None
     model.load_state_dict({kept: source.state_dict()[kept]}, assign=True, strict=False)
     assert model.first.weight is model.second.weight
     for name, value in values_of(model).items():
-        exactly(value, values[name], name)
+        assert_exact(value, values[name], name)
     model(torch.ones(2, 3)).sum().backward()
 
 
@@ -445,7 +445,7 @@ def test_conversions_between_steps_keep_training_with_the_same_optimizer(convers
     assert [id(p) for p in model.parameters()] == parameters
     assert {p.dtype for p in model.parameters()} == {dtype}
     for (name, value), expected in zip(values_of(model).items(), reference.parameters(), strict=True):
-        exactly(value, expected.detach(), name)
+        assert_exact(value, expected.detach(), name)
 
     task = task_in(dtype)
     for step in range(2):
@@ -455,9 +455,9 @@ def test_conversions_between_steps_keep_training_with_the_same_optimizer(convers
             losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
-        exactly(losses[0], losses[1], "loss")
+        assert_exact(losses[0], losses[1], "loss")
     for (name, value), expected in zip(values_of(model).items(), reference.parameters(), strict=True):
-        exactly(value, expected.detach(), name)
+        assert_exact(value, expected.detach(), name)
 
 
 @pytest.mark.behaviour("A-18")
@@ -470,7 +470,7 @@ def test_a_plain_module_around_sharded_ones_converts_them() -> None:
     for child in model.children():
         fully_shard(child)
     model.to(torch.float64)
-    train_alike(model, reference, task, rtol=0, atol=0)
+    train_and_compare(model, reference, task, rtol=0, atol=0)
 
 
 @pytest.mark.behaviour("A-18", "D-03")
@@ -487,10 +487,10 @@ def test_converting_one_module_of_a_group_splits_its_transfers_and_trains() -> N
     task = Task(seeded(Mixed), TASK.batch, squared_error)
     model, reference = task.build(), task.build()
     fully_shard(model)
-    train_alike(model, reference, task, steps=1, rtol=0, atol=0)
+    train_and_compare(model, reference, task, steps=1, rtol=0, atol=0)
     for m in (model, reference):
         m.get_submodule("second").double()
-    train_alike(model, reference, task, rtol=0, atol=0)
+    train_and_compare(model, reference, task, rtol=0, atol=0)
 
 
 @pytest.mark.behaviour("A-18", "C-07")
@@ -552,8 +552,8 @@ def test_the_backward_of_a_module_with_several_inputs_ends_with_the_last_gradien
             names = [event.group for event in events if event.operation is Operation.RESHARD]
             assert names[:3] == ["2", "1", "0"]
         held = [*leaves, *each.parameters()]
-        whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in held]
-        kept = whole[4:] if wanted == "parameters" else whole[:4] if wanted != "all" else whole
+        gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in held]
+        kept = gradients[4:] if wanted == "parameters" else gradients[:4] if wanted != "all" else gradients
         found.append([torch.zeros(()) if gradient is None else gradient for gradient in kept])
     for ours, expected in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, expected)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests._internals import StoreRendezvous, Verdict
-from tests.helpers.threads import together
+from tests.helpers.threads import run_in_threads
 
 RANKS = (2, 5)
 
@@ -24,7 +24,7 @@ def test_ranks_get_the_notes_of_all_ranks_and_leave_only_the_keys_of_the_last_re
     for notes in ("aa", "bc", "cb"):
         expected = Verdict({"a": [2, 5]} if notes == "aa" else {notes[0]: [2], notes[1]: [5]})
         calls = [partial(each.meet, store, note, 30.0) for each, note in zip(both, notes, strict=True)]
-        assert together(calls, 1e-3) == [expected] * 2
+        assert run_in_threads(calls, 1e-3) == [expected] * 2
     assert store.num_keys() == 4  # two notes, the count and the verdict
 
 
@@ -34,7 +34,7 @@ def test_a_rank_that_comes_too_late_meets_the_next_call_of_the_others() -> None:
     store, first, late = rendezvous_of_two()
     assert first.meet(store, "steps 0", 0.0) == Verdict(missing=[5])
     calls = [partial(first.meet, store, "steps 1", 30.0), partial(late.meet, store, "steps 0", 30.0)]
-    assert together(calls, 1e-3) == [Verdict({"steps 1": [2], "steps 0": [5]})] * 2
+    assert run_in_threads(calls, 1e-3) == [Verdict({"steps 1": [2], "steps 0": [5]})] * 2
 
 
 @pytest.mark.behaviour("F-12")
@@ -73,7 +73,7 @@ def test_a_rank_whose_store_failed_comes_again_to_the_same_rendezvous() -> None:
     failing = FailingOnce(store)
     with pytest.raises(dist.DistNetworkError):
         first.meet(failing, "save", 30.0)
-    assert together([partial(each.meet, failing, "save", 30.0) for each in (first, second)], 1e-3) == (
+    assert run_in_threads([partial(each.meet, failing, "save", 30.0) for each in (first, second)], 1e-3) == (
         [Verdict({"save": [2, 5]})] * 2
     )
 

@@ -105,17 +105,17 @@ def test_an_exception_in_the_body_passes_and_ends_the_recording() -> None:
 
 
 def test_a_listener_that_unsubscribes_during_an_event_does_not_skip_the_next_one() -> None:
-    heard: list[str] = []
+    received: list[str] = []
 
     def once(event: TraceEvent) -> None:
-        heard.append(f"once {event}")
+        received.append(f"once {event}")
         listeners.remove(once)
 
     listeners.append(once)
     with Recorder() as recorder:
         emit(Operation.UNSHARD, "a")
         emit(Operation.UNSHARD, "b")
-    assert heard == ["once unshard a"]
+    assert received == ["once unshard a"]
     assert len(recorder.events) == 2
 
 

@@ -133,8 +133,11 @@ model[0](torch.ones(1, 4))
 def test_an_uncaught_error_has_the_explanation() -> None:
     ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
-    mixed, told = ended.stderr.index("got mixed torch.Tensor and DTensor"), ended.stderr.index("parameter 'weight' of")
-    assert mixed < told, ended.stderr
+    mixed, advice = (
+        ended.stderr.index("got mixed torch.Tensor and DTensor"),
+        ended.stderr.index("parameter 'weight' of"),
+    )
+    assert mixed < advice, ended.stderr
 
 
 def test_other_errors_of_methods_stay_as_they_are() -> None:

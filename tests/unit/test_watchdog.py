@@ -37,7 +37,7 @@ from tests._internals import (
     order_check_from,
 )
 from tests._internals import watchdog as watchdog
-from tests.helpers.threads import together
+from tests.helpers.threads import run_in_threads
 
 OWN = OperationId((0, 1, 2), 7, "all-gather of layers.2 in forward")
 OTHER = OperationId((0, 1, 2), 7, "all-gather of layers.3 in forward")
@@ -86,8 +86,8 @@ def test_a_rank_that_failed_is_named_with_what_it_raised() -> None:
 
 @pytest.mark.behaviour("H-03", "H-05")
 def test_a_rank_without_a_report_after_a_lost_connection_is_gone() -> None:
-    told = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0))
-    assert "cannot be done: rank 2 is gone." in str(diagnose(OWN, told, lost="closed"))
+    records = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0))
+    assert "cannot be done: rank 2 is gone." in str(diagnose(OWN, records, lost="closed"))
     late = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=RankReport(2, 2))
     assert "cannot be done: rank 2 did not come to it in time." in str(diagnose(OWN, late, lost="timed out"))
     assert diagnose(OWN, late) is None
@@ -102,12 +102,12 @@ def test_the_last_operation_of_a_rank_that_is_gone_is_named() -> None:
     done = [OperationId(OWN.ranks, number, f"all-gather of layers.{number} in forward") for number in (5, 6)]
     without_it = OperationId((0, 1), 90, "all-gather of experts in forward")
     other_line = OperationId((1, 2), 80, "all-gather of norm in forward", "another group")
-    told = reports(a=RankReport(0, 3, OWN, 1.2, last=done[0]), b=RankReport(1, 3, OWN, 1.0, last=done[1]))
-    assert f"\n  rank 2 last took part in {done[1]}\n  closed" in str(diagnose(OWN, told, lost="closed"))
-    told = reports(a=RankReport(0, 3, OWN, 1.2, last=without_it), b=RankReport(1, 3, OWN, 1.0, last=other_line))
-    assert f"rank 2 last took part in {other_line}" in str(diagnose(OWN, told, lost="closed"))
-    told = reports(a=RankReport(0, 3, OWN, 1.2, last=done[0]), b=RankReport(1, 3, OWN, 1.0, last=other_line))
-    assert f"rank 2 last took part in {done[0]}" in str(diagnose(OWN, told, lost="closed"))
+    records = reports(a=RankReport(0, 3, OWN, 1.2, last=done[0]), b=RankReport(1, 3, OWN, 1.0, last=done[1]))
+    assert f"\n  rank 2 last took part in {done[1]}\n  closed" in str(diagnose(OWN, records, lost="closed"))
+    records = reports(a=RankReport(0, 3, OWN, 1.2, last=without_it), b=RankReport(1, 3, OWN, 1.0, last=other_line))
+    assert f"rank 2 last took part in {other_line}" in str(diagnose(OWN, records, lost="closed"))
+    records = reports(a=RankReport(0, 3, OWN, 1.2, last=done[0]), b=RankReport(1, 3, OWN, 1.0, last=other_line))
+    assert f"rank 2 last took part in {done[0]}" in str(diagnose(OWN, records, lost="closed"))
 
 
 @pytest.mark.behaviour("H-05")
@@ -158,7 +158,7 @@ def test_ranks_rendezvous_over_a_store_slower_than_the_wait_between_polls(monkey
     watchdogs = [Watchdog(SlowStore(store, 0.5), rank, 2) for rank in range(2)]
     try:
         calls = [partial(each.meet, [0, 1], f"of {each.rank}", 30.0, "all must come") for each in watchdogs]
-        assert together(calls, 5e-3) == [{"of 0": [0], "of 1": [1]}] * 2
+        assert run_in_threads(calls, 5e-3) == [{"of 0": [0], "of 1": [1]}] * 2
     finally:
         for each in watchdogs:
             each.stop()
@@ -277,18 +277,18 @@ def backward_of(running: RunningPass, end: Callable[[], None], *, fails: bool) -
 @pytest.mark.parametrize("fails", [True, False], ids=["in a gradient", "in the callback"])
 def test_a_backward_that_raised_is_left_before_its_exception_is_caught(fails: bool) -> None:
     running = RunningPass("backward", "root", None)
-    told: list[str] = []
+    records: list[str] = []
     with pytest.raises(ArithmeticError) as caught:  # keeps the traceback and all of its frames
-        backward_of(running, lambda: told.append(running.left) if fails else fail(), fails=fails)
+        backward_of(running, lambda: records.append(running.left) if fails else fail(), fails=fails)
     assert running.left == "raised in the backward of root"
     assert caught.value is not None
-    assert not told
+    assert not records
 
 
 @pytest.mark.behaviour("H-01", "H-03")
 def test_a_backward_runs_while_others_begin_and_fail_inside_it() -> None:
     outer, inner = RunningPass("backward", "outer", None), RunningPass("backward", "inner", None)
-    told: list[str] = []
+    records: list[str] = []
 
     class Reentrant(torch.autograd.Function):
         @staticmethod
@@ -298,17 +298,17 @@ def test_a_backward_runs_while_others_begin_and_fail_inside_it() -> None:
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             with torch.enable_grad(), pytest.raises(ArithmeticError):
-                backward_of(inner, told.clear, fails=True)
-            told.extend([outer.left, inner.left])
+                backward_of(inner, records.clear, fails=True)
+            records.extend([outer.left, inner.left])
             return gradient
 
     x = torch.ones(2, requires_grad=True)
     out: torch.Tensor = cast(Any, Reentrant).apply(x) * 2
     out.register_hook(
-        lambda _: Variable._execution_engine.queue_callback(EndOfRun(lambda: told.append(outer.left), outer))
+        lambda _: Variable._execution_engine.queue_callback(EndOfRun(lambda: records.append(outer.left), outer))
     )
     out.sum().backward()
-    assert told == ["", "raised in the backward of inner", ""]
+    assert records == ["", "raised in the backward of inner", ""]
 
 
 @pytest.mark.behaviour("H-01", "H-03", "H-06")

@@ -19,7 +19,7 @@ from tests.helpers.comparison.rows import Library, batch, compare_gradients, row
 SECTION = "Parameters and modules"
 
 
-def whole(parameter: Any) -> torch.Tensor:
+def full_value(parameter: Any) -> torch.Tensor:
     """Return the full values of a sharded parameter, on every rank."""
     full: torch.Tensor = parameter.detach().full_tensor()
     return full
@@ -79,9 +79,9 @@ def optimizer_between_forward_and_backward(library: Library, mesh: DeviceMesh) -
 def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     if all(p.grad is None for p in model.parameters()):
         model(batch(0, 0)).sum().backward()
-    before = [whole(p).clone() for p in model.parameters()]
+    before = [full_value(p).clone() for p in model.parameters()]
     optimizer.step()
-    after = [whole(p) for p in model.parameters()]
+    after = [full_value(p) for p in model.parameters()]
     return "nothing was updated" if all(map(torch.equal, before, after)) else "right"
 
 
@@ -327,7 +327,7 @@ def equal_random_shards(library: Library, mesh: DeviceMesh) -> str:
     torch.manual_seed(0)
     model.reset_parameters()
     model(batch(0, 0, 16)).sum().backward()
-    first, second = whole(model.weight).chunk(2)
+    first, second = full_value(model.weight).chunk(2)
     return "equal shards" if torch.equal(first, second) else "right"
 
 

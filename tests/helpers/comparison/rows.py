@@ -108,12 +108,12 @@ def compare_gradients(
     expected = {name: p.grad for name, p in reference.named_parameters()}
     for name, parameter in model.named_parameters():
         gradient: Any = parameter.grad
-        wanted = expected[name]
-        if gradient is None or wanted is None:
-            if gradient is not wanted:
+        expected_gradient = expected[name]
+        if gradient is None or expected_gradient is None:
+            if gradient is not expected_gradient:
                 return f"wrong: {name} has {'no' if gradient is None else 'a'} gradient"
             continue
         full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        if not torch.allclose(full, wanted.to(full.dtype), rtol=rtol, atol=atol):
+        if not torch.allclose(full, expected_gradient.to(full.dtype), rtol=rtol, atol=atol):
             return f"wrong: gradient of {name}"
     return "right"

@@ -27,14 +27,14 @@ from tests.helpers.fuzz.programs import (
     Step,
     borrowed,
     groups,
-    places,
+    node_infos,
 )
 
 __all__ = ["FEATURES", "features"]
 
 
 def _any_node(test: Callable[[Leaf | Block], object]) -> Callable[[Program], bool]:
-    return lambda program: any(not isinstance(p.node, Again) and bool(test(p.node)) for p in places(program.tree))
+    return lambda program: any(not isinstance(p.node, Again) and bool(test(p.node)) for p in node_infos(program.tree))
 
 
 def _any_leaf(test: Callable[[Leaf], object]) -> Callable[[Program], bool]:
@@ -59,18 +59,18 @@ def _kind(kind: str) -> Callable[[Program], bool]:
 
 def _mixes_dtypes(program: Program) -> bool:
     found: dict[object, set[str]] = {}
-    for place in places(program.tree):
-        if isinstance(place.node, Leaf):
-            found.setdefault(place.state, set()).add(place.node.dtype)
+    for info in node_infos(program.tree):
+        if isinstance(info.node, Leaf):
+            found.setdefault(info.state, set()).add(info.node.dtype)
     return any(len(dtypes) > 1 for dtypes in found.values())
 
 
 def _lists(program: Program) -> Iterable[list[Leaf | Block]]:
     """The modules of each list of several."""
     found: dict[object, list[Leaf | Block]] = {}
-    for place in places(program.tree):
-        if place.is_listed and not isinstance(place.node, Again):
-            found.setdefault(place.state, []).append(place.node)
+    for info in node_infos(program.tree):
+        if info.is_listed and not isinstance(info.node, Again):
+            found.setdefault(info.state, []).append(info.node)
     return [nodes for nodes in found.values() if len(nodes) > 1]
 
 
@@ -121,7 +121,7 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "abandoned forward": _any_step(lambda s: s.abandoned),
     "all outputs used": _any_node(lambda n: n.uses_all and n.returns not in ("tensor", "view")),
     "output not used": _any_node(lambda n: not n.uses_all and n.returns not in ("tensor", "view")),
-    "module shared": lambda p: any(place.target is not None for place in places(p.tree)),
+    "module shared": lambda p: any(info.target is not None for info in node_infos(p.tree)),
     "parameter tied": _any_unit(lambda u: u.tied),
     "took no part": _any_node(lambda n: 0 < len(n.absent) < STEPS),
     "frozen": _any_leaf(lambda n: len(n.frozen) == STEPS),
@@ -142,13 +142,13 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "registered method": _any_unit(lambda u: u.method),
     "list of modules": lambda p: any(_lists(p)),
     "list of blocks": lambda p: any(any(isinstance(n, Block) for n in nodes) for nodes in _lists(p)),
-    "list that is a root": lambda p: any(place.is_listed and place.state == place.root for place in places(p.tree)),
+    "list that is a root": lambda p: any(info.is_listed and info.state == info.root for info in node_infos(p.tree)),
     "took no part in its list": lambda p: any(any(0 < len(n.absent) < STEPS for n in nodes) for nodes in _lists(p)),
     "parameter of another group": lambda p: bool(borrowed(p.tree)),
     "one unit": lambda p: len(groups(p.tree)) == 1,
     "several units": lambda p: len(groups(p.tree)) > 1,
-    "units in units": lambda p: any(place.state != place.root for place in places(p.tree)),
-    "several roots": lambda p: len({place.root for place in places(p.tree)} - {None}) > 1,
+    "units in units": lambda p: any(info.state != info.root for info in node_infos(p.tree)),
+    "several roots": lambda p: len({info.root for info in node_infos(p.tree)} - {None}) > 1,
 }
 """What programs can be made of; ``test_fuzz`` sees to it that each occurs."""
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, borrowed, groups, places
+from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, borrowed, groups, node_infos
 
 __all__ = [
     "BlockModule",
@@ -159,7 +159,7 @@ class LeafModule(Part):
             "idle": {"weight": (node.size, width)},
         }
         self.bias: nn.Parameter | None = None
-        self.lender: tuple[int, ...] | None = None
+        self.owner_path: tuple[int, ...] | None = None
         self.arrive: list[Placement] = []
         """How gradients of parameters that are DTensors come back to them."""
         for name, shape in shapes[node.kind].items():
@@ -246,25 +246,25 @@ class BlockModule(Part):
 
 def build(program: Program, clock: Clock) -> Part:
     """The unsharded module."""
-    found, unit_at = places(program.tree), groups(program.tree)
+    found, unit_at = node_infos(program.tree), groups(program.tree)
     built: dict[tuple[int, ...], Part] = {}
-    for number, place in reversed(list(enumerate(found))):  # children before their parents
-        node, group = place.node, Group(place.state, None if place.state is None else unit_at[place.state])
+    for number, info in reversed(list(enumerate(found))):  # children before their parents
+        node, group = info.node, Group(info.state, None if info.state is None else unit_at[info.state])
         if isinstance(node, Leaf):
-            built[place.path] = LeafModule(node, group, clock, program.width, number)
+            built[info.path] = LeafModule(node, group, clock, program.width, number)
         elif isinstance(node, Block):
-            built[place.path] = BlockModule(node, group, clock)
-        if place.path in built and (place.is_listed or place.path == place.state):
-            built[place.path].state = group.state
-    for place in found:
-        if place.path:
-            above = built[place.path[:-1]]
+            built[info.path] = BlockModule(node, group, clock)
+        if info.path in built and (info.is_listed or info.path == info.state):
+            built[info.path].state = group.state
+    for info in found:
+        if info.path:
+            above = built[info.path[:-1]]
             assert isinstance(above, BlockModule)
-            source = place.path if place.target is None else place.target
+            source = info.path if info.target is None else info.target
             above.parts.append(built[source])
-    _tie([part for place in found if isinstance(part := built.get(place.path), LeafModule)])
-    for borrower, owner in borrowed(program.tree).items():
-        _lend(built[owner], built[borrower])
+    _tie([part for info in found if isinstance(part := built.get(info.path), LeafModule)])
+    for user, owner in borrowed(program.tree).items():
+        _share_weight(built[owner], built[user])
     return built[()]
 
 
@@ -276,12 +276,12 @@ def _tie(leaves: list[LeafModule]) -> None:
             leaf.weight = first.setdefault((leaf.group.path, node.dtype), leaf.weight)
 
 
-def _lend(owner: Part, borrower: Part) -> None:
+def _share_weight(owner: Part, user: Part) -> None:
     assert isinstance(owner, LeafModule)
-    assert isinstance(borrower, LeafModule)
-    borrower.weight, borrower.lender = owner.weight, owner.group.path
-    del borrower.bias  # it might compute in another dtype
-    borrower.bias = None
+    assert isinstance(user, LeafModule)
+    user.weight, user.owner_path = owner.weight, owner.group.path
+    del user.bias  # it might compute in another dtype
+    user.bias = None
 
 
 def parts(model: nn.Module) -> Iterator[Part]:

@@ -31,7 +31,7 @@ __all__ = [
     "Block",
     "Leaf",
     "Node",
-    "Place",
+    "NodeInfo",
     "Placing",
     "Precision",
     "Program",
@@ -40,7 +40,7 @@ __all__ = [
     "borrowed",
     "completed",
     "groups",
-    "places",
+    "node_infos",
 ]
 
 STEPS = 3
@@ -240,8 +240,8 @@ class Program(_Short):
     @property
     def threads(self) -> list[Program]:
         """What each thread trains."""
-        alone = replace(self, beside=None)
-        return [alone] if self.beside is None else [alone, *self.beside.threads]
+        own = replace(self, beside=None)
+        return [own] if self.beside is None else [own, *self.beside.threads]
 
     @property
     def world_size(self) -> int:
@@ -254,7 +254,7 @@ class Program(_Short):
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeInfo:
     """Where a node is: ``path`` are indices of children from the tree's top, ``state`` and ``root`` paths of the unit
     that takes its parameters and of the outermost one around it; ``target`` the path of what an ``Again`` repeats.
 
@@ -273,25 +273,25 @@ class Place:
         return self.state == (*self.path[:-1], LIST)
 
 
-def places(tree: Node) -> list[Place]:
+def node_infos(tree: Node) -> list[NodeInfo]:
     """All nodes, a parent before its children."""
     complete: list[tuple[int, ...]] = []
 
-    def walk(node: Node, path: tuple[int, ...], outer: Place | None) -> Iterator[Place]:
+    def walk(node: Node, path: tuple[int, ...], outer: NodeInfo | None) -> Iterator[NodeInfo]:
         state, root = (outer.state, outer.root) if outer is not None else (None, None)
         if isinstance(node, Again):
             target = complete[node.which % len(complete)] if complete else None
-            yield Place(path, node, state, root, target)
+            yield NodeInfo(path, node, state, root, target)
             return
         if node.state is not None:
             state = path
         elif outer is not None and isinstance(outer.node, Block) and outer.node.together is not None:
             state = (*outer.path, LIST)
         root = state if root is None else root
-        place = Place(path, node, state, root)
-        yield place
+        info = NodeInfo(path, node, state, root)
+        yield info
         for i, child in enumerate(node.children if isinstance(node, Block) else ()):
-            yield from walk(child, (*path, i), place)
+            yield from walk(child, (*path, i), info)
         complete.append(path)
 
     return list(walk(tree, (), None))
@@ -300,32 +300,32 @@ def places(tree: Node) -> list[Place]:
 def groups(tree: Node) -> dict[tuple[int, ...], ShardCall]:
     """How units are sharded, by their paths."""
     found = {}
-    for place in places(tree):
-        if not isinstance(place.node, Again) and place.node.state is not None:
-            found[place.path] = place.node.state
-        if isinstance(place.node, Block) and place.node.together is not None:
-            found[(*place.path, LIST)] = place.node.together
-    return {path: found[path] for path in dict.fromkeys(p.state for p in places(tree)) if path is not None}
+    for info in node_infos(tree):
+        if not isinstance(info.node, Again) and info.node.state is not None:
+            found[info.path] = info.node.state
+        if isinstance(info.node, Block) and info.node.together is not None:
+            found[(*info.path, LIST)] = info.node.together
+    return {path: found[path] for path in dict.fromkeys(p.state for p in node_infos(tree)) if path is not None}
 
 
 def borrowed(tree: Node) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Where leaves are whose weights are another's, and where that is: the first that fits, and comes before."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
-    unit_at, before = groups(tree), list[Place]()
-    for place in places(tree):
-        if not isinstance(place.node, Leaf) or place.node.kind != "linear" or place.node.ignored or place.state is None:
+    unit_at, before = groups(tree), list[NodeInfo]()
+    for info in node_infos(tree):
+        if not isinstance(info.node, Leaf) or info.node.kind != "linear" or info.node.ignored or info.state is None:
             continue
-        if place.node.borrows and not unit_at[place.state].tied:
+        if info.node.borrows and not unit_at[info.state].tied:
             for owner in before:
                 assert isinstance(owner.node, Leaf)
                 assert owner.state is not None
                 around = owner.state[:-1] if owner.state[-1:] == (LIST,) else owner.state
-                is_complete = place.path[: len(around)] != around
-                if is_complete and owner.root == place.root and owner.node.dtype == place.node.dtype:
-                    found[place.path] = owner.path
+                is_complete = info.path[: len(around)] != around
+                if is_complete and owner.root == info.root and owner.node.dtype == info.node.dtype:
+                    found[info.path] = owner.path
                     break
-        if place.path not in found:
-            before.append(place)
+        if info.path not in found:
+            before.append(info)
     return found
 
 
@@ -335,22 +335,22 @@ def completed(tree: Node) -> Node:
     A leaf where there is nothing to repeat; and units, so that all parameters belong to a group, and all users of one
     to the same.
     """
-    while missing := [p.path for p in places(tree) if isinstance(p.node, Again) and p.target is None]:
+    while missing := [p.path for p in node_infos(tree) if isinstance(p.node, Again) and p.target is None]:
         tree = _with(tree, missing[0], lambda _: Leaf())
-    if not isinstance(tree, Again) and tree.state is None and any(isinstance(p.node, Again) for p in places(tree)):
+    if not isinstance(tree, Again) and tree.state is None and any(isinstance(p.node, Again) for p in node_infos(tree)):
         tree = replace(tree, state=ShardCall())  # a module in two roots is none of the library's promises
     while True:
-        found = places(tree)
-        by_path = {place.path: place for place in found}
+        found = node_infos(tree)
+        by_path = {info.path: info for info in found}
         lacking = [p.path for p in found if isinstance(p.node, Leaf) and p.state is None]
-        for place in found:
-            target = by_path[place.target] if place.target is not None else None
+        for info in found:
+            target = by_path[info.target] if info.target is not None else None
             if target is None:
                 continue
             if target.is_listed:  # who is repeated beside its list may be in a unit that must come before that
-                is_fine = place.path[:-1] == target.path[:-1] or place.path[: len(target.path) - 1] != target.path[:-1]
+                is_fine = info.path[:-1] == target.path[:-1] or info.path[: len(target.path) - 1] != target.path[:-1]
             else:
-                is_fine = target.state in (place.state, target.path)
+                is_fine = target.state in (info.state, target.path)
             if not is_fine:
                 lacking.append(target.path)
         if not lacking:

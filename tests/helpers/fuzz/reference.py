@@ -19,22 +19,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.helpers.fuzz.model import Clock, Group, LeafModule, Pair, Part, build, freeze, randomise, states
-from tests.helpers.fuzz.programs import Leaf, Placing, Precision, Program, Step, groups, places
+from tests.helpers.fuzz.programs import Leaf, Placing, Precision, Program, Step, groups, node_infos
 from tests.helpers.fuzz.run import (
     OPTIMIZERS,
     SEED,
     Driver,
-    Make,
     Run,
+    TrainingFactory,
+    construct_in_order,
     dtype_of,
     has_dim,
-    made_in_order,
-    makers,
     mesh_of,
     play,
     train_sharded,
+    training_factories,
 )
-from tests.helpers.threads import together
+from tests.helpers.threads import run_in_threads
 
 __all__ = ["differences"]
 
@@ -65,7 +65,7 @@ class Reference(Driver):
             parameter.data = parameter.data.to(dtype or parameter.dtype)
         for part in states(self.model):
             cast_around(part)
-        found = places(program.tree)
+        found = node_infos(program.tree)
         everything = {p.state for p in found}
         self.holding = {"none": set(), "roots": {p.root for p in found}}
         self.holding |= dict.fromkeys(("all", "no_sync", "no_sync, sharded"), everything)
@@ -151,16 +151,16 @@ def train_reference(program: Program) -> list[Run]:
         reference.finish()
         for rank, run in enumerate(runs):
             for name, master in reference.masters.items():
-                part = None if master.grad is None else part_of(master.grad, reference.groups[name], program, rank)
+                part = None if master.grad is None else shard_of(master.grad, reference.groups[name], program, rank)
                 run.note(f"gradient of {name}", part)
         optimizer.step()
     for rank, run in enumerate(runs):
         for name, master in reference.masters.items():
-            run.note(name, part_of(master, reference.groups[name], program, rank))
+            run.note(name, shard_of(master, reference.groups[name], program, rank))
     return runs
 
 
-def part_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) -> torch.Tensor:
+def shard_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) -> torch.Tensor:
     """What ``rank`` holds of it, by the rule of ``torch.chunk``; all of it where no group took it."""
     if group.state is None:
         return tensor
@@ -170,7 +170,7 @@ def part_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) -> 
 
 
 def tolerance(program: Program) -> tuple[float, float]:
-    used = {"float64"} | {place.node.dtype for place in places(program.tree) if isinstance(place.node, Leaf)}
+    used = {"float64"} | {info.node.dtype for info in node_infos(program.tree) if isinstance(info.node, Leaf)}
     for state in groups(program.tree).values():
         precision = state.precision
         used |= {name for name in (precision.param, precision.reduce, precision.output) if name is not None}
@@ -197,7 +197,7 @@ def difference(program: Program, actual: Run, expected: Run, rank: int) -> str:
 # -- on the ranks
 
 
-TURN = 1e-4
+SWITCH_INTERVAL = 1e-4
 """Seconds for which a thread runs before another one may; Python's own 5 ms are most of a program's time."""
 
 
@@ -207,13 +207,13 @@ def differences(programs: Sequence[Program]) -> dict[int, str]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     meshes: Meshes = {}
     runs = [attempt(partial(train, program, meshes)) for program in programs]
-    everyone: list[list[list[Run]]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(everyone, runs)
+    gathered: list[list[list[Run]]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(gathered, runs)
     found = {}
     for i in range(rank, len(programs), ranks):
         threads = programs[i].threads
-        told = (compared(program, [runs[i][n] for runs in everyone]) for n, program in enumerate(threads))
-        if text := next(filter(None, told), ""):
+        texts = (compare(program, [runs[i][n] for runs in gathered]) for n, program in enumerate(threads))
+        if text := next(filter(None, texts), ""):
             found[i] = text
     return found
 
@@ -223,27 +223,27 @@ Meshes = dict[tuple[int, tuple[int, ...], Placing | None], DeviceMesh]
 
 def train(program: Program, meshes: Meshes) -> list[Run]:
     """What this rank sees of ``program`` and of what is trained beside it."""
-    threads: list[list[Make]] = []
+    threads: list[list[TrainingFactory]] = []
     for number, each in enumerate(program.threads):
         key = number, each.mesh, each.placing
         if key not in meshes:
             meshes[key] = mesh_of(each, number)
-        threads.append(makers(each, meshes[key]))
+        threads.append(training_factories(each, meshes[key]))
     if len(threads) == 1:
         return [train_sharded(threads[0])]
-    threads = [made_in_order(each, makes) for each, makes in zip(program.threads, threads, strict=True)]
-    calls = [partial(attempt, lambda makes=makes: [train_sharded(makes)]) for makes in threads]  # type: ignore[misc]
-    return [run for runs in together(calls, TURN) for run in runs]
+    threads = [construct_in_order(each, makers) for each, makers in zip(program.threads, threads, strict=True)]
+    calls = [partial(attempt, lambda makers=makers: [train_sharded(makers)]) for makers in threads]  # type: ignore[misc]
+    return [run for runs in run_in_threads(calls, SWITCH_INTERVAL) for run in runs]
 
 
-def compared(program: Program, theirs: Sequence[Run]) -> str:
+def compare(program: Program, runs: Sequence[Run]) -> str:
     """What went wrong with ``program``, of which the ranks saw ``theirs``; or nothing."""
-    if text := next((run.error for run in theirs if run.error), ""):
+    if text := next((run.error for run in runs if run.error), ""):
         return text
     expected = attempt(lambda: train_reference(program))
     if text := next((run.error for run in expected if run.error), ""):
         return f"the reference failed: {text}"
-    texts = (difference(program, *pair, rank) for rank, pair in enumerate(zip(theirs, expected, strict=True)))
+    texts = (difference(program, *pair, rank) for rank, pair in enumerate(zip(runs, expected, strict=True)))
     return next(filter(None, texts), "")
 
 

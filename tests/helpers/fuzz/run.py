@@ -48,15 +48,15 @@ __all__ = [
     "OPTIMIZERS",
     "SEED",
     "Driver",
-    "Make",
     "Run",
+    "TrainingFactory",
+    "construct_in_order",
     "dtype_of",
     "has_dim",
-    "made_in_order",
-    "makers",
     "mesh_of",
     "play",
     "train_sharded",
+    "training_factories",
 ]
 
 BATCH = 3
@@ -214,7 +214,7 @@ class Sharded(Driver):
         # Every backward begins at the whole, but may not reach a unit further down that is a root of its own.
         self.is_clean = step.keep != "always" and is_last and isinstance(self.model, FSDPModule)
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """After a step that failed, or did not."""
         self.contexts.close()
         for root in self.roots:
@@ -269,8 +269,8 @@ def place(model: Part, placing: Placing, mesh: DeviceMesh) -> None:
         part.arrive = next(shared, [Partial() if name == "tensor" else on_data for name in names])
         for name, parameter in own:
             if parameter not in placed:
-                whole = DTensor.from_local(parameter.detach(), on, [Replicate()] * on.ndim, run_check=False)
-                placed[parameter] = nn.Parameter(whole), part.arrive
+                full = DTensor.from_local(parameter.detach(), on, [Replicate()] * on.ndim, run_check=False)
+                placed[parameter] = nn.Parameter(full), part.arrive
             setattr(part, name, placed[parameter][0])
 
 
@@ -302,7 +302,7 @@ def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
             shard_placement_fn=lambda p, state=state: Shard(state.dim) if has_dim(p, state) else None,  # type: ignore[misc]
             mp_policy=policy_of(state),
             ignored_params=ignored,
-            shared_from=lenders(model, modules[0]),
+            shared_from=owners_of(model, modules[0]),
             comm_policy=FEEDBACK if program.feedback else None,
         )
         if state.method:
@@ -343,13 +343,13 @@ def bottom_up(model: nn.Module) -> list[list[Part]]:
     return list(found.values())
 
 
-def lenders(model: nn.Module, borrower: Part) -> list[nn.Module]:
+def owners_of(model: nn.Module, user: Part) -> list[nn.Module]:
     """A module of each group from which that of ``borrower`` borrows."""
     sharded = {part.group.path: part for part in reversed(states(model))}
     paths = (
-        part.lender
+        part.owner_path
         for part in parts(model)
-        if isinstance(part, LeafModule) and part.group.path == borrower.group.path and part.lender is not None
+        if isinstance(part, LeafModule) and part.group.path == user.group.path and part.owner_path is not None
     )
     return [sharded[path] for path in dict.fromkeys(paths)]
 
@@ -402,7 +402,7 @@ class Training:
                 with suppress(ArithmeticError):
                     play(model, program.width, step, seed, driver, Run())
                 clock.fails = "never"
-                driver.begin_again()
+                driver.reset()
                 optimizer.zero_grad()
             if step.generate:
                 forwards = rank if program.placing is None else 1  # tensor-parallel ones communicate by themselves
@@ -417,25 +417,25 @@ class Training:
             run.note(name, local(parameter))
 
 
-Make = Callable[[], Training]
+TrainingFactory = Callable[[], Training]
 
 
-def makers(program: Program, mesh: DeviceMesh) -> list[Make]:
+def training_factories(program: Program, mesh: DeviceMesh) -> list[TrainingFactory]:
     """What makes the training of ``program`` and, if steps of it fail, that of the program without failures."""
     return [partial(Training, each, mesh) for each in dict.fromkeys((program, program.undisturbed))]
 
 
-def made_in_order(program: Program, makes: Sequence[Make]) -> list[Make]:
+def construct_in_order(program: Program, makers: Sequence[TrainingFactory]) -> list[TrainingFactory]:
     """``makes``, called now where models must be made in one order on all ranks: where making one takes the default
     random generator, which all threads share, or makes process groups.
     """
     smaller = any(type(state.reshard) is int for state in groups(program.tree).values())
-    return [partial(next, iter([make()])) for make in makes] if program.by_seed or smaller else list(makes)
+    return [partial(next, iter([maker()])) for maker in makers] if program.by_seed or smaller else list(makers)
 
 
-def train_sharded(makes: Sequence[Make]) -> Run:
+def train_sharded(makers: Sequence[TrainingFactory]) -> Run:
     """What a rank sees. Steps that fail and are repeated must leave nothing behind, to the bit."""
-    run, *others = (make().run() for make in makes)
+    run, *others = (maker().run() for maker in makers)
     for undisturbed in others:
         for (label, _), value, expected in zip(run.labels, run.values, undisturbed.values, strict=True):
             assert torch.equal(value, expected), f"{label} is {value} after failed steps, but {expected} without them"
@@ -447,15 +447,15 @@ def recording(recorder: Recorder) -> Iterator[None]:
     """Gives ``recorder`` the events of this thread. Those of another one are of groups with the same names."""
     thread = get_ident()
 
-    def keep(event: TraceEvent) -> None:
+    def record(event: TraceEvent) -> None:
         if get_ident() == thread:
             recorder.events.append(event)
 
-    listeners.append(keep)
+    listeners.append(record)
     try:
         yield
     finally:
-        listeners.remove(keep)
+        listeners.remove(record)
 
 
 def check_memory(recorder: Recorder) -> None:
