@@ -1,4 +1,4 @@
-"""The commands of ``python -m tests.goldens``; what they do is said in the package."""
+"""The commands of ``python -m tests.goldens``. The docstring of the package describes them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tests.helpers.transports import TRANSPORTS
 __all__ = ["main"]
 
 SHOWN = 40
-"""Cases that a comparison names."""
+"""The maximum number of cases that a comparison prints."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m tests.goldens", description="Compare behaviour with a record of it.")
+    parser = argparse.ArgumentParser("python -m tests.goldens", description="Compare behaviour with its record.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("draw", help="write the programs that the fuzzer draws now")
-    recorded = commands.add_parser("record", help="record all cases, twice, and write what is the same in both")
-    recorded.add_argument("--once", action="store_true", help="once, and write everything")
-    recorded.add_argument("--quick", action="store_true", help="a fixed tenth of the cases, and nothing else")
+    commands.add_parser("draw", help="draw new programs from the fuzzer and write them")
+    recorded = commands.add_parser("record", help="record all cases twice, and write the values that are equal in both")
+    recorded.add_argument("--once", action="store_true", help="record once, and write all values")
+    recorded.add_argument("--quick", action="store_true", help="only a fixed tenth of the cases")
     compared = commands.add_parser("compare", help="run the cases and compare them with the record")
-    compared.add_argument("--quick", action="store_true", help="a fixed tenth of the cases")
-    shown = commands.add_parser("show", help="print all that the ranks see of one case")
-    shown.add_argument("case", help="as in the record: the number of a program, or the name of a test")
-    shown.add_argument("--transport", choices=[*TRANSPORTS, "its own"], help="only on this one")
-    shown.add_argument("--against", metavar="COMMIT", help="print the difference from another commit, or folder")
+    compared.add_argument("--quick", action="store_true", help="only a fixed tenth of the cases")
+    shown = commands.add_parser("show", help="print all events and results of one case")
+    shown.add_argument("case", help="the name in the record: the number of a program, or the id of a test")
+    shown.add_argument("--transport", choices=[*TRANSPORTS, "its own"], help="run only on this transport")
+    shown.add_argument("--against", metavar="COMMIT", help="print the difference from another commit or folder")
     chosen = parser.parse_args()
     if chosen.command == "draw":
         draw()
@@ -63,7 +63,7 @@ def record(*, quick: bool, once: bool) -> int:
     failed = [key for key, each in found.items() if each.failed]
     for key in [*unstable, *failed]:
         print_line(f"{key.case}, {key.transport}: {found[key]}")
-    print_line(f"{len(found)} records; {len(unstable)} differ from one recording to the next, {len(failed)} failed")
+    print_line(f"{len(found)} records; {len(unstable)} differ between two recordings, {len(failed)} failed")
     return 1 if failed else 0
 
 
@@ -86,7 +86,7 @@ def compare(*, quick: bool) -> int:
         print_line(f"and {different - SHOWN} more")
     seconds = time.monotonic() - begin
     new = len(found.keys() - golden.keys())
-    print_line(f"{len(found) - new} compared in {seconds:.0f} s with what was recorded of {heading}")
+    print_line(f"{len(found) - new} compared in {seconds:.0f} s with the record of {heading}")
     print_line(f"{different} differ, {len(missing)} no longer run, {new} were not recorded")
     if different:
         print_line(f"differences by kind: {', '.join(f'{kind} {n}' for kind, n in kinds.most_common())}")

@@ -1,4 +1,4 @@
-"""Runs cases on the transports, and gives one record for each."""
+"""Runs the cases on the transports and returns one record for each."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tests.helpers.transports import TRANSPORTS
 __all__ = ["PROGRAMS", "Found", "draw", "known_programs", "run_all"]
 
 PROGRAMS = Path(__file__).with_name("programs.txt.xz")
-"""A program a line, as Python shows it."""
+"""The file of programs. Each line is the ``repr`` of a program."""
 
 DRAWN = {2: (900, 22), 4: (100, 22)}
-"""By number of ranks: how many programs, and the seed of hypothesis."""
+"""Maps a number of ranks to the number of programs and the seed of hypothesis."""
 
 BATCH = 100
-"""Programs in one call of ``run_ranks``."""
+"""The number of programs in one call of ``run_ranks``."""
 
 QUICK = 10
-"""A quick comparison has one case in so many."""
+"""A quick comparison runs one of this many cases."""
 
 
 @dataclass
 class Found:
-    """Records of cases by name and transport; and all that ranks saw, where that is asked for."""
+    """The records of cases by name and transport, and all observations if ``full`` is true."""
 
     full: bool = False
     records: dict[Key, Record] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Found:
     failures: list[str] = field(default_factory=list)
 
     def add(self, key: Key, seen: Sequence[Observation | Digest]) -> None:
-        """``seen`` on each rank."""
+        """Add the record of one case from the observations of all ranks."""
         observations = [each for each in seen if isinstance(each, Observation)]
         if observations:
             self.observations[key] = observations
@@ -66,7 +66,7 @@ class Found:
 
 
 def draw() -> None:
-    """Writes the programs that the fuzzer draws now."""
+    """Draw new programs from the fuzzer and write them."""
     from tests.parity.test_fuzz import DrawnPrograms  # only here, as it imports much of the library
 
     drawn = [repr(p) for ranks, (size, seed) in DRAWN.items() for p in DrawnPrograms(size, ranks, seed).programs()]
@@ -74,7 +74,7 @@ def draw() -> None:
 
 
 def known_programs() -> dict[str, Program]:
-    """The programs by the name of their case."""
+    """Return the programs by the name of their case."""
     lines = lzma.decompress(PROGRAMS.read_bytes()).decode().split("\n")
     return {str(number): eval(line, vars(vocabulary)) for number, line in enumerate(lines)}
 
@@ -82,7 +82,7 @@ def known_programs() -> dict[str, Program]:
 def run_all(
     *, quick: bool = False, only: Collection[str] = (), transports: Collection[str] = tuple(TRANSPORTS)
 ) -> Found:
-    """Runs all cases, or a tenth of them, or those named in ``only`` and with all that they do."""
+    """Run all cases, a tenth of them, or the cases named in ``only``, whose observations are kept in full."""
     found = Found(full=bool(only))
     programs = {name: program for name, program in known_programs().items() if not only or name in only}
     names = [name for name in CHOSEN if not only or any(re.split(r"[\[ ]", case)[0] == name for case in only)]
@@ -121,7 +121,7 @@ def run_programs(programs: Mapping[str, Program], transport: str, found: Found) 
 
 
 def run_batch(batch: Mapping[str, Program], ranks: int, transport: str, found: Found) -> None:
-    """Runs programs in one call. Where that dies or hangs, the halves of it, so that one program fails alone."""
+    """Run programs in one call. If it dies or hangs, run each half, until only one program fails."""
     names, environment = list(batch), {**TRANSPORTS[transport], **PORTABLE}
     timeout = 60.0 + 3.0 * len(batch)
     try:
@@ -146,10 +146,10 @@ def run_batch(batch: Mapping[str, Program], ranks: int, transport: str, found: F
 
 
 def run_tests(names: Sequence[str], transports: Collection[str], found: Found) -> None:
-    """Runs the chosen tests with pytest, and each ``run_ranks`` in them on the transports.
+    """Run the chosen tests with pytest, and each ``run_ranks`` in them on the transports.
 
     Raises:
-        RuntimeError: one failed, or is not there.
+        RuntimeError: a test failed or does not exist.
     """
     plugin = _Plugin(names, transports, found)
     code = pytest.main(["tests", "-q", "--no-header", "-p", "no:cacheprovider"], plugins=[plugin])
@@ -159,7 +159,7 @@ def run_tests(names: Sequence[str], transports: Collection[str], found: Found) -
 
 
 class _Plugin:
-    """Selects tests by name, and puts a ``run_ranks`` that records in the place of theirs."""
+    """Selects tests by name, and replaces their ``run_ranks`` by one that records."""
 
     def __init__(self, names: Sequence[str], transports: Collection[str], found: Found) -> None:
         self.names, self.transports, self.found = set(names), transports, found
@@ -186,7 +186,7 @@ class _Plugin:
     def run_ranks(
         self, function: Callable[..., Any], world_size: int, *args: object, timeout: float = 60.0, **kwargs: Any
     ) -> list[Any]:
-        """Runs it as the test asks, after it has run on the transports that the test leaves open."""
+        """Run ``function`` as the test asks. If the test chooses no transport, first run it on all others."""
         assert self.item is not None
         given: Mapping[str, str] = kwargs.pop("environment", {})
         self.calls += 1
@@ -213,7 +213,7 @@ class _Plugin:
 
 
 def one_of(items: Sequence[pytest.Function]) -> list[pytest.Function]:
-    """One set of parameters of a test, the same every time; on all transports, where the test names these."""
+    """Choose one set of parameters of a test, always the same, with all transports that the test names."""
     keys = [str([(k, repr(v)) for k, v in parameters_of(item).items() if k != "transport"]) for item in items]
     different = list(dict.fromkeys(keys))
     chosen = different[crc32(items[0].originalname.encode()) % len(different)]

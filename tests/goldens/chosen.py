@@ -1,4 +1,4 @@
-"""The tests of which goldens are recorded, by topic. Names of tests are unique among them; files do not matter."""
+"""The tests whose behaviour is recorded, by topic. Their names are unique in all files."""
 
 from __future__ import annotations
 

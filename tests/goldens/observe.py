@@ -1,4 +1,4 @@
-"""What a rank sees of a case. All of this runs on the ranks."""
+"""Observes the events and results of a case on a rank. Everything in this file runs on the ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.helpers.fuzz.reference import Meshes, train
 __all__ = ["PORTABLE", "Digest", "Observation", "observe_call", "observe_programs"]
 
 PORTABLE: Mapping[str, str] = MappingProxyType({"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"})
-"""Environment in which the bits of results depend less on the processor."""
+"""An environment in which the bits of results depend less on the processor."""
 
 
 @dataclass(frozen=True)
 class Digest:
-    """What is compared of an :class:`Observation`: hashes, and by kind of event the number and the sum of bytes."""
+    """The compared values of an :class:`Observation`: hashes, and the number and bytes of each kind of event."""
 
     hashes: Mapping[str, str]
     totals: tuple[tuple[str, int, int], ...]
@@ -36,7 +36,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank saw: a line per event and per result, and the label of each collective."""
+    """The observation of one rank: a line per event and per result, and the label of each collective."""
 
     events: tuple[str, ...]
     labels: tuple[str, ...]
@@ -50,23 +50,23 @@ class Observation:
 
 
 def hash_of(lines: Sequence[str]) -> str:
-    """Twelve hexadecimal digits."""
+    """Return a hash of twelve hexadecimal digits."""
     return blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
 
 
 @dataclass
 class _Thread:
-    """What one thread saw."""
+    """The events and results of one thread."""
 
     events: list[TraceEvent] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
 
 
 class Observer:
-    """Collects events while it is entered, and results that are given to :meth:`note`."""
+    """A context that collects events, and the results that are passed to :meth:`note`."""
 
     def __init__(self) -> None:
-        # By the thread itself: its number may be used again when it has ended.
+        # The key is the thread object, because the number of a finished thread may be reused.
         self._threads: dict[threading.Thread, _Thread] = {threading.current_thread(): _Thread()}
 
     def __enter__(self) -> Observer:
@@ -87,7 +87,7 @@ class Observer:
         self._mine.results.append(f"{label}: {'none' if tensor is None else bits(tensor)}")
 
     def observation(self) -> Observation:
-        """The thread that made the observer comes first; others by what they saw, as their order is by chance."""
+        """Return the observation. The thread that made the observer is first, and others are sorted by content."""
         own, *others = self._threads.values()
         found = [own, *sorted(others, key=lambda thread: (list(map(event_line, thread.events)), thread.results))]
         all_events = [event for thread in found for event in thread.events]
@@ -103,7 +103,7 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broa
 
 
 def event_line(event: TraceEvent) -> str:
-    """What is compared of an event."""
+    """Return the compared values of an event as text."""
     if event.operation is Operation.COLLECTIVE:
         ranks = () if event.position is None else event.position.ranks
         return f"{kind_of(event)} {event.bytes} bytes, ranks {','.join(map(str, ranks))}"
@@ -113,7 +113,7 @@ def event_line(event: TraceEvent) -> str:
 
 
 def kind_of(event: TraceEvent) -> str:
-    """The operation; of a collective the first word of its label, if that is the field's and no prose of ours."""
+    """Return the operation of an event. For a collective, add its kind, if its label begins with one."""
     if event.operation is Operation.COLLECTIVE:
         kind = event.group.partition(" ")[0]
         return f"collective:{kind if kind in COLLECTIVES else 'other'}"
@@ -130,7 +130,7 @@ def totals_of(events: Sequence[TraceEvent]) -> tuple[tuple[str, int, int], ...]:
 
 @torch.no_grad()
 def bits(tensor: torch.Tensor) -> str:
-    """Dtype, shape and a hash of the values of what this rank holds of ``tensor``."""
+    """Return the dtype, the shape and a hash of the values of this rank's shard of ``tensor``."""
     local = tensor.detach()
     while isinstance(local, DTensor):
         local = local.to_local()
@@ -146,10 +146,9 @@ def bits(tensor: torch.Tensor) -> str:
 
 
 def observe_programs(programs: Sequence[Program], *, full: bool = False) -> list[Observation | Digest]:
-    """Trains one program after the other. ``full`` asks for the lines, not only their digests.
+    """Train the programs one after the other, and return observations if ``full`` is true, otherwise digests.
 
-    Raises:
-        whatever one of them raises: after that, ranks may be out of step.
+    An exception of a program ends the call, because ranks may have diverged.
     """
     meshes: Meshes = {}
     found: list[Observation | Digest] = []
@@ -171,7 +170,7 @@ def observe_programs(programs: Sequence[Program], *, full: bool = False) -> list
 def observe_call(
     function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], *, full: bool
 ) -> tuple[Any, Observation | Digest]:
-    """The result of the function of a test, and what was seen meanwhile."""
+    """Call a function of a test, and return its result and the observation."""
     with Observer() as observer, noted_training(observer):
         result = function(*args, **kwargs)
     seen = observer.observation()
@@ -180,7 +179,7 @@ def observe_call(
 
 @contextmanager
 def noted_training(observer: Observer) -> Iterator[None]:
-    """Notes whatever ``backward`` is called on, and gradients and parameters after each step of an optimizer."""
+    """Note each tensor on which ``backward`` is called, and gradients and parameters after each optimizer step."""
     backward = torch.Tensor.backward
 
     def noting(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The file of records, and the comparison of records with it."""
+"""Reads, writes and compares records."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["HASHES", "RECORDS", "UNSTABLE", "Key", "Record", "differences", "rea
 RECORDS = Path(__file__).with_name("records.txt")
 HASHES = ("events", "labels", "results")
 UNSTABLE = "-"
-"""In place of what differs from one recording to the next."""
+"""Replaces a value that differs between two recordings."""
 
 
 class Key(NamedTuple):
-    """A case on a transport."""
+    """The name of a case and a transport."""
 
     case: str
     transport: str
@@ -24,9 +24,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of a case: hashes over all ranks, and by kind of event the number and the sum of bytes.
+    """The record of a case: hashes over all ranks, and the number and bytes of each kind of event.
 
-    One that failed has no hashes.
+    The record of a failed case has no hashes.
     """
 
     hashes: Mapping[str, str]
@@ -38,7 +38,7 @@ class Record:
 
 
 def stable(first: Mapping[Key, Record], second: Mapping[Key, Record]) -> dict[Key, Record]:
-    """Records without what differs between two recordings of the same."""
+    """Return the records with the values that are equal in both recordings."""
     found = {}
     for key, record in first.items():
         other = second[key]
@@ -48,7 +48,7 @@ def stable(first: Mapping[Key, Record], second: Mapping[Key, Record]) -> dict[Ke
 
 
 def differences(golden: Record, now: Record) -> list[str]:
-    """What differs, in words."""
+    """Return descriptions of the differences."""
     if golden.failed or now.failed:
         return [] if golden.failed and now.failed else ["failed then" if golden.failed else "failed now"]
     found = [name for name, text in golden.hashes.items() if text not in (UNSTABLE, now.hashes[name])]
@@ -65,7 +65,7 @@ def write(records: Mapping[Key, Record], heading: str, path: Path = RECORDS) -> 
 
 
 def read(path: Path = RECORDS) -> tuple[dict[Key, Record], str]:
-    """The records, and the heading."""
+    """Return the records and the heading."""
     heading, *lines = path.read_text().splitlines()
     found: dict[Key, Record] = {}
     for line in lines:

@@ -1,4 +1,4 @@
-"""A record depends on nothing but the case, and a comparison notices what has changed in the library."""
+"""A record depends only on the case, and a comparison notices changes of the library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOME = {name: program for name, program in known_programs().items() if program.w
 
 
 def free_after_every_forward(self: ScheduleRunner, state: Any) -> None:
-    state.group.reshard()  # so that backward gathers also what should have stayed
+    state.group.reshard()  # so that backward gathers parameters that should have been kept
 
 
 def fuse_nothing(*args: object) -> dict[str, tuple[str, ...]]:
@@ -43,7 +43,7 @@ BREAKAGES: dict[str, tuple[Any, Callable[..., Any], str]] = {
     "fuse_adjacent": (passes, fuse_nothing, "collective:all-gather"),
     "accept_gradient": (ShardedParameter, flip_a_bit, "results"),
 }
-"""By the name that is replaced: where it is, by what, and what must be said to differ."""
+"""Maps each replaced name to its owner, the replacement, and the difference that must be found."""
 
 
 def observe_broken(name: str, programs: Sequence[Program]) -> list[Observation | Digest]:
@@ -57,7 +57,7 @@ def observe_broken(name: str, programs: Sequence[Program]) -> list[Observation |
 
 
 def recorded(function: Callable[..., list[Observation | Digest]], *args: object) -> list[Record]:
-    """Records of ``SOME``, or of those that are given."""
+    """Return the records of the programs in ``args``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         seen = run_ranks(function, 2, *args, environment={**SOCKETS, **PORTABLE})

@@ -1,4 +1,4 @@
-"""Strategies for programs. Every draw has its simplest value first, so that what is left after shrinking matters."""
+"""Strategies for programs. Every draw has its simplest value first, so that shrinking removes irrelevant features."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.helpers.fuzz.programs import (
 __all__ = ["programs"]
 
 T = TypeVar("T")
-Draw = Callable[..., T]  # of hypothesis; its own type asks for more than we use
+Draw = Callable[..., T]  # the type in hypothesis has more requirements than needed here
 
 DEPTH = 3
 MESHES = {1: ((1,), (1, 1)), 2: ((2,), (1, 2), (2, 1)), 4: ((4,), (2, 2), (1, 4), (4, 1))}
@@ -48,13 +48,13 @@ SOME_STEPS = st.sampled_from([(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2
 
 @st.composite
 def programs(draw: Draw, world_size: int = 2) -> Program:
-    """Programs for so many ranks that the library should run."""
+    """Draw valid programs for ``world_size`` ranks."""
     placing = _maybe(draw, _placings(), None)
     tensor_ranks = 1 if placing is None else placing.tensor_ranks
     mesh = draw(st.sampled_from(MESHES[world_size // tensor_ranks]))
     tree = completed(draw(_blocks(DEPTH, mesh[-1], is_root=True)))
     steps = draw(st.lists(_steps(), min_size=1, max_size=STEPS))
-    if not _is_sharded(tree):  # the last backward may not reach every root, and one that it does not reach holds on
+    if not _is_sharded(tree):  # the last backward may not reach every root, which would then keep its gradients
         steps = [replace(step, hold="none") for step in steps]
     return Program(
         tree=tree,
@@ -64,7 +64,7 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
         optimizer=draw(st.sampled_from(["sgd", *OPTIMIZERS])),
         feedback=_maybe(draw, st.just(True), False),
         steps=tuple(steps[i % len(steps)] for i in range(STEPS)),
-        by_seed=len(repr(tree)) % 3 == 0,  # not drawn: each draw makes others come out differently
+        by_seed=len(repr(tree)) % 3 == 0,  # not drawn, because an additional draw would change all programs
     )
 
 
@@ -80,7 +80,7 @@ def _is_sharded(tree: Node) -> bool:
 
 
 def _maybe(draw: Draw, strategy: st.SearchStrategy[T], default: T, one_in: int = 4) -> T:
-    """Mostly the default."""
+    """Draw from ``strategy`` once in ``one_in`` times, otherwise return the default."""
     return draw(strategy) if draw(st.integers(0, one_in - 1)) == one_in - 1 else default
 
 
@@ -164,7 +164,7 @@ def _steps(draw: Draw) -> Step:
     evaluations = st.lists(st.tuples(st.sampled_from(WHENS), st.sampled_from(MODES)), min_size=1, max_size=2)
     backwards = tuple(draw(st.lists(st.sampled_from(["all", *BACKWARDS]), min_size=1, max_size=3)))
     is_last = _maybe(draw, st.just(True), False)
-    if is_last:  # who announces a last backward must come to it: one output may need no gradient, their sum does
+    if is_last:  # an announced last backward must run: one output may need no gradient, but the sum of both does
         backwards = ("all", *backwards[1:-1], "all")[-len(backwards) :]
     return Step(
         backwards=backwards,

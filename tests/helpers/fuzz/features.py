@@ -1,4 +1,4 @@
-"""What programs can make use of, and those that are not drawn."""
+"""The features of programs, with a predicate for each."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _mixes_dtypes(program: Program) -> bool:
 
 
 def _lists(program: Program) -> Iterable[list[Leaf | Block]]:
-    """The modules of each list of several."""
+    """Return the modules of each list with several modules."""
     found: dict[object, list[Leaf | Block]] = {}
     for info in node_infos(program.tree):
         if info.is_listed and not isinstance(info.node, Again):
@@ -150,9 +150,9 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "units in units": lambda p: any(info.state != info.root for info in node_infos(p.tree)),
     "several roots": lambda p: len({info.root for info in node_infos(p.tree)} - {None}) > 1,
 }
-"""What programs can be made of; ``test_fuzz`` sees to it that each occurs."""
+"""Maps each feature to its predicate. ``test_fuzz`` checks that the drawn programs have every feature."""
 
 
 def features(program: Program) -> list[str]:
-    """Names of what ``program`` makes use of."""
+    """Return the names of the features of ``program``."""
     return [name for name, is_used in FEATURES.items() if is_used(program)]

@@ -1,8 +1,8 @@
-"""The modules that programs speak of. The same program gives the same module on every rank.
+"""Builds the modules of programs. The same program gives the same module on every rank.
 
-Every module maps inputs of shape ``(batch, width)`` to outputs of that shape, in one of several containers, and
-computes in the dtype of its own parameters, whatever it is given. Which parts it calls may depend on the step, through
-its ``Clock``.
+A *part* is a module of a program. Every part maps inputs of shape ``(batch, width)`` to outputs of that shape, in one
+of several containers, and computes in the dtype of its own parameters. The parts that it calls may depend on the step,
+which it reads from its ``Clock``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = [
 
 @dataclass
 class Clock:
-    """The step that is being trained, and the module that fails in it."""
+    """The current training step, and the point at which it fails."""
 
     step: int = 0
     fails: str = "never"
     countdown: int = 0
 
     def run(self, where: str) -> None:
-        """A module runs. The one for which the clock is set fails, once."""
+        """Count the run of a part, and raise once when the countdown reaches zero."""
         if self.fails == where:
             self.countdown -= 1
             if self.countdown < 0:
@@ -54,7 +54,7 @@ class Clock:
 
 @dataclass
 class Pair:
-    """An output that pytree does not know."""
+    """An output that is not registered with pytree."""
 
     first: torch.Tensor
     rest: torch.Tensor
@@ -62,16 +62,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Group:
-    """The group that a module's own parameters belong to: where its unit is in the tree, and which."""
+    """The parameter group of a part: the path of its ``fully_shard`` call in the tree, and the call."""
 
     path: tuple[int, ...] | None = None
     state: ShardCall | None = None
 
 
 class Part(nn.Module):
-    """What ``LeafModule`` and ``BlockModule`` share: the container of the outputs, and the call of another part.
+    """The base class of ``LeafModule`` and ``BlockModule``: puts outputs in a container and calls other parts.
 
-    ``state`` is how it is sharded, by itself or in a list.
+    ``state`` is the ``fully_shard`` call on the part, by itself or in a list.
     """
 
     node: Leaf | Block
@@ -92,12 +92,12 @@ class Part(nn.Module):
         return _contained(self.node.returns, x, first, first * 0.5 if rest is None else rest)
 
     def other(self, x: torch.Tensor) -> Any:
-        """To be registered as a forward method."""
+        """Run forward. This method is registered with ``register_fsdp_forward_method``."""
         return self.forward(x)
 
 
 def run(part: Part, x: torch.Tensor) -> torch.Tensor:
-    """Calls ``part`` as its node says, and takes of the outputs what that says."""
+    """Call ``part`` and use its outputs as its node specifies."""
     if part.clock.step in part.node.absent:
         return x
     state = part.state
@@ -108,7 +108,7 @@ def run(part: Part, x: torch.Tensor) -> torch.Tensor:
 
 
 def first_and_rest(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The two tensors of an output, or the only one."""
+    """Return the two tensors of an output, or the only tensor and ``None``."""
     match output:
         case (first, rest) | {"first": first, "more": [{"rest": rest}, None]} | {"first": first, "rest": rest}:
             return first, rest
@@ -137,7 +137,7 @@ def _contained(returns: str, x: torch.Tensor, first: torch.Tensor, rest: torch.T
 
 
 class LeafModule(Part):
-    """Parameters by kind; initial values depend on ``number`` alone."""
+    """A part with parameters that depend on its kind. Initial values depend only on ``number``."""
 
     node: Leaf
 
@@ -161,7 +161,7 @@ class LeafModule(Part):
         self.bias: nn.Parameter | None = None
         self.owner_path: tuple[int, ...] | None = None
         self.arrive: list[Placement] = []
-        """How gradients of parameters that are DTensors come back to them."""
+        """The placements of the gradients of parameters that are DTensors."""
         for name, shape in shapes[node.kind].items():
             if name != "bias" or node.bias:
                 values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -186,7 +186,7 @@ class LeafModule(Part):
         return torch.tanh(kinds[self.node.kind](x)), None
 
     def own(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What this rank computes with."""
+        """Return the tensor with which this rank computes."""
         return parameter.to_local(grad_placements=self.arrive) if isinstance(parameter, DTensor) else parameter
 
     def own_bias(self) -> torch.Tensor | None:
@@ -201,7 +201,7 @@ class LeafModule(Part):
 
 
 class BlockModule(Part):
-    """Calls its parts as its kind says."""
+    """A part that calls other parts as its kind specifies."""
 
     node: Block
 
@@ -224,7 +224,7 @@ class BlockModule(Part):
                 return x + self.all_parts(x), None
             case "fork":
                 return run(first, x), run(last, x)
-            case "dead":  # nobody looks at what it computes
+            case "dead":  # the result is not used
                 self.all_parts(x)
                 return x, None
             case "repeat":
@@ -245,7 +245,7 @@ class BlockModule(Part):
 
 
 def build(program: Program, clock: Clock) -> Part:
-    """The unsharded module."""
+    """Build the unsharded module."""
     found, unit_at = node_infos(program.tree), groups(program.tree)
     built: dict[tuple[int, ...], Part] = {}
     for number, info in reversed(list(enumerate(found))):  # children before their parents
@@ -285,25 +285,25 @@ def _share_weight(owner: Part, user: Part) -> None:
 
 
 def parts(model: nn.Module) -> Iterator[Part]:
-    """All modules of a program, each once, a parent before its children."""
+    """Return all parts of a program, each once, a parent before its children."""
     return (module for module in model.modules() if isinstance(module, Part))
 
 
 def states(model: nn.Module) -> list[Part]:
-    """Those that are given to ``fully_shard``."""
+    """Return the parts that are passed to ``fully_shard``."""
     return [part for part in parts(model) if part.state is not None]
 
 
 @torch.no_grad()
 def randomise(module: nn.Module) -> None:
-    """Values for the parameters of one module from the default generator."""
+    """Draw the parameters of one module from the default generator."""
     if isinstance(module, LeafModule):
         for parameter in module.parameters(recurse=False):
             parameter.normal_()
 
 
 def freeze(model: nn.Module, step: int) -> None:
-    """Freezes and thaws for ``step`` whatever parameters are registered now."""
+    """Freeze and thaw the currently registered parameters for ``step``."""
     for part in parts(model):
         if isinstance(part, LeafModule):
             for i, parameter in enumerate(part.parameters(recurse=False)):

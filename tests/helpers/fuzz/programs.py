@@ -1,9 +1,9 @@
-"""Programs of the fuzzer: which module, how it is grouped, what three training steps do with it. Values, no tensors.
+"""Programs of the fuzzer: a module, its ``fully_shard`` calls and three training steps, as values without tensors.
 
-A program is a tree of frozen dataclasses that can be pickled, compared and pasted: its ``repr`` leaves out what has its
-default value. A module that ``fully_shard`` is called on has a :class:`ShardCall`. What a word in a field means is said
-where it is carried out: modules in ``model.py``, steps in ``run.py``. A new feature is a field with a default here, a
-draw in ``draw.py``, a row in ``features.py``, and its meaning for the sharded run and for the reference.
+A program is a tree of frozen dataclasses that can be pickled and compared. Its ``repr`` leaves out default values and
+can be pasted into code. A node on which ``fully_shard`` is called has a :class:`ShardCall`. ``model.py`` implements the
+kinds of modules, and ``run.py`` the options of steps. A new feature needs a field with a default here, a draw in
+``draw.py``, a row in ``features.py``, and an implementation in the sharded run and in the reference.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class ShardCall(_Short):
 
     Args:
         reshard: ``reshard_after_forward``.
-        dim: parameters are cut on this dim where they have it, else on dim 0.
-        precision: its policy.
-        tied: the square weights of the group are one parameter.
-        forward_prefetch, backward_prefetch: units by their number in module order (modulo how many there are), given
-            to the setters of those names; ``None`` leaves it to the library.
-        method: its caller calls a registered method instead of the module.
+        dim: the dim on which parameters are sharded. Parameters without this dim are sharded on dim 0.
+        precision: the mixed-precision policy.
+        tied: if true, the square weights of the group are one parameter.
+        forward_prefetch, backward_prefetch: the arguments of the setters of explicit prefetching, as numbers of groups
+            in module order, modulo the number of groups. ``None`` means that the setter is not called.
+        method: if true, callers call a registered method instead of the module.
     """
 
     reshard: bool | int | None = None
@@ -101,20 +101,20 @@ class ShardCall(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Leaf(_Short):
-    """A module with parameters of its own.
+    """A module with its own parameters.
 
     Args:
-        kind: which.
-        size: rows of parameters that the width does not determine.
-        dtype: of its parameters.
-        frozen: in these steps.
-        part: which of its parameters are ``frozen``.
-        ignored: given to every ``fully_shard`` in ``ignored_params``, and frozen in all steps.
-        borrows: its weight is that of a linear leaf of another group, and it has no bias; see :func:`borrowed`.
-        absent: in these steps the caller leaves it out.
+        kind: the kind of module.
+        size: the rows of parameters that the width does not determine.
+        dtype: the dtype of its parameters.
+        frozen: the steps in which its parameters are frozen.
+        part: the parameters to which ``frozen`` applies.
+        ignored: if true, its parameters are in ``ignored_params`` of every ``fully_shard`` call, and always frozen.
+        borrows: if true, it uses the weight of a linear leaf of another group, and has no bias. See :func:`borrowed`.
+        absent: the steps in which the caller skips it.
         returns: the container of its outputs.
-        uses_all: whether the caller uses all outputs or only the first.
-        unit: how it is sharded, if it is a group of its own.
+        uses_all: if true, the caller uses all outputs, otherwise only the first.
+        state: its ``fully_shard`` call, if it has its own.
     """
 
     kind: str = "linear"
@@ -133,9 +133,13 @@ class Leaf(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Block(_Short):
-    """A module that calls others: ``kind`` says how, ``times`` how often where that is a question.
+    """A module that calls other modules in a way that ``kind`` specifies.
 
-    The children that are no groups of their own are one, given as a list, where ``together`` says how it is sharded.
+    Args:
+        kind: the kind of block.
+        children: the nodes of the modules that it calls.
+        times: the number of calls, for kinds that call children repeatedly.
+        together: the ``fully_shard`` call on the list of all children without their own call.
     """
 
     kind: str = "chain"
@@ -150,7 +154,7 @@ class Block(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Again(_Short):
-    """A module that was there before, by its number among those complete (modulo how many these are)."""
+    """A module that occurs earlier in the tree, by its number among complete nodes, modulo the number of these."""
 
     which: int = 0
 
@@ -160,24 +164,22 @@ Node = Leaf | Block | Again
 
 @dataclass(frozen=True, repr=False)
 class Step(_Short):
-    """One step of training.
+    """One training step.
 
     Args:
-        backwards: one per microbatch: what of its outputs goes backward, and how often.
-        order: of forwards and backwards.
-        hold: which units do not synchronise gradients before the last backward, and who says so.
-        keep: when parameters stay unsharded after backward.
-        is_last: call ``set_is_last_backward`` before each backward.
-        evaluate: forwards without gradients, as pairs of when and mode.
-        input_grad: the inputs need gradients.
-        abandoned: begin with a forward that no backward comes back to.
-        by_hand: calls of ``unshard`` and ``reshard``.
-        reshard: ``set_reshard_after_forward`` of all units, before the forward.
-        fails: where the step fails on all ranks the first time, to be repeated from its first microbatch.
-        fails_at: the number of the module that fails, in the order in which they run; the step does not fail where
-            fewer do.
-        generate: unshard everything by hand, then run as many forwards as the rank's number, and reshard; before all
-            else.
+        backwards: for each microbatch, the outputs from which backward runs, and how often.
+        order: the order of forwards and backwards.
+        hold: the groups that do not synchronize gradients before the last backward, and the API that is used.
+        keep: the backwards after which parameters stay unsharded.
+        is_last: if true, ``set_is_last_backward`` is called before each backward.
+        evaluate: forwards without gradients, as pairs of time and mode.
+        input_grad: if true, the inputs need gradients.
+        abandoned: if true, the step begins with a forward that has no backward.
+        by_hand: the calls of ``unshard`` and ``reshard``.
+        reshard: the argument of ``set_reshard_after_forward`` of all groups, called before the forward.
+        fails: the pass in which the step first fails on all ranks. It is then repeated from its first microbatch.
+        fails_at: the number of the module that fails, in the order of execution. If fewer modules run, none fails.
+        generate: if true, the step first unshards all groups, runs as many forwards as the rank's number, and reshards.
     """
 
     backwards: tuple[str, ...] = ("all",)
@@ -197,14 +199,14 @@ class Step(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Placing(_Short):
-    """Parameters that are DTensors before they are sharded, replicated on their mesh.
+    """The mesh of parameters that are DTensors before they are sharded. They are replicated on it.
 
     Args:
-        tensor_ranks: ranks of a tensor-parallel dim behind the data-parallel ones. Gradients are pending sums over it.
-        full: parameters are on the mesh of all dims, given to ``fully_shard`` with ``dp_mesh_dims``; else on that of
-            the tensor-parallel dim.
-        arrival: how gradients arrive on data-parallel dims of the full mesh. With ``"either"`` some parameters' arrive
-            replicated, others' partial.
+        tensor_ranks: the size of a tensor-parallel dim after the data-parallel dims. Gradients are partial on it.
+        full: if true, parameters are on the mesh of all dims, and ``fully_shard`` gets ``dp_mesh_dims``. Otherwise they
+            are on the mesh of the tensor-parallel dim.
+        arrival: the placement of gradients on the data-parallel dims of the full mesh. With ``"either"``, gradients of
+            some parameters are replicated and those of others are partial.
     """
 
     tensor_ranks: int = 1
@@ -214,12 +216,13 @@ class Placing(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Program(_Short):
-    """A module for inputs of ``width``, trained on a data-parallel mesh of this shape.
+    """A module for inputs of ``width``, trained on a data-parallel mesh of shape ``mesh``.
 
-    With ``by_seed`` it is initialised again once it is sharded, and the unsharded one from the same seed. With
-    ``feedback``, gradients travel as bf16 with error feedback. With ``beside``, another thread of each rank trains that
-    program at the same time, over process groups of its own. No step of either fails then: what a rank tells of a
-    failure is of the whole process.
+    Args:
+        by_seed: if true, the sharded model is initialised again from a seed, and so is the unsharded one.
+        feedback: if true, gradients are sent as bf16 with error feedback.
+        beside: a program that another thread of each rank trains at the same time, over its own process groups. No step
+            of either fails then, because ranks report failures per process, not per thread.
     """
 
     tree: Node
@@ -239,7 +242,7 @@ class Program(_Short):
 
     @property
     def threads(self) -> list[Program]:
-        """What each thread trains."""
+        """Return the program of each thread."""
         own = replace(self, beside=None)
         return [own] if self.beside is None else [own, *self.beside.threads]
 
@@ -249,16 +252,19 @@ class Program(_Short):
 
     @property
     def tensor_ranks(self) -> int:
-        """Ranks whose gradients are summed before they are averaged over the data-parallel ones."""
+        """Return the number of ranks whose gradients are summed before the data-parallel average."""
         return 1 if self.placing is None else self.placing.tensor_ranks
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """Where a node is: ``path`` are indices of children from the tree's top, ``state`` and ``root`` paths of the unit
-    that takes its parameters and of the outermost one around it; ``target`` the path of what an ``Again`` repeats.
+    """A node and its position in the tree.
 
-    The path of a list is that of a child ``LIST`` of the block that holds its modules.
+    Args:
+        path: the indices of children from the root of the tree. A list has the index ``LIST`` in its block.
+        state: the path of the ``fully_shard`` call that shards the parameters of the node.
+        root: the path of the outermost ``fully_shard`` call around the node.
+        target: the path of the node that an ``Again`` repeats.
     """
 
     path: tuple[int, ...]
@@ -269,12 +275,12 @@ class NodeInfo:
 
     @property
     def is_listed(self) -> bool:
-        """Whether it is given to ``fully_shard`` in a list."""
+        """Return whether the node is passed to ``fully_shard`` in a list."""
         return self.state == (*self.path[:-1], LIST)
 
 
 def node_infos(tree: Node) -> list[NodeInfo]:
-    """All nodes, a parent before its children."""
+    """Return all nodes with their positions, a parent before its children."""
     complete: list[tuple[int, ...]] = []
 
     def walk(node: Node, path: tuple[int, ...], outer: NodeInfo | None) -> Iterator[NodeInfo]:
@@ -298,7 +304,7 @@ def node_infos(tree: Node) -> list[NodeInfo]:
 
 
 def groups(tree: Node) -> dict[tuple[int, ...], ShardCall]:
-    """How units are sharded, by their paths."""
+    """Return the ``fully_shard`` calls by their paths."""
     found = {}
     for info in node_infos(tree):
         if not isinstance(info.node, Again) and info.node.state is not None:
@@ -309,7 +315,7 @@ def groups(tree: Node) -> dict[tuple[int, ...], ShardCall]:
 
 
 def borrowed(tree: Node) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Where leaves are whose weights are another's, and where that is: the first that fits, and comes before."""
+    """Map each leaf that uses the weight of another leaf to that leaf, which is the first suitable one before it."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
     unit_at, before = groups(tree), list[NodeInfo]()
     for info in node_infos(tree):
@@ -330,15 +336,15 @@ def borrowed(tree: Node) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 
 def completed(tree: Node) -> Node:
-    """``tree`` with what it lacks.
+    """Return ``tree`` with additional nodes and ``fully_shard`` calls that make it valid.
 
-    A leaf where there is nothing to repeat; and units, so that all parameters belong to a group, and all users of one
-    to the same.
+    An ``Again`` that has nothing to repeat becomes a leaf. The additional calls put every parameter in a group, and all
+    users of a repeated module in the same group.
     """
     while missing := [p.path for p in node_infos(tree) if isinstance(p.node, Again) and p.target is None]:
         tree = _with(tree, missing[0], lambda _: Leaf())
     if not isinstance(tree, Again) and tree.state is None and any(isinstance(p.node, Again) for p in node_infos(tree)):
-        tree = replace(tree, state=ShardCall())  # a module in two roots is none of the library's promises
+        tree = replace(tree, state=ShardCall())  # the library does not support one module in two roots
     while True:
         found = node_infos(tree)
         by_path = {info.path: info for info in found}
@@ -347,7 +353,7 @@ def completed(tree: Node) -> Node:
             target = by_path[info.target] if info.target is not None else None
             if target is None:
                 continue
-            if target.is_listed:  # who is repeated beside its list may be in a unit that must come before that
+            if target.is_listed:  # a module repeated outside its list may be in a group that must be sharded earlier
                 is_fine = info.path[:-1] == target.path[:-1] or info.path[: len(target.path) - 1] != target.path[:-1]
             else:
                 is_fine = target.state in (info.state, target.path)

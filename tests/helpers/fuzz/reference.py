@@ -1,8 +1,8 @@
-"""Programs on one unsharded model, and the comparison of a sharded run with that.
+"""Runs programs on one unsharded model, and compares a sharded run with the result.
 
-The reference plays all ranks' parts in turn and knows nothing of collectives. For mixed precision it keeps a second set
-of parameters, in the dtypes in which modules compute, and says in plain arithmetic what the policy promises: gradients
-are cast, held, summed over ranks, divided, and cast again.
+The reference runs the steps of all ranks in turn and uses no collectives. For mixed precision it keeps a second set of
+parameters in the dtypes in which modules compute, and implements the policy in plain arithmetic: gradients are cast,
+accumulated, summed over ranks, divided, and cast again.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ from tests.helpers.threads import run_in_threads
 __all__ = ["differences"]
 
 TOLERANCES = {"float64": (1e-9, 1e-11), "float32": (1e-4, 1e-5), "bfloat16": (0.05, 0.1)}
-"""Relative and absolute, by the coarsest dtype that a program uses. What is absolute grows with the largest value of a
-tensor: where large addends cancel, as in a layer that runs nine times, their rounding is what is left; and one bf16
-weight that an optimizer rounded the other way is felt nine times. What is wrong shows in the programs of float64.
+"""Relative and absolute tolerances, by the coarsest dtype of a program.
+
+The absolute tolerance is multiplied by the largest value of the tensor. If large addends cancel, as in a layer that
+runs nine times, only their rounding remains, and the rounding of one bf16 weight is added nine times. Programs in
+float64 detect real errors.
 """
 
 
 class Reference(Driver):
-    """The unsharded model. ``masters`` are its parameters at rest, ``computing`` those that the modules have."""
+    """The unsharded model. ``masters`` are the parameters of the optimizer, ``computing`` those of the modules."""
 
     def __init__(self, program: Program, clock: Clock) -> None:
         self.model = build(program, clock)
@@ -76,7 +78,7 @@ class Reference(Driver):
         self.sent: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(program.world_size)]
 
     def begin(self, rank: int) -> None:
-        """Rank ``rank``'s part comes next."""
+        """Prepare the model for the step of rank ``rank``."""
         self.rank = rank
         with torch.no_grad():
             for name, parameter in self.computing.items():
@@ -95,7 +97,7 @@ class Reference(Driver):
         self.held[self.rank] = {name: gradient for name, gradient in held.items() if name not in sent}
 
     def finish(self) -> None:
-        """All ranks' parts have been played: their gradients become those of the masters."""
+        """Reduce the gradients of all ranks to the gradients of the masters."""
         for messages in zip(*self.sent, strict=True):
             for name in messages[0]:
                 master = self.masters[name]
@@ -110,7 +112,7 @@ def precision_of(group: Group) -> Precision:
 
 
 def cast_around(part: Part) -> None:
-    """Casts inputs and outputs of every call as the policy of the part's unit asks for."""
+    """Cast inputs and outputs of every call of ``part`` according to its mixed-precision policy."""
     state, forward = part.state, part.forward
     assert state is not None
     into = dtype_of(state.precision.param) if state.precision.cast_inputs else None
@@ -138,7 +140,7 @@ def cast(output: Any, dtype: torch.dtype | None) -> Any:
 
 
 def train_reference(program: Program) -> list[Run]:
-    """What each rank should see."""
+    """Return the expected run of each rank."""
     runs, clock = [Run() for _ in range(program.world_size)], Clock()
     reference = Reference(program, clock)
     optimizer = OPTIMIZERS[program.optimizer](reference.masters.values())
@@ -161,7 +163,7 @@ def train_reference(program: Program) -> list[Run]:
 
 
 def shard_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) -> torch.Tensor:
-    """What ``rank`` holds of it, by the rule of ``torch.chunk``; all of it where no group took it."""
+    """Return the shard of ``rank`` according to ``torch.chunk``, or the full tensor if it is not sharded."""
     if group.state is None:
         return tensor
     dim, shards = group.state.dim if has_dim(tensor, group.state) else 0, program.mesh[-1]
@@ -175,16 +177,16 @@ def tolerance(program: Program) -> tuple[float, float]:
         precision = state.precision
         used |= {name for name in (precision.param, precision.reduce, precision.output) if name is not None}
     if program.feedback:
-        used.add("bfloat16")  # what gradients travel as
+        used.add("bfloat16")  # the dtype in which gradients are sent
     return TOLERANCES[next(name for name in reversed(TOLERANCES) if name in used)]
 
 
 def difference(program: Program, actual: Run, expected: Run, rank: int) -> str:
-    """The first thing that differs, or nothing."""
+    """Describe the first difference between two runs, or return an empty text."""
     if actual.labels != expected.labels:
         pairs = zip(actual.labels, expected.labels, strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), "their number")
-        return f"rank {rank} saw other things than the reference: {first}"
+        return f"rank {rank} and the reference have different entries: {first}"
     rtol, atol = tolerance(program)
     for (label, _), a, b in zip(actual.labels, actual.values, expected.values, strict=True):
         largest = max(1.0, b.abs().max().item()) if b.numel() else 1.0
@@ -198,12 +200,14 @@ def difference(program: Program, actual: Run, expected: Run, rank: int) -> str:
 
 
 SWITCH_INTERVAL = 1e-4
-"""Seconds for which a thread runs before another one may; Python's own 5 ms are most of a program's time."""
+"""The switch interval of threads in seconds. The default of 5 ms is most of the time of a program."""
 
 
 def differences(programs: Sequence[Program]) -> dict[int, str]:
-    """Trains every program and says what went wrong, by its position; those that are missing were well, or are told by
-    another rank: each trains the references of some."""
+    """Train every program and return descriptions of failures by position.
+
+    Each rank trains the references of some programs and reports only the failures of these.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     meshes: Meshes = {}
     runs = [attempt(partial(train, program, meshes)) for program in programs]
@@ -222,7 +226,7 @@ Meshes = dict[tuple[int, tuple[int, ...], Placing | None], DeviceMesh]
 
 
 def train(program: Program, meshes: Meshes) -> list[Run]:
-    """What this rank sees of ``program`` and of what is trained beside it."""
+    """Train ``program`` and the program beside it, and return the runs of this rank."""
     threads: list[list[TrainingFactory]] = []
     for number, each in enumerate(program.threads):
         key = number, each.mesh, each.placing
@@ -237,7 +241,7 @@ def train(program: Program, meshes: Meshes) -> list[Run]:
 
 
 def compare(program: Program, runs: Sequence[Run]) -> str:
-    """What went wrong with ``program``, of which the ranks saw ``theirs``; or nothing."""
+    """Compare the runs of all ranks with the reference, and describe the first failure, or return an empty text."""
     if text := next((run.error for run in runs if run.error), ""):
         return text
     expected = attempt(lambda: train_reference(program))

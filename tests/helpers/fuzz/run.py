@@ -1,4 +1,4 @@
-"""Steps of programs, and programs on a sharded model. Everything a rank can see is noted, to be compared later."""
+"""Runs the steps of programs, and programs on a sharded model. All values of a rank are noted for comparison."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ __all__ = [
 
 BATCH = 3
 SEED = 7
-"""Of initialisation."""
+"""The seed of initialisation."""
 
-# eps as large as the gradients, so that Adam does not follow rounding where these are all rounding.
+# eps is as large as the gradients, so that Adam does not amplify gradients that are only rounding.
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=True),
@@ -76,7 +76,7 @@ FEEDBACK = CommunicationPolicy(reduce_scatter=ErrorFeedback(Cast()), all_reduce=
 
 @dataclass
 class Run:
-    """What a rank saw, in order: losses, gradients of inputs and of parameters, parameters. Empty where it failed."""
+    """The values of a rank, in order: losses, gradients of inputs and parameters, parameters. Empty after an error."""
 
     labels: list[tuple[str, int]] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Run:
 
 
 class Driver:
-    """Around the passes of ``play``, for a model without gradients to share."""
+    """Hooks around the passes of ``play``. These do nothing."""
 
     def before_forward(self, step: Step) -> None: ...
     def before_backward(self, step: Step, is_last: bool) -> None: ...
@@ -98,7 +98,7 @@ class Driver:
 
 
 def play(model: Part, width: int, step: Step, seed: int, driver: Driver, run: Run) -> None:
-    """One step of one rank, up to the optimizer's."""
+    """Run one step of one rank, without the optimizer's step."""
     generator = torch.Generator().manual_seed(seed)
 
     def batch() -> torch.Tensor:
@@ -173,7 +173,7 @@ def play(model: Part, width: int, step: Step, seed: int, driver: Driver, run: Ru
 
 
 class Sharded(Driver):
-    """Sets up every pass of the sharded model as the step says."""
+    """Prepares every pass of the sharded model as the step specifies."""
 
     def __init__(self, model: Part, roots: list[FSDPModule], recorder: Recorder) -> None:
         self.model = model
@@ -181,9 +181,9 @@ class Sharded(Driver):
         self.roots = roots
         self.recorder = recorder
         self.contexts = ExitStack()
-        """Around the backward that is under way."""
+        """The contexts around the current backward."""
         self.is_clean = False
-        """Whether everything is sharded: a backward came last, and nothing is to be kept after that."""
+        """True if all parameters must be sharded: the last pass was a backward that keeps none."""
 
     def before_forward(self, step: Step) -> None:
         self.is_clean = False
@@ -211,17 +211,17 @@ class Sharded(Driver):
 
     def after_backward(self, step: Step, is_last: bool) -> None:
         self.contexts.close()
-        # Every backward begins at the whole, but may not reach a unit further down that is a root of its own.
+        # Every backward begins at the root of the tree, but may not reach an inner model that is its own root.
         self.is_clean = step.keep != "always" and is_last and isinstance(self.model, FSDPModule)
 
     def reset(self) -> None:
-        """After a step that failed, or did not."""
+        """Reset the model after a step that may have failed."""
         self.contexts.close()
         for root in self.roots:
             root.reset_iter_state()
 
     def generate(self, x: torch.Tensor, forwards: int) -> None:
-        """Nothing is communicated in these forwards."""
+        """Unshard all groups and run forwards, which do not communicate."""
         chosen = {state_of(module): state_of(module).reshard for module in self.modules}
         for module in self.modules:
             module.unshard()
@@ -243,9 +243,9 @@ class Sharded(Driver):
 
 
 def mesh_of(program: Program, thread: int) -> DeviceMesh:
-    """Of all ranks; with names where parameters are placed on it before they are sharded.
+    """Return the mesh of all ranks. Its dims have names if parameters are placed on it before they are sharded.
 
-    A mesh dim of all ranks has their default process group in thread 0, and one of its own in others.
+    A mesh dim of all ranks has the default process group in thread 0, and its own process group in other threads.
     """
     shape, names = program.mesh, None
     if program.placing is not None:
@@ -255,7 +255,7 @@ def mesh_of(program: Program, thread: int) -> DeviceMesh:
 
 
 def place(model: Part, placing: Placing, mesh: DeviceMesh) -> None:
-    """Makes DTensors of all parameters that are to be sharded, each once."""
+    """Replace all parameters that will be sharded by DTensors, each once."""
     on = mesh if placing.full else mesh["tensor"]
     names, placed = on.mesh_dim_names or (), dict[nn.Parameter, tuple[nn.Parameter, list[Placement]]]()
     for number, part in enumerate(parts(model)):
@@ -264,7 +264,7 @@ def place(model: Part, placing: Placing, mesh: DeviceMesh) -> None:
         is_partial = placing.arrival == "partial" or (placing.arrival == "either" and number % 2 == 1)
         on_data: Placement = Partial() if is_partial else Replicate()
         own = list(part.named_parameters(recurse=False))
-        # DTensor itself adds up what one backward gives a shared parameter, so all of that must arrive alike.
+        # DTensor adds the gradients of a shared parameter in one backward, so they must have the same placements.
         shared = (placed[parameter][1] for _, parameter in own if parameter in placed)
         part.arrive = next(shared, [Partial() if name == "tensor" else on_data for name in names])
         for name, parameter in own:
@@ -275,7 +275,7 @@ def place(model: Part, placing: Placing, mesh: DeviceMesh) -> None:
 
 
 def mesh_options(program: Program, mesh: DeviceMesh) -> dict[str, Any]:
-    """What ``fully_shard`` is told of the mesh."""
+    """Return the arguments of ``fully_shard`` that specify the mesh."""
     if program.placing is None:
         return {"mesh": mesh}
     data = (mesh.mesh_dim_names or ())[:-1]
@@ -285,7 +285,7 @@ def mesh_options(program: Program, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
-    """The ``fully_shard`` calls and setters that the program asks for. Returns the outermost units."""
+    """Apply the ``fully_shard`` calls and setters of the program, and return the root modules."""
     sharded, options = states(model), mesh_options(program, mesh)
     if program.placing is not None:
         place(model, program.placing, mesh)
@@ -324,7 +324,7 @@ def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
 
 
 def bottom_up(model: nn.Module) -> list[list[Part]]:
-    """The modules to shard, by group, each after all that it contains; a list after all of the block that holds it."""
+    """Return the modules to shard, by group. Inner modules come first; a list comes after all children of its block."""
     members: dict[object, list[Part]] = {}
     for part in states(model):
         members.setdefault(part.group.path, []).append(part)
@@ -344,7 +344,7 @@ def bottom_up(model: nn.Module) -> list[list[Part]]:
 
 
 def owners_of(model: nn.Module, user: Part) -> list[nn.Module]:
-    """A module of each group from which that of ``borrower`` borrows."""
+    """Return one module of each group that owns a parameter used by the group of ``user``."""
     sharded = {part.group.path: part for part in reversed(states(model))}
     paths = (
         part.owner_path
@@ -368,7 +368,7 @@ def policy_of(state: ShardCall) -> MixedPrecisionPolicy:
 
 
 class Training:
-    """A program on this rank: the sharded model, from the moment this is made, and the steps with it."""
+    """A program on this rank. The constructor builds and shards the model, and :meth:`run` trains it."""
 
     def __init__(self, program: Program, mesh: DeviceMesh) -> None:
         self.program, self.clock, self.recorder = program, Clock(), Recorder()
@@ -380,7 +380,7 @@ class Training:
         self.driver = Sharded(self.model, roots, self.recorder)
 
     def run(self) -> Run:
-        """What this rank sees."""
+        """Train the model and return the values of this rank."""
         run = Run()
         with recording(self.recorder):
             self.train(run)
@@ -421,20 +421,21 @@ TrainingFactory = Callable[[], Training]
 
 
 def training_factories(program: Program, mesh: DeviceMesh) -> list[TrainingFactory]:
-    """What makes the training of ``program`` and, if steps of it fail, that of the program without failures."""
+    """Return constructors of the training of ``program`` and, if steps of it fail, of the program without failures."""
     return [partial(Training, each, mesh) for each in dict.fromkeys((program, program.undisturbed))]
 
 
 def construct_in_order(program: Program, makers: Sequence[TrainingFactory]) -> list[TrainingFactory]:
-    """``makes``, called now where models must be made in one order on all ranks: where making one takes the default
-    random generator, which all threads share, or makes process groups.
+    """Return ``makers``, and call them now if all ranks must build the models of all threads in the same order.
+
+    This is necessary if a constructor uses the default random generator, which threads share, or makes process groups.
     """
     smaller = any(type(state.reshard) is int for state in groups(program.tree).values())
     return [partial(next, iter([maker()])) for maker in makers] if program.by_seed or smaller else list(makers)
 
 
 def train_sharded(makers: Sequence[TrainingFactory]) -> Run:
-    """What a rank sees. Steps that fail and are repeated must leave nothing behind, to the bit."""
+    """Train and return the values of this rank. Failed and repeated steps must give bitwise the same values."""
     run, *others = (maker().run() for maker in makers)
     for undisturbed in others:
         for (label, _), value, expected in zip(run.labels, run.values, undisturbed.values, strict=True):
@@ -444,7 +445,7 @@ def train_sharded(makers: Sequence[TrainingFactory]) -> Run:
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Gives ``recorder`` the events of this thread. Those of another one are of groups with the same names."""
+    """Add the events of this thread to ``recorder``. Events of other threads may have groups with the same names."""
     thread = get_ident()
 
     def record(event: TraceEvent) -> None:
