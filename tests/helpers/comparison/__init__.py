@@ -1,1 +1,1 @@
-"""Programs that torch's FSDP2 and this library answer differently: the rows of ``docs/compared-with-fsdp2.md``."""
+"""Programs that behave differently on torch's FSDP2 and here: the rows of ``docs/compared-with-fsdp2.md``."""

@@ -1,4 +1,4 @@
-"""All rows of the comparison, and how a rank runs one."""
+"""Collects the rows of the comparison, and runs one row on a rank."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ROWS = {
     for each in vars(module).values()
     if isinstance(each, Row)
 }
-"""By the name of their program, in the order of the page."""
+"""Maps the name of each program to its row, in the order of the page."""
 
 _SECONDS = 3.0
-"""The timeout of the mesh's process group: a rank that would wait for ever raises after it."""
+"""The timeout of the mesh's process group, after which a waiting rank raises."""
 
 
 def play(name: str, library: str) -> str:
-    """Runs a row's program on this rank and gives its report: the program's own, or the exception that it raised."""
+    """Run the program of a row on this rank, and return its report or the exception that it raised."""
     group = dist.new_group(timeout=timedelta(seconds=_SECONDS))
     mesh = DeviceMesh.from_group(group, "cpu")
     with warnings.catch_warnings(), redirect_stderr(StringIO()), redirect_stdout(StringIO()):  # torch prints stacks

@@ -58,7 +58,7 @@ def take_bf16(self: torch.Tensor, outputs: Any, metadata: Any, dtype: Any, *, ou
 
 
 def take_bf16_with_gradients(self: torch.Tensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-    """The same without ``no_grad`` around the copy."""
+    """Call :func:`take_bf16`, but copy to ``out`` without ``no_grad``."""
     if out is None:
         return take_bf16(self, outputs, metadata, dtype)
     out.copy_(outputs[0])
@@ -162,7 +162,7 @@ def quantized_rows_that_do_not_divide(library: Library, mesh: DeviceMesh) -> str
 
 
 def forget_out(self: torch.Tensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-    """Returns a new tensor each time and never fills ``out``."""
+    """Return a new tensor each time and never fill ``out``."""
     full = outputs[0].to(dtype)
     return full, (full,)
 
@@ -170,11 +170,11 @@ def forget_out(self: torch.Tensor, outputs: Any, metadata: Any, dtype: Any, *, o
 @row(
     SECTION,
     "`fsdp_post_all_gather` ignores `out` at the second gather",
-    torch="the parameter has whatever its memory holds",
+    torch="the parameter has uninitialized values",
     torch_reports=r"^wrong|nan",
     here="`ParameterError` that names the parameter and the class",
     our_reports=r"^ExtensionError|^ParameterError",
-    reason="Memory that nobody wrote trains to NaN, or worse, does not.",
+    reason="Uninitialized memory gives NaN, or wrong values without an error.",
 )
 def out_ignored(library: Library, mesh: DeviceMesh) -> str:
     return trained(library, mesh, 64, send_bf16, forget_out)
@@ -196,7 +196,7 @@ class Uncut(torch.Tensor):
     torch="`fully_shard` raises the class's error",
     torch_reports=r"^NotImplementedError: chunk is not supported",
     here="cut by `narrow`",
-    reason="Either says the same.",
+    reason="`chunk` and `narrow` give the same shards.",
 )
 def class_without_chunk(library: Library, mesh: DeviceMesh) -> str:
     model: Any = nn.Linear(6, 6, bias=False)
@@ -213,7 +213,7 @@ def class_without_chunk(library: Library, mesh: DeviceMesh) -> str:
     "add_safe_globals` was called with the class",
     torch_reports=r"Unsupported global: GLOBAL tests\.helpers\.extension_tensors\.Pair",
     here="`composable_fsdp.checkpoint.save` writes the inner tensors, `load` restores them",
-    reason="Tensors are values: a file of them runs no code of the class when it is read.",
+    reason="A file of plain tensors runs no code of the class when it is loaded.",
 )
 def checkpoint_of_a_tensor_class(library: Library, mesh: DeviceMesh) -> str:
     def build(values: torch.Tensor) -> Any:

@@ -44,7 +44,7 @@ def is_ours(library: Library) -> bool:
     torch="an assertion about mixed gradient dtypes",
     torch_reports=r"AssertionError: FSDP reduce-scatter expects uniform gradient dtype",
     here="the sum, in the reduce dtype",
-    reason="Which microbatch uses a parameter first is up to the data.",
+    reason="The data may decide which microbatch uses a parameter first.",
 )
 def first_used_in_the_last_microbatch(library: Library, mesh: DeviceMesh) -> str:
     rank = dist.get_rank()
@@ -142,7 +142,7 @@ def hook_on_a_sharded_parameter(library: Library, mesh: DeviceMesh) -> str:
     torch="keeps the accumulated gradients, against its documentation",
     torch_reports=r"^wrong: gradient of trunk.weight",
     here="drops them",
-    reason="The method is for starting a step anew.",
+    reason="The method restarts a step.",
 )
 def reset_in_an_accumulation(library: Library, mesh: DeviceMesh) -> str:
     rank = dist.get_rank()
@@ -230,7 +230,7 @@ def ranks_use_different_parameters(library: Library, mesh: DeviceMesh) -> str:
     "`clip_grad_norm_` with `norm_type=inf` where a rank has an empty shard",
     torch="raises on the rank with the empty shard; the others hang",
     torch_reports=r"Timed out|Connection closed",
-    here="`composable_fsdp.clip_grad_norm_` gives the norm of the whole gradient on every rank",
+    here="`composable_fsdp.clip_grad_norm_` gives the norm of the full gradient on every rank",
     reason="A bias with fewer elements than ranks has empty shards.",
 )
 def infinite_norm_of_an_empty_shard(library: Library, mesh: DeviceMesh) -> str:
@@ -248,7 +248,7 @@ def infinite_norm_of_an_empty_shard(library: Library, mesh: DeviceMesh) -> str:
     torch="raises",
     torch_reports=r"RuntimeError",
     here="`composable_fsdp.clip_grad_norm_` gives one norm",
-    reason="Experts and dense layers have meshes of their own.",
+    reason="Experts and dense layers have different meshes.",
 )
 def norm_over_two_meshes(library: Library, mesh: DeviceMesh) -> str:
     other = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("replicate", "shard"))
@@ -287,7 +287,7 @@ def rprop(library: Library, mesh: DeviceMesh) -> str:
     "Trainable parameters of one group have two dtypes",
     torch="an assertion about uniform dtypes, at the first forward",
     torch_reports=r"AssertionError: FSDP expects uniform original parameter dtype",
-    here="each dtype has transfers of its own in the group",
+    here="each dtype has its own messages in the group",
     reason="Adapters and norms in fp32 beside bf16 weights are common.",
 )
 def two_dtypes_in_a_group(library: Library, mesh: DeviceMesh) -> str:

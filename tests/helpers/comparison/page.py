@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "compared-with-fsdp2.md"
 _HEAD = """\
 # Compared with torch's FSDP2
 
-Programs that torch's FSDP2 (2.13, on CPU with gloo) and this library answer differently. Each row is a test:
+This page lists programs that behave differently on torch's FSDP2 (2.13, on CPU with gloo) and here. Each row is a test:
 `tests/parity/test_comparison.py` runs the program on both libraries and checks both outcomes. The last column is the
 name of the program: `pytest tests/parity/test_comparison.py -k NAME`. This page is made from these programs by
 `python -m tests.helpers.comparison.page`.

@@ -30,7 +30,7 @@ def two_layers() -> nn.Module:
 
 
 def after_one_step(train: Callable[[nn.Module, torch.optim.Optimizer, int], None], model: nn.Module) -> str:
-    """``right`` if the next output of ``model`` is that of an unsharded model after the same step."""
+    """Return ``right`` if the next output of ``model`` equals that of an unsharded model after the same step."""
     reference = seeded(two_layers)
     train(model, torch.optim.SGD(model.parameters(), lr=0.5), dist.get_rank())
     for rank in range(dist.get_world_size()):
@@ -50,7 +50,7 @@ def after_one_step(train: Callable[[nn.Module, torch.optim.Optimizer, int], None
     torch_reports=r"^nothing was updated",
     here="`ConfigurationError` at its first step; the message names a parameter",
     our_reports=r"^ConfigurationError: SGD was built before fully_shard",
-    reason="A training run that trains nothing should not go on.",
+    reason="A run that updates nothing should raise an error.",
 )
 def optimizer_before_sharding(library: Library, mesh: DeviceMesh) -> str:
     model = seeded(two_layers)
@@ -66,7 +66,7 @@ def optimizer_before_sharding(library: Library, mesh: DeviceMesh) -> str:
     torch_reports=r"^nothing was updated",
     here="`ConfigurationError` at its first step",
     our_reports=r"^ConfigurationError: SGD was built while parameters were unsharded",
-    reason="The same.",
+    reason="A run that updates nothing should raise an error.",
 )
 def optimizer_between_forward_and_backward(library: Library, mesh: DeviceMesh) -> str:
     model = library.fully_shard(seeded(two_layers), mesh=mesh)
@@ -91,7 +91,7 @@ def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     torch="the root stays unsharded, and the next forward computes with old values",
     torch_reports=r"^wrong: output of old parameters",
     here="unsharded parameters are gathered again after an optimizer's step",
-    reason="Nothing says that the evaluation must come elsewhere.",
+    reason="An evaluation may run at any point of a step.",
 )
 def evaluation_before_the_step(library: Library, mesh: DeviceMesh) -> str:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -252,7 +252,7 @@ def forward_called_directly(library: Library, mesh: DeviceMesh) -> str:
     "`copy.deepcopy` of a sharded module",
     torch="`AssertionError`",
     torch_reports=r"^AssertionError",
-    here="a sharded copy that trains by itself",
+    here="a sharded copy that trains independently",
     reason="Averaged and teacher models are copies.",
 )
 def deep_copy(library: Library, mesh: DeviceMesh) -> str:
@@ -292,7 +292,7 @@ def one_parameter_in_two_groups(library: Library, mesh: DeviceMesh) -> str:
     torch_reports=r"^changed nothing",
     here="`ParameterError` where ranks of one host share the memory of unsharded parameters; elsewhere it is lost, too",
     our_reports=r"^ParameterError: parameters \['0.weight'\] were changed in place while they were unsharded",
-    reason="Other ranks would see the change. Looking for it elsewhere would cost a pass over all parameters.",
+    reason="Other ranks would see the change. Detecting it elsewhere would cost a pass over all parameters.",
 )
 def in_place_change_of_an_unsharded_parameter(library: Library, mesh: DeviceMesh) -> str:
     class Clamped(nn.Linear):
@@ -317,7 +317,7 @@ def in_place_change_of_an_unsharded_parameter(library: Library, mesh: DeviceMesh
     torch_reports=r"^equal shards",
     here="`ParameterError` at the first forward; `initialize(model, seed=...)` gives the values of the unsharded model",
     our_reports=r"^ParameterError: .*the same random values on ranks 0, 1",
-    reason="A model with repeated rows trains worse, and nothing shows it.",
+    reason="A model with repeated rows trains worse without an error.",
 )
 def equal_random_shards(library: Library, mesh: DeviceMesh) -> str:
     with torch.device("meta"):
@@ -334,7 +334,7 @@ def equal_random_shards(library: Library, mesh: DeviceMesh) -> str:
 @row(
     SECTION,
     "Ranks build the model with different seeds",
-    torch="trains a patchwork of the ranks' values, silently",
+    torch="trains a model with values of different ranks, silently",
     torch_reports=r"^trains",
     here="`DivergenceError` at the first forward; `sync_module_states=True` begins with rank 0's values",
     our_reports=r"^DivergenceError: ",
@@ -354,7 +354,7 @@ def different_starting_values(library: Library, mesh: DeviceMesh) -> str:
     torch_reports=r"^ignored",
     here="`ParameterError` at the next forward; `p.copy_(value)` under `torch.no_grad()` works",
     our_reports=r"^ParameterError: parameters \['weight'\] of .* were given other values by p\.data",
-    reason="The values of a `DTensor` are in its local tensor, which does not follow.",
+    reason="The values of a `DTensor` are in its local tensor, which `p.data = value` does not change.",
 )
 def data_of_another_tensor(library: Library, mesh: DeviceMesh) -> str:
     model: Any = library.fully_shard(seeded(lambda: nn.Linear(6, 6)), mesh=mesh)
@@ -417,7 +417,7 @@ class Packed(nn.Parameter):
 
 
 class Unpacking(nn.Module):
-    """A frozen layer of packed values, which asks for their class, and an adapter beside it."""
+    """A frozen layer of packed values, which checks their class, and an adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,7 +451,7 @@ def class_of_a_parameter(library: Library, mesh: DeviceMesh) -> str:
     "A model is dropped after a training step, and Python's garbage collector has not run",
     torch="all its modules are still in memory",
     torch_reports=r"^3 of 3 modules are left",
-    here="nothing of it is left",
+    here="no module is in memory",
     our_reports=r"^0 of 3 modules are left",
     reason="Reference cycles keep the memory of shards until the collector runs, on a GPU too.",
 )

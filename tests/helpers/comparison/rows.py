@@ -21,24 +21,24 @@ Library = Any
 """A module with the public names of FSDP2."""
 
 Program = Callable[[Library, DeviceMesh], str]
-"""Runs on every rank with a 1-d mesh of all ranks, and says in a word or two how it went."""
+"""Runs on every rank with a 1-d mesh of all ranks, and returns a short report."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A program and what its ranks report.
+    """A program and the expected reports of its ranks.
 
     Args:
-        section: title of the table that the row stands in.
-        title: the program, in words.
-        program: name of the function, in a module of this package.
-        torch: the outcome on torch's FSDP2, in words.
-        torch_reports: matches what the ranks report there. Reports are joined by ``" | "`` in the order of ranks.
-        here: the outcome on this library, in words.
-        our_reports: matches what the ranks report here.
-        reason: why this library does otherwise.
-        ranks: how many run the program.
-        needs: a package that the program imports, if it is not one of the test suite's own.
+        section: the title of the table.
+        title: the description of the program.
+        program: the function.
+        torch: the description of the outcome on torch's FSDP2.
+        torch_reports: a pattern of the reports there. Reports are joined by ``" | "`` in the order of ranks.
+        here: the description of the outcome on this library.
+        our_reports: a pattern of the reports here.
+        reason: the reason for the difference.
+        ranks: the number of ranks.
+        needs: a package that the program imports and the test suite does not require.
     """
 
     section: str
@@ -69,7 +69,7 @@ def row(
     ranks: int = 2,
     needs: str | None = None,
 ) -> Callable[[Program], Row]:
-    """Makes a row of the decorated program."""
+    """Make a row of the decorated program."""
     return lambda program: Row(section, title, program, torch, torch_reports, here, our_reports, reason, ranks, needs)
 
 
@@ -94,12 +94,12 @@ def compare_gradients(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> str:
-    """``right`` if every gradient is that of the mean of all ranks' losses, else how one differs.
+    """Return ``right`` if all gradients are those of the mean loss of all ranks, else the first difference.
 
     Args:
         model: sharded, after backward.
         reference: unsharded, with the same values.
-        loss: of a model on the data of a rank.
+        loss: a function from a model and a rank to the loss on the data of the rank.
     """
     world_size = dist.get_world_size()
     reference.zero_grad()
