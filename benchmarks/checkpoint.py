@@ -1,10 +1,10 @@
-"""Saving and loading of model and AdamW state against torch's FSDP2 with torch.distributed.checkpoint as it comes.
+"""Measures saving and loading of model and AdamW state, against torch's FSDP2 with ``torch.distributed.checkpoint``.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/checkpoint.py
 
-``save`` is until all is on disk, ``stall`` what an asynchronous save costs before training can go on, ``load`` into a
-model and an optimizer that exist. Ours computes checksums on saving and compares them on loading, unless the row says
-unverified; the peer has none. All ranks begin together, and the time is the longest of all.
+``save`` is the time until all data are on disk, ``stall`` the pause of training for an asynchronous save, and ``load``
+the time to load into an existing model and optimizer. Ours computes checksums on saving and compares them on loading,
+unless the row says unverified; the other has none. All ranks begin together, and the time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCKS = 8
 
 
 class Trained:
-    """A sharded model of ``mib`` MiB of fp32 parameters after a step of AdamW, whose state is twice as much."""
+    """Build a sharded model of ``mib`` MiB of fp32 parameters, after a step of AdamW with state of twice the size."""
 
     def __init__(self, library: str, mib: int, mesh: DeviceMesh) -> None:
         width = max(16, int((mib * 2**20 / 4 / BLOCKS) ** 0.5))
@@ -43,13 +43,13 @@ class Trained:
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Any]:
-        """What users of the peer save."""
+        """Return the state that users of torch's checkpoints save."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
 
 def fresh(folder: Path) -> Path:
-    """``folder``, of which nothing is there: neither side spends time on deleting."""
+    """Return the path of a folder that does not exist, so that neither side deletes files."""
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -99,7 +99,7 @@ def peers(trained: Trained, folder: Path) -> dict[str, Callable[[], float]]:
 
 
 def longest(samples: list[float]) -> list[float]:
-    """Of all ranks, each time."""
+    """Return the maximum over ranks of each sample."""
     times = torch.tensor(samples, dtype=torch.float64)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.tolist()

@@ -1,11 +1,11 @@
-"""From which size on does a parameter travel faster by itself than packed with others?
+"""Finds the size from which a separate message for a parameter is faster than packing it with others.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/collectives.py
 
-For each size, eight parameters of that full size are gathered once packed, with the copy out that packing
-costs, and once direct. The crossing is what ``_comm/shm/shm_communicator.py`` has as its threshold, and with
-``COMPOSABLE_FSDP_SHARED_MEMORY=0`` what ``_comm/c10d.py`` has. The same for reduce-scatter, whose packed form costs a
-copy in.
+For each size, eight parameters of that full size are gathered in one message, including the copy out of it, and as
+separate messages. The size at which both take equally long is the threshold in ``_comm/shm/shm_communicator.py``, and
+with ``COMPOSABLE_FSDP_SHARED_MEMORY=0`` the one in ``_comm/c10d.py``. The same is measured for reduce-scatter, whose
+single message includes a copy in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KIB = [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 
 def variants(communicator: Communicator, nbytes: int) -> dict[str, Callable[[], None]]:
-    """Both ways to move ``TENSORS`` tensors of ``nbytes``, in both directions."""
+    """Return both methods to send ``TENSORS`` tensors of ``nbytes``, for both collectives."""
     ranks, shard = communicator.size, nbytes // 4 // communicator.size
     shards = torch.randn(TENSORS, shard)
     full = torch.empty(TENSORS, ranks * shard)

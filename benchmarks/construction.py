@@ -1,9 +1,9 @@
-"""Time to shard a model of the shape of Llama 3 70B over 1024 ranks and to take its state dict, against torch's FSDP2.
+"""Measures ``fully_shard`` and ``state_dict`` of a model like Llama 3 70B at 1024 ranks, against torch's FSDP2.
 
     OMP_NUM_THREADS=1 python benchmarks/construction.py
 
-The model is on the meta device and the process group is fake: what is measured is what the host does once per job on
-every rank before memory is filled. CPU time, since nothing is waited for.
+The model is on the meta device and the process group is fake, so only the work of the host is measured, which every
+rank does once per job before memory is allocated. CPU time is measured, because nothing waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTS = ("fully_shard", "state_dict")
 
 
 def milliseconds(action: Callable[[], object]) -> float:
-    """CPU time, with nothing of earlier actions left to collect."""
+    """Return the CPU time of ``action``, after a garbage collection."""
     gc.collect()
     begin = time.process_time()
     action()
@@ -32,7 +32,7 @@ def milliseconds(action: Callable[[], object]) -> float:
 
 
 def construction(library: str, mesh: DeviceMesh, layers: int) -> Callable[[], list[float]]:
-    """A variant that returns the milliseconds of each of ``PARTS``."""
+    """Return a variant that returns the milliseconds of each of ``PARTS``."""
 
     def run() -> list[float]:
         with torch.device("meta"):

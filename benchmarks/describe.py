@@ -1,8 +1,8 @@
-"""Time and memory to shard a meta model of 70 B parameters over 1024 simulated ranks by a policy, and to describe it.
+"""Measures sharding by a policy and ``describe`` of a meta model of 70 B parameters at 1024 simulated ranks.
 
     OMP_NUM_THREADS=1 python benchmarks/describe.py
 
-One process on one core. Memory is the most that the process has had, Python and torch included.
+The benchmark runs in one process on one core. Memory is the peak of the process, including Python and torch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 def build(layers: int) -> nn.Module:
-    """A decoder of Llama's kind, 70 billion parameters with 100 layers."""
+    """Build a decoder like Llama, with 70 billion parameters in 100 layers."""
     with torch.device("meta"):
         blocks = [FusedBlock(8192, 21504, 1024) for _ in range(layers)]
         return nn.Sequential(nn.Embedding(128256, 8192), *blocks, nn.LayerNorm(8192), nn.Linear(8192, 128256))
 
 
 def measure(layers: int, ranks: int) -> tuple[list[Row], ModelDescription]:
-    """A row for each part, and the description."""
+    """Return a row for each part, and the description."""
     rows: list[Row] = []
 
     def part(name: str, action: Callable[[], T]) -> T:

@@ -1,14 +1,15 @@
-"""Communication that a step does not hide behind compute, in virtual time, against torch's FSDP2.
+"""Measures communication that a step does not hide behind compute, in virtual time, against torch's FSDP2.
 
     OMP_NUM_THREADS=1 python benchmarks/exposure.py
 
-Eight transformer blocks (1.7 B parameters, bf16, reduction in fp32) train on a device and a network that are simulated
-(``sim/``): 450 TFLOP/s, 3.5 TB/s, 20 microseconds per collective. The libraries' own code issues everything; the
-simulation says when it would be done. Exposed is the step less the same step over a network that takes no time.
-Nothing is random and the host's clock plays no part, so every run gives the same figures.
+Eight transformer blocks (1.7 B parameters, bf16, reduction in fp32) train on a simulated device and network (``sim/``)
+with 450 TFLOP/s, 3.5 TB/s and 20 microseconds per collective. The libraries' own code launches all work, and the
+simulation computes when it would be done. Exposed communication is the time of the step minus that of the same step
+over a network that takes no time. Nothing is random or depends on the host's clock, so every run gives the same
+figures.
 
-The floor is the first all-gather and the last reduce-scatter of a block, which have nothing to hide behind where a
-block's gradients travel at once, as FSDP2 sends them: in fp32. Ours leave in batches, so it is no floor for them.
+The floor is the first all-gather and the last reduce-scatter of a block in fp32. They cannot be hidden if the gradients
+of a block are sent together, as FSDP2 does. Ours sends them in buckets, so it can be below the floor.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BYTES_PER_GBIT = 1e3 / 8  # per microsecond
 
 @dataclass(frozen=True)
 class ShmSocket:
-    """Gbit/s per rank, for each process group or, if ``shared``, for all of them together."""
+    """A network with ``gbit`` Gbit/s per rank, for each process group or, if ``shared``, for all of them together."""
 
     gbit: float
     shared: bool
@@ -47,10 +48,10 @@ class Variant:
     """A library with its settings.
 
     Attributes:
-        separate_reductions: gradients have a process group of their own.
-        ahead: blocks that are gathered ahead in both passes, where that is not left to the library: by lists in FSDP2,
-            by ``set_prefetch_limit`` in ours, which also keeps as many from forward to backward.
-        narrow: gradients travel in the 16 bits that they have, and are added up in fp32 where they arrive. Ours only.
+        separate_reductions: if true, gradients have their own process group.
+        ahead: the number of blocks to prefetch in both passes, if it is not the library's default. It is set by lists
+            in FSDP2, and by ``set_prefetch_limit`` in ours, which also keeps as many blocks from forward to backward.
+        narrow: if true, gradients are sent in 16 bits and summed in fp32 by the receiver. Only for ours.
     """
 
     library: str
@@ -83,7 +84,7 @@ VARIANTS = {
 
 
 def step_of(model: nn.Module, network: Network) -> Callable[[], float]:
-    """A training step that returns its virtual milliseconds."""
+    """Return a training step that returns its virtual milliseconds."""
     x = torch.randn(BATCH, LENGTH, DIM, requires_grad=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
@@ -97,12 +98,12 @@ def step_of(model: nn.Module, network: Network) -> Callable[[], float]:
 
 
 def steps(variant: Variant, ranks: int, wires: Sequence[ShmSocket]) -> list[dict[str, float]]:
-    """Milliseconds of a step over each of ``wires``: all of it, without communication, and what is exposed."""
+    """Return milliseconds of a step over each of ``wires``: in total, without communication, and exposed."""
     network = Network(Device(flops=450e6, bandwidth=3.5e6))
     with simulated_ranks(network, ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         step = step_of(variant.build(mesh), network)
         with Charging(network.device):
-            step()  # the first one makes the optimizer's state, and records the order of the modules
+            step()  # the first step makes the optimizer's state, and records the order of the modules
             free = step()
             network.latency = LATENCY
             taken = []
@@ -114,7 +115,7 @@ def steps(variant: Variant, ranks: int, wires: Sequence[ShmSocket]) -> list[dict
 
 
 def floor(ranks: int, gbit: float) -> float:
-    """Milliseconds of a block's all-gather in bf16 and of its reduce-scatter in fp32."""
+    """Return the milliseconds of a block's all-gather in bf16 and of its reduce-scatter in fp32."""
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in FusedBlock(DIM, HIDDEN, KV).parameters())
     return (2 * LATENCY + numel * (2 + 4) * (ranks - 1) / ranks / (gbit * BYTES_PER_GBIT)) / 1e3

@@ -1,10 +1,10 @@
-"""All-gather and reduce-scatter of four tensors over gloo and in shared memory, against gloo's own.
+"""Measures all-gather and reduce-scatter of four tensors over gloo and in shared memory, against gloo's collectives.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/gloo_transfers.py
 
-Over gloo each tensor goes by itself, from where it lies to its place, or all are copied into one message and out of
-it: where the first begins to win is the threshold of ``_comm/gloo/gloo_communicator.py``. Gloo's collectives get one
-message, as every library sends it. Memory is shared where all ranks are on one host.
+Over gloo, each tensor is sent separately without a copy, or all tensors are copied into one message and out of it. The
+size from which the first method is faster is the threshold of ``_comm/gloo/gloo_communicator.py``. Gloo's collectives
+get one message, as in every library. Memory is shared if all ranks are on one host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TENSORS = 4
 
 
 class Tensors:
-    """Alike ones of ``kib`` each, as they are sharded and in full, and the messages that hold all of them."""
+    """Equal tensors of ``kib``, sharded and in full, and messages that contain all of them."""
 
     def __init__(self, size: int, kib: int) -> None:
         numel = kib * 256
@@ -41,7 +41,7 @@ class Tensors:
         self.rows = [full.view(size, -1) for full in self.full]
 
     def gather(self, communicator: Communicator) -> None:
-        """Each by itself."""
+        """All-gather each tensor separately."""
         communicator.all_gather([Transfer(*each) for each in zip(self.full, self.shards, strict=True)]).wait()
 
     def gather_packed(self, communicator: Communicator) -> None:
@@ -50,7 +50,7 @@ class Tensors:
         torch.split_with_sizes_copy(self.received, [shard.numel() for shard in self.shards], dim=1, out=self.rows)
 
     def reduce(self, communicator: Communicator) -> None:
-        """Each by itself."""
+        """Reduce-scatter each tensor separately."""
         transfers = [Transfer(*each) for each in zip(self.shards, self.full, strict=True)]
         communicator.reduce_scatter(transfers, ReduceOp.SUM).wait()
 
@@ -60,11 +60,11 @@ class Tensors:
 
 
 def variants(communicator: GlooCommunicator, shared: Communicator, kib: int) -> dict[str, Callable[[], None]]:
-    """Ways to move four tensors of ``kib`` in full."""
+    """Return the methods to send four tensors of ``kib`` in full."""
     tensors, plain = Tensors(communicator.size, kib), ProcessGroupCommunicator(communicator.group, "cpu")
 
     def reduce_each() -> None:
-        communicator.zero_copy_min_bytes = 0  # or it would copy small ones into one message by itself
+        communicator.zero_copy_min_bytes = 0  # otherwise it would copy small tensors into one message
         tensors.reduce(communicator)
 
     ways: dict[str, Callable[[], None]] = {

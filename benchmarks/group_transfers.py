@@ -1,12 +1,13 @@
-"""All-gather and reduce-scatter of one group by its size, from shards to parameters and from gradients to shards.
+"""Measures all-gather and reduce-scatter of one group by its size, including all copies of parameters and gradients.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/group_transfers.py
 
-A group of twelve parameters, shaped like a transformer block's. An all-gather is ``unshard``; a reduce-scatter is what
-each library does once autograd has left the gradients: so both contain all copies, allocations and waits that a
-transfer needs. A backward has hooks and autograd besides; its gradients are there already.
-``--batch-kib 512 --kib 2048,4096`` shows what smaller batches of gradients cost, and ``--alone`` how much of the time
-it is that a library's code and objects are no longer in the processor's caches after the other's turn.
+The group has twelve parameters with the shapes of a transformer block. The all-gather is ``unshard``. The
+reduce-scatter is all that a library does after autograd has set the gradients. Both include the necessary copies,
+allocations and waits. The measured backward also has hooks and autograd, but its gradients exist already.
+
+``--batch-kib 512 --kib 2048,4096`` measures smaller gradient buckets. ``--alone`` runs all rounds of a library in
+sequence, so that its code and objects stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from libraries import LIBRARIES, shard
-from report import interleaved, one_after_the_other, parser, publish, ratios, spread, timed
+from report import interleaved, parser, publish, ratios, sequential, spread, timed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -34,7 +35,7 @@ KINDS = ("all-gather", "reduce-scatter", "backward")
 
 
 class Ready(torch.autograd.Function):
-    """The identity of ``x``, whose backward hands over the gradients that were made for the parameters."""
+    """Return ``x`` unchanged. Backward sets the prepared gradients of the parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
@@ -44,12 +45,12 @@ class Ready(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         given = tuple(ctx.gradients)
-        ctx.gradients.clear()  # held by nobody else, they are taken over instead of copied
+        ctx.gradients.clear()  # gradients without other references are used without a copy
         return gradient, None, *given
 
 
 class Group(nn.Module):
-    """Parameters of about ``kib`` in all: four matrices with most of it, as 3 : 1 : 4 : 4, and vectors."""
+    """Make parameters of about ``kib`` in total: four matrices with sizes as 3 : 1 : 4 : 4, and vectors."""
 
     def __init__(self, kib: int) -> None:
         super().__init__()
@@ -63,8 +64,8 @@ class Group(nn.Module):
         return Ready.apply(x, self.gradients, *self.weights)
 
 
-def reduce_by_ours(model: nn.Module) -> Callable[[], None]:
-    """What reduces the gradients that lie on the parameters of ``model``."""
+def library_reduction(model: nn.Module) -> Callable[[], None]:
+    """Return a function that reduces the gradients of the parameters of ``model``."""
     group, streams = state_of(model).group, CommStreams(torch.device("cpu"))
 
     def reduce() -> None:
@@ -87,13 +88,13 @@ def reduce_by_fsdp2(model: Any) -> Callable[[], None]:
 
 
 def transfers(library: str, kib: int, mesh: DeviceMesh) -> dict[str, Callable[[], float]]:
-    """Variants that return the milliseconds of each of ``KINDS``."""
+    """Return variants that return the milliseconds of each of ``KINDS``."""
     model = Group(kib)
     shard(LIBRARIES[library], model, [], mesh, bf16=False)
     x = torch.zeros(1, requires_grad=True)
-    model(x)  # the first forward completes what is made once
+    model(x)  # the first forward builds what is built once
     model.reshard()
-    reduce_gradients = {"ours": reduce_by_ours, "fsdp2": reduce_by_fsdp2}[library](model)
+    reduce_gradients = {"ours": library_reduction, "fsdp2": reduce_by_fsdp2}[library](model)
 
     def gather() -> float:
         taken = timed(model.unshard)()
@@ -125,7 +126,7 @@ def measure(kib: int, mesh: DeviceMesh, rounds: int, *, alone: bool) -> dict[str
     row: dict[str, Any] = {"KiB": kib}
     for kind in KINDS:
         variants = {library: kinds[kind] for library, kinds in built.items()}
-        taken = (one_after_the_other if alone else interleaved)(variants, rounds, warm_up=WARM_UP)
+        taken = (sequential if alone else interleaved)(variants, rounds, warm_up=WARM_UP)
         longest = {library: slowest(samples) for library, samples in taken.items()}
         row |= {f"{kind}, {library} ms": spread(samples) for library, samples in longest.items()}
         row[f"{kind}, ours/fsdp2"] = ratios(longest["ours"], longest["fsdp2"])
@@ -133,7 +134,7 @@ def measure(kib: int, mesh: DeviceMesh, rounds: int, *, alone: bool) -> dict[str
 
 
 def slowest(samples: list[float]) -> list[float]:
-    """Of all ranks, sample by sample."""
+    """Return the samples of all ranks, reduced sample by sample."""
     times = torch.tensor(samples)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.tolist()

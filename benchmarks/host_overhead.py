@@ -1,10 +1,10 @@
-"""Host time that sharding adds to one group's forward and backward, against torch's FSDP2, on the fake process group.
+"""Measures the host time that sharding adds to forward and backward of one group, against torch's FSDP2.
 
     OMP_NUM_THREADS=1 python benchmarks/host_overhead.py
 
-Nothing is sent and the tensors are tiny, so what is left is Python. Both libraries run step by step in turn; overhead
-is the step less that of the same model without sharding, per group. With ``--alone`` the steps of each follow each
-other: the difference is what it costs that its code and objects are no longer in the processor's caches.
+The process group is fake and the tensors are tiny, so the time is that of Python. The steps of both libraries run in
+turn. Overhead is the time of the step minus that of the same model without sharding, per group. With ``--alone`` all
+steps of a library run in sequence, so that its code and objects stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from libraries import LIBRARIES, fake_ranks, shard
-from report import interleaved, one_after_the_other, parser, publish, ratios, spread
+from report import interleaved, parser, publish, ratios, sequential, spread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -46,7 +46,7 @@ def build(parameters: int, library: str | None, mesh: DeviceMesh, *, bf16: bool)
 
 
 def step(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
-    """Forward and backward as a variant that returns its CPU microseconds per group."""
+    """Return forward and backward as a variant that returns its CPU microseconds per group."""
 
     def run() -> float:
         begin = time.process_time()
@@ -63,7 +63,7 @@ def measure(parameters: int, mesh: DeviceMesh, rounds: int, *, bf16: bool, alone
     x = torch.randn(4, 16, requires_grad=True, dtype=torch.bfloat16 if bf16 else torch.float32)
     libraries = {"none": None, "ours": "ours", "fsdp2": "fsdp2"}
     variants = {name: step(build(parameters, library, mesh, bf16=bf16), x) for name, library in libraries.items()}
-    samples = (one_after_the_other if alone else interleaved)(variants, rounds, warm_up=5)
+    samples = (sequential if alone else interleaved)(variants, rounds, warm_up=5)
     base = spread(samples["none"])["median"]
     ours, fsdp2 = ([taken - base for taken in samples[name]] for name in ("ours", "fsdp2"))
     return {

@@ -1,4 +1,4 @@
-"""The two libraries that have ``fully_shard``, used alike: ours and torch's."""
+"""The two libraries that provide ``fully_shard``, with equal use: this library and torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shard(
     bf16: bool,
     **options: Any,
 ) -> None:
-    """Makes a group of each of ``blocks`` and one of the rest; with ``bf16``, gradients are reduced in fp32."""
+    """Make a group of each of ``blocks`` and one of the rest. With ``bf16``, gradients are reduced in fp32."""
     options["mesh"] = mesh
     if bf16:
         options["mp_policy"] = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -38,7 +38,7 @@ def shard(
 
 
 def prefetch_explicitly(blocks: Sequence[Any], ahead: int = 1) -> None:
-    """Each of ``blocks`` fetches the next ``ahead`` before they run: FSDP2's documented way to overlap more."""
+    """Make each of ``blocks`` prefetch the next ``ahead`` blocks, which FSDP2 documents for more overlap."""
     for place, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(list(blocks[place + 1 : place + 1 + ahead]))
         block.set_modules_to_backward_prefetch(list(blocks[max(0, place - ahead) : place][::-1]))
@@ -46,7 +46,7 @@ def prefetch_explicitly(blocks: Sequence[Any], ahead: int = 1) -> None:
 
 @contextmanager
 def fake_ranks(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """A mesh of ``size`` ranks as one of them sees it. Nothing is sent; results have the right shapes only."""
+    """Return a mesh of ``size`` ranks in one process. Nothing is sent; only the shapes of results are right."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield init_device_mesh("cpu", (size,))

@@ -1,15 +1,15 @@
-"""Memory that ranks need to load and save a safetensors checkpoint, against the documented way of torch's FSDP2.
+"""Measures the memory of ranks that load and save a safetensors checkpoint, against the way that FSDP2 documents.
 
     OMP_NUM_THREADS=1 python benchmarks/load_memory.py
 
-A model is sharded on the meta device, given memory, filled from files that this script has made in a directory for the
-time being, and written to another. FSDP2's way is ``safetensors.torch.load_file`` on rank 0, then
+A model is sharded on the meta device, allocated, loaded from files in a temporary directory, and saved to another
+directory. The method for FSDP2 is ``safetensors.torch.load_file`` on rank 0, then
 ``set_model_state_dict(..., StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))``, and
 ``get_model_state_dict(..., StateDictOptions(full_state_dict=True, cpu_offload=True))``, then ``save_file`` on rank 0.
 
-Each variant runs in processes of its own, several times in turn. What counts is the peak resident set size (``VmHWM``),
-of the rank where it is the largest, above what was there before the model and above the rank's shard. Pages of mapped
-files are in it: those that ``load_file`` maps could be taken away by a system short of memory.
+Each variant runs in its own processes, several times in turn. The result is the largest peak resident set size
+(``VmHWM``) of all ranks, minus the memory before the model was built and the rank's shard. It includes pages of mapped
+files. The system could reclaim those that ``load_file`` maps.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ MB = 1e6
 
 
 def build(layers: int, rows: int) -> nn.Sequential:
-    """Of ``layers`` matrices, each twice as high as wide."""
+    """A model of ``layers`` matrices, each twice as high as wide."""
     return nn.Sequential(*(nn.Linear(rows // 2, rows) for _ in range(layers)))
 
 
 def make_checkpoint(folder: Path, layers: int, rows: int) -> None:
-    """Random values in a file for each layer, and an index."""
+    """Write random values to a file for each layer, and an index."""
     weight_map = {}
     for layer in range(layers):
         values = {f"{layer}.{name}": value.detach() for name, value in nn.Linear(rows // 2, rows).named_parameters()}
@@ -85,7 +85,7 @@ WAYS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 
 
 def resident(field: str = "VmRSS") -> float:
-    """Of this process in megabytes, now, or with ``VmHWM`` the most since :func:`forget_peak`."""
+    """Return this process's memory in megabytes: now, or with ``VmHWM`` the peak since :func:`forget_peak`."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024 / MB
@@ -99,7 +99,7 @@ def forget_peak() -> None:
 
 
 def check(model: nn.Sequential, folder: Path) -> None:
-    """That the last layer has its values."""
+    """Check that the last layer has its values."""
     name = f"{len(model) - 1}.weight"
     local = model.get_parameter(name).to_local()  # type: ignore[operator]
     with safe_open(sorted(folder.glob("*.safetensors"))[-1], "pt") as file:
@@ -108,7 +108,7 @@ def check(model: nn.Sequential, folder: Path) -> None:
 
 
 def run(library: str, folder: Path, layers: int, rows: int) -> list[float]:
-    """Of this rank, by operation: megabytes above its shard at the peak, and seconds."""
+    """Return megabytes above the shard at the peak, and seconds, of this rank by operation."""
     load, save = WAYS[library]
     mesh = init_device_mesh("cpu", (RANKS,))
     dist.barrier()
@@ -132,7 +132,7 @@ def run(library: str, folder: Path, layers: int, rows: int) -> list[float]:
 
 
 def rank_main(library: str, folder: Path, layers: int, rows: int) -> None:
-    """What each rank's process runs: the first one prints the largest figures as its last line."""
+    """Run on each rank's process. The first rank prints the largest figures as its last line."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     figures = torch.tensor(run(library, folder, layers, rows))
@@ -144,7 +144,7 @@ def rank_main(library: str, folder: Path, layers: int, rows: int) -> None:
 
 
 def in_processes(library: str, folder: Path, layers: int, rows: int) -> list[float]:
-    """What :func:`run` gives, of ranks that are started for this only."""
+    """Return the figures of :func:`run` from ranks that are started only for this variant."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     sizes = ["--layers", str(layers), "--rows", str(rows)]
     ranks = [*torchrun, __file__, "--library", library, "--folder", str(folder), *sizes]
@@ -157,7 +157,7 @@ def in_processes(library: str, folder: Path, layers: int, rows: int) -> list[flo
 
 
 def measure(layers: int, rows: int, rounds: int) -> list[dict[str, Any]]:
-    """A row for each of ``OPERATIONS``."""
+    """Return a row for each of ``OPERATIONS``."""
     with TemporaryDirectory(prefix="load-memory-") as name:
         folder = Path(name)
         (folder / "made").mkdir()

@@ -1,18 +1,18 @@
-"""Exact peak and idle bytes of one rank, against torch's FSDP2 and a lower bound, on the fake process group.
+"""Computes exact peak and idle bytes of one rank, against torch's FSDP2 and a lower bound.
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py
 
-Every allocation of torch from the making of the model on is in the profiler's memory events; their running sum is what
-the rank holds. It is exact and the same on every run, whatever else the machine does. What it leaves out: memory that
-is not torch's (the backend's sockets, memory shared between ranks); ``resident.py`` has that. The optimizer is SGD
-without momentum, which keeps nothing.
+The process group is fake. The profiler records every allocation of torch since the model was built, and their running
+sum is the memory of the rank. It is exact and the same on every run. It does not include memory that torch does not
+allocate, such as sockets of the backend and memory shared between ranks, which ``resident.py`` measures. The optimizer
+is SGD without momentum, which has no state.
 
-Where the host waits for collectives, as on CPU, libraries follow another schedule than on a device with streams, as of
-every accelerator. The rows of the latter are from a device that is simulated (``sim/``), where what the host holds is
-counted after every operation. A caching allocator has to have at least that: what one stream has freed is of no use to
-another, so it may have more.
+If the host waits for collectives, as on CPU, libraries use another schedule than on a device with streams, such as an
+accelerator. The rows for streams are from a simulated device (``sim/``), where memory is counted after every operation.
+A caching allocator needs at least that. It may reserve more, because memory freed on one stream cannot be reused on
+another.
 
-The bound of ``Bound`` is for the best that sharding by groups can do, not for what has been reached.
+``Bound`` is a lower bound for any library that shards by groups.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class Timeline:
-    """What was allocated when: ``(ns, bytes allocated or, below 0, freed)``, and the ranges that were labelled."""
+    """Allocations as ``(ns, bytes, negative if freed)``, and the ranges with labels."""
 
     events: list[tuple[int, int]]
     ranges: dict[str, tuple[int, int]]
 
     @staticmethod
     def of(action: Callable[[], object]) -> Timeline:
-        """All of ``action``, which labels with ``record_function``."""
-        gc.collect()  # what earlier actions left must not be freed within this one
+        """Record all allocations of ``action``, which labels ranges with ``record_function``."""
+        gc.collect()  # memory of earlier actions must not be freed during this one
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             action()
         events = profiler.profiler.kineto_results.events()
@@ -62,7 +62,7 @@ class Timeline:
         )
 
     def held(self, label: str) -> tuple[int, int, int]:
-        """Bytes before the range ``label``, the most within it, and those after it."""
+        """Return the bytes before the range ``label``, the most in it, and those after it."""
         begin, end = self.ranges[label]
         before = sum(nbytes for time, nbytes in self.events if time < begin)
         within = list(accumulate((n for time, n in self.events if begin <= time <= end), initial=before))
@@ -70,7 +70,7 @@ class Timeline:
 
 
 def train(model: nn.Module, batch: torch.Tensor) -> None:
-    """Steps until nothing changes from one to the next, then the labelled one that counts."""
+    """Run steps until two consecutive ones are equal, then the step with the label."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     for label in (*(nullcontext for _ in range(WARM_UP)), record_function):
         gc.collect()
@@ -101,8 +101,11 @@ def sharded(library: ModuleType, case: Case, mesh: DeviceMesh, *, bf16: bool) ->
 
 @dataclass(frozen=True)
 class Bound:
-    """What a rank cannot do without: its shards, one group unsharded, that group's gradients, and, whichever is more,
-    the activations that backward needs or the gradients' shards. In bytes."""
+    """The bytes that a rank needs at least.
+
+    They are its shards, one unsharded group, the gradients of that group, and the maximum of the activations for
+    backward and the gradient shards.
+    """
 
     shards: int
     group: int
@@ -111,7 +114,7 @@ class Bound:
 
     @staticmethod
     def of(case: Case, ranks: int, *, bf16: bool) -> Bound:
-        """Activations are those of the unsharded model: what its forward leaves behind."""
+        """Measure the activations that the forward of the unsharded model keeps for its backward."""
         model = case.build()
         total = sum(parameter.numel() for parameter in model.parameters())
         blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in case.blocks(model)]
@@ -127,7 +130,7 @@ class Bound:
 
 
 def at_eight_ranks(name: str, case: Case, *, bf16: bool) -> dict[str, Any]:
-    """A row: peak and idle megabytes of both libraries, and the bound."""
+    """Return a row with peak and idle megabytes of both libraries, and the bound."""
     row: dict[str, Any] = {"case": name, "waits": "host", "dtype": "bf16" if bf16 else "fp32"}
     with fake_ranks(8) as mesh:
         for library in LIBRARIES:
@@ -143,7 +146,7 @@ def at_eight_ranks(name: str, case: Case, *, bf16: bool) -> dict[str, Any]:
 
 
 def at_many_ranks(ranks: int) -> dict[str, Any]:
-    """A row: the peak above what is held between steps, of a rank that owns nothing of most parameters."""
+    """Return a row with the peak above idle memory of a rank that has no shards of most parameters."""
     row: dict[str, Any] = {"case": f"6.3 M parameters, {ranks} ranks, above idle", "waits": "host", "dtype": "fp32"}
     with fake_ranks(ranks, rank=ranks // 3) as mesh:
         for library in LIBRARIES:
@@ -153,7 +156,7 @@ def at_many_ranks(ranks: int) -> dict[str, Any]:
 
 
 def on_streams(name: str, case: Case, *, bf16: bool) -> dict[str, Any]:
-    """A row: peak and idle megabytes of both libraries on a simulated device of 8 ranks."""
+    """Return a row with peak and idle megabytes of both libraries on a simulated device of 8 ranks."""
     row: dict[str, Any] = {"case": name, "waits": "streams", "dtype": "bf16" if bf16 else "fp32"}
     for library in LIBRARIES:
         network, ledger = Network(Device(flops=1.0, bandwidth=1.0)), Ledger()

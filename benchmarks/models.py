@@ -1,4 +1,4 @@
-"""The models that benchmarks train: which part of a library they load most is in their names' descriptions."""
+"""The models that benchmarks train. The description of each names the part of a library that it loads most."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """About 26 million parameters."""
+    """A GPT of about 26 million parameters."""
 
     def __init__(self, vocabulary: int = 8192, dim: int = 512, layers: int = 6) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Gpt(nn.Module):
 
 
 class Chain(nn.Module):
-    """Residual modules one after the other."""
+    """Residual modules in sequence."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Chain(nn.Module):
 
 
 class Experts(nn.Module):
-    """97 small linear layers, all of them used: 194 parameters in one group."""
+    """97 small linear layers with 194 parameters in one group, all of them used."""
 
     def __init__(self, dim: int, experts: int = 97) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Experts(nn.Module):
 
 
 class FusedBlock(nn.Module):
-    """A Llama block with few and large parameters: fused projections. Attention, which has none, is left out."""
+    """A Llama block with few, large parameters: fused projections, without attention, which has no parameters."""
 
     def __init__(self, dim: int, hidden: int, kv: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """The parameters of Llama 3, which is never run: 9 a block and 3 more."""
+    """The parameters of Llama 3, 9 per block and 3 more. The model is never run."""
 
     def __init__(self, vocabulary: int, dim: int, hidden: int, kv: int, layers: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """One model with its input; ``blocks`` are what is sharded by itself before the whole."""
+    """A model with its input. ``blocks`` are the modules that are sharded before the model."""
 
     what: str
     build: Callable[[], nn.Module]

@@ -1,9 +1,9 @@
-"""Step time of two ranks over slow networks, against torch's FSDP2: 100 Mbit/s, and 1 Gbit/s with 1 ms of delay.
+"""Measures step time of two ranks over slow networks, against FSDP2: 100 Mbit/s, and 1 Gbit/s with 1 ms of delay.
 
     python benchmarks/network.py  # as root
 
-Each rank runs ``step_time.py`` in a network namespace of its own (``sim/lab.py``), so its sockets are real and the wire
-is slow. Ranks there share a host, which two hosts do not: memory shared between ranks is switched off.
+Each rank runs ``step_time.py`` in its own network namespace (``sim/lab.py``), with real sockets over a slow network.
+Shared memory between ranks is disabled, because ranks on two hosts would have none.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ RANKS = 2
 LINKS = {"100 Mbit/s": Link(100), "1 Gbit/s, 1 ms": Link(1000, 1.0)}
 PORT = 29500
 GRACE = 20.0
-"""Seconds that the second rank has to end after the first."""
+"""The seconds in which the second rank must end after the first."""
 
 
 def environment(lab: Lab, rank: int) -> dict[str, str]:
-    """What torchrun would set, and that gloo takes the slow device."""
+    """Return the variables that torchrun would set, and the one that makes gloo use the slow device."""
     return os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": "0",
@@ -42,11 +42,11 @@ def environment(lab: Lab, rank: int) -> dict[str, str]:
 
 
 def step_times(link: Link, options: list[str], timeout: float) -> list[dict[str, Any]]:
-    """The rows of ``step_time.py`` over ``link``.
+    """Return the rows of ``step_time.py`` over ``link``.
 
     Raises:
         subprocess.CalledProcessError: a rank failed.
-        TimeoutError: the ranks have not come to an end in ``timeout`` seconds.
+        TimeoutError: the ranks did not end within ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory() as folder, open_lab(RANKS, link) as lab:
         out = Path(folder) / "rows.json"
@@ -58,7 +58,7 @@ def step_times(link: Link, options: list[str], timeout: float) -> list[dict[str,
         try:
             end = time.monotonic() + timeout
             lab.forward_while(lambda: time.monotonic() < end and all(rank.poll() is None for rank in ranks))
-            # The first one to leave does not wait for the other, which may still have something to say to it.
+            # The first rank that ends does not wait for the other, which may still send to it.
             grace = min(end, time.monotonic() + GRACE)
             lab.forward_while(lambda: time.monotonic() < grace and any(rank.poll() is None for rank in ranks))
             for rank in ranks:

@@ -1,9 +1,9 @@
-"""CPU time of an optimizer's step and of clipping, per parameter: on plain tensors, on DTensors, on local shards.
+"""Measures CPU time of optimizer steps and clipping, per parameter, on plain tensors, DTensors and local shards.
 
     OMP_NUM_THREADS=1 python benchmarks/optimizer_step.py
 
-One group of equal parameters on the fake process group, so nothing is sent. Variants take turns. "local" is what this
-library offers for it. The last rows are why clipping takes no single norm of a flat store: its error in fp32.
+The model is one group of equal parameters on the fake process group, so nothing is sent. Variants run in turn. "local"
+is ``local_optimizer``. The last rows show the fp32 error of a single norm of a flat store, which clipping avoids.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from composable_fsdp import clip_grad_norm_, fully_shard, local_optimizer
 
 WORLD = 2
 SIZES = {16: 200, 16384: 200, 1 << 20: 6}
-"""Elements of a shard, and how many of them."""
+"""Pairs of the elements of a shard and the number of shards."""
 OPTIONS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
@@ -38,7 +38,7 @@ class Scales(nn.Module):
 
 
 def sharded(numel: int) -> nn.Module:
-    """With shards of ``numel`` elements, and gradients as a backward leaves them."""
+    """Return a model with shards of ``numel`` elements, and gradients like those after a backward."""
     model = fully_shard(Scales(numel * WORLD, SIZES[numel]))
     model(torch.randn(numel * WORLD)).backward()
     return model
@@ -52,7 +52,7 @@ def plain(numel: int) -> list[nn.Parameter]:
 
 
 def microseconds(variants: dict[str, Callable[[], Any]], rounds: int, count: int) -> dict[str, list[float]]:
-    """CPU time of each call, per parameter: nothing here waits for anybody."""
+    """Return the CPU time of each call, per parameter. No call waits."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 2):
         for name, variant in variants.items():
@@ -82,7 +82,7 @@ def steps(numel: int, option: str, rounds: int) -> dict[str, Any]:
 
 
 def clips(numel: int, rounds: int) -> dict[str, Any]:
-    """``flat`` is the floor: one norm and one multiplication for all gradients, neither found nor checked."""
+    """Clip gradients. ``flat`` is the lower bound: one norm and one multiplication for all, without checks."""
     lists = plain(numel), list(sharded(numel).parameters()), list(sharded(numel).parameters())
     flat = torch.randn(numel * SIZES[numel])
     taken = microseconds(
@@ -103,7 +103,7 @@ def clips(numel: int, rounds: int) -> dict[str, Any]:
 
 
 def norm_errors(numel: int) -> dict[str, Any]:
-    """Relative errors of the fp32 norm of ``numel`` random elements: of one norm, and of norms of 16 Ki elements."""
+    """Return relative errors of the fp32 norm of ``numel`` random elements, computed at once or in pieces of 16 Ki."""
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     exact = flat.double().norm()
     pieces = torch.stack(torch._foreach_norm(list(flat.split(1 << 14)))).double().norm()

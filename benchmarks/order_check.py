@@ -1,10 +1,10 @@
-"""Time of a training step with what ranks do is compared never, where it is new (the default), and always.
+"""Measures time of a training step at each level of the order check: never, for new sequences (the default), always.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/order_check.py
 
-All levels live in the same processes and take turns, step by step. Ratios are of neighbouring steps, to the one without
-checks. In shared memory ranks compare always, within the messages that they send anyway, so there the levels differ in
-nothing but whether this rank's order is compared with that of its first iteration.
+All levels run in turn in the same processes, step by step. Ratios compare adjacent steps, with the step without checks.
+In shared memory ranks always compare, in messages that are sent anyway. The levels then differ only in the comparison
+of this rank's order with that of its first iteration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from models import CASES, Case
 from report import interleaved, parser, publish, ratios, spread
 from step_time import measured, over_ranks
 from torch.distributed.device_mesh import DeviceMesh
-from trainers import Job, Step
+from trainers import Step, Task
 
 from composable_fsdp import fully_shard
 from composable_fsdp._comm.factory import compared
@@ -31,20 +31,20 @@ MEASURES = ("cpu", "wall")
 
 @dataclass(frozen=True)
 class Trained:
-    """A model in training over a process group of its own, since the level is that of all models over one."""
+    """A model with its own process group, because the level applies to all models over one process group."""
 
     group: dist.ProcessGroup
     step: Step
 
     def comparisons(self, batch: torch.Tensor) -> int:
-        """Messages of one more step that only compare."""
+        """Count the messages of one more step that only compare."""
         before = compared(self.group)
         self.step(batch)
         return compared(self.group) - before
 
 
 def trained(case: Case, level: str) -> Trained:
-    """With what is compared at ``level``."""
+    """Train at the given level of the order check."""
     group = dist.new_group()
     mesh = DeviceMesh.from_group(group, "cpu")
     model: Any = case.build()
@@ -52,11 +52,11 @@ def trained(case: Case, level: str) -> Trained:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.set_order_check(level)
-    return Trained(group, Job(case, mesh, bf16=False, optimizer="sgd", local=False).step(model))
+    return Trained(group, Task(case, mesh, bf16=False, optimizer="sgd", local=False).step(model))
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """A row: what the levels take, what they are of the time without checks, and how often ranks compare in a step."""
+    """Return a row with the time of each level, its ratio to no checks, and the number of comparisons in a step."""
     batch = case.batch(torch.Generator().manual_seed(dist.get_rank()))
     levels = {level: trained(case, level) for level in LEVELS}
     variants = {level: measured(each.step, batch) for level, each in levels.items()}

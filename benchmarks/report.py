@@ -1,4 +1,4 @@
-"""How every benchmark runs and what it stores: variants in turn, the machine, the versions, the command."""
+"""Runs variants in turn, and stores results with the machine, the versions and the command."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tables import ratios, spread, table
 
 import composable_fsdp
 
-__all__ = ["SHARED_MEMORY", "interleaved", "one_after_the_other", "parser", "publish", "ratios", "spread", "timed"]
+__all__ = ["SHARED_MEMORY", "interleaved", "parser", "publish", "ratios", "sequential", "spread", "timed"]
 
 T = TypeVar("T")
 
 SHARED_MEMORY = "COMPOSABLE_FSDP_SHARED_MEMORY"
-"""The environment variable that, at 0, keeps ranks of one host from sharing memory; recorded with every result."""
+"""The environment variable that, at 0, prevents ranks of one host from sharing memory. Every result records it."""
 
 
 def interleaved(variants: dict[str, Callable[[], T]], rounds: int, *, warm_up: int = 2) -> dict[str, list[T]]:
-    """What each variant returns, ``rounds`` times and taken in turn, after ``warm_up`` rounds that do not count."""
+    """Run the variants in turn, ``rounds`` times after ``warm_up`` uncounted rounds, and return their results."""
     samples: dict[str, list[T]] = {name: [] for name in variants}
     for turn in range(warm_up + rounds):
         for name, variant in variants.items():
@@ -38,13 +38,13 @@ def interleaved(variants: dict[str, Callable[[], T]], rounds: int, *, warm_up: i
     return samples
 
 
-def one_after_the_other(variants: dict[str, Callable[[], T]], rounds: int, *, warm_up: int = 2) -> dict[str, list[T]]:
-    """As :func:`interleaved`, but all rounds of a variant follow each other: caches keep its code and objects."""
+def sequential(variants: dict[str, Callable[[], T]], rounds: int, *, warm_up: int = 2) -> dict[str, list[T]]:
+    """Run all rounds of a variant one after the other, so that caches keep its code and objects."""
     return {name: interleaved({name: variant}, rounds, warm_up=warm_up)[name] for name, variant in variants.items()}
 
 
 def timed(action: Callable[[], object]) -> Callable[[], float]:
-    """``action`` as a variant that all ranks begin together and that returns its milliseconds."""
+    """Return ``action`` as a variant that all ranks begin together and that returns its milliseconds."""
 
     def run() -> float:
         dist.barrier()
@@ -56,7 +56,7 @@ def timed(action: Callable[[], object]) -> Callable[[], float]:
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures were taken."""
+    """Return a description of the machine and the versions."""
     return {
         "cpus": os.cpu_count(),
         "processor": processor(),
@@ -69,14 +69,14 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """What Linux calls the processor; elsewhere its architecture."""
+    """Return the name of the processor on Linux, and its architecture elsewhere."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has; its first line of documentation is what ``--help`` says."""
+    """Return a parser with the options of every benchmark. ``--help`` shows the first line of ``doc``."""
     options = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     options.add_argument("--quick", action="store_true", help="few rounds and small sizes: does it run?")
     options.add_argument("--out", type=Path, default=None, help="JSON file to write")
@@ -86,14 +86,14 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def publish(
     name: str, settings: dict[str, Any], columns: Sequence[str], rows: list[dict[str, Any]], out: Path | None
 ) -> None:
-    """Prints ``rows`` as a table and writes them as JSON to ``out``, with all that is needed to take them again.
+    """Print ``rows`` as a table, and write them as JSON to ``out``, with all information to repeat the benchmark.
 
     Args:
-        name: of the benchmark.
-        settings: what distinguishes this run from others of the same benchmark, such as the number of ranks.
+        name: the name of the benchmark.
+        settings: values that distinguish runs of the same benchmark, such as the number of ranks.
         columns: the keys of ``rows`` that tables show.
-        rows: numbers, texts, and what :func:`spread` made.
-        out: where to; nowhere if None.
+        rows: numbers, texts, and results of :func:`spread`.
+        out: the path of the file. With None, no file is written.
     """
     print(f"\n{name}, {', '.join(f'{key} {value}' for key, value in settings.items())}\n\n{table(rows, columns)}\n")
     if out is None:

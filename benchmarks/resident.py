@@ -1,11 +1,11 @@
-"""Memory that the system gives to ranks that train for real over gloo, against torch's FSDP2.
+"""Measures the resident memory of ranks that train over gloo, against torch's FSDP2.
 
     OMP_NUM_THREADS=1 python benchmarks/resident.py
 
-Each variant trains in processes of its own, several times in turn. What counts is the proportional set size (PSS): a
-page that ranks share counts as a part for each, so that ranks add up to what the host has lost. Figures are means over
-ranks, above what was there after imports and the making of the process group. The peak is that of the training steps;
-idle is after them, once garbage is collected, and once more after glibc has given back what it held unused.
+Each variant trains in its own processes, several times in turn. The result is the proportional set size (PSS): a shared
+page is divided between its ranks, so that the sum over ranks is the memory used on the host. Figures are means over
+ranks, minus the memory after imports and the construction of the process group. The peak is that of the training steps.
+Idle memory is measured after the steps and a garbage collection, and again after glibc has released unused memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torch.distributed.device_mesh import init_device_mesh
 RANKS = 2
 FIGURES = ("peak", "idle", "idle trimmed")
 INTERVAL = 0.02
-"""Seconds between two looks at the set size; a look takes about a millisecond."""
+"""The seconds between two samples of the set size. A sample takes about a millisecond."""
 
 
 def pss_mb() -> float:
-    """Of this process, now."""
+    """Return the proportional set size of this process."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024 / 1e6
@@ -43,7 +43,7 @@ def pss_mb() -> float:
 
 
 class Peak:
-    """The largest set size while it is open."""
+    """A context that records the largest set size."""
 
     def __enter__(self) -> Peak:
         self.mb, self._over = pss_mb(), threading.Event()
@@ -61,14 +61,14 @@ class Peak:
 
 
 def train(library: str, case: str, steps: int) -> dict[str, float]:
-    """One rank's figures, in megabytes."""
+    """The figures of one rank, in megabytes."""
     baseline = pss_mb()
     model = CASES[case].build()
     shard(LIBRARIES[library], model, CASES[case].blocks(model), init_device_mesh("cpu", (RANKS,)), bf16=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     batch = CASES[case].batch(torch.Generator().manual_seed(dist.get_rank()))
     gc.collect()
-    trim()  # of the whole model, which was there before it was sharded
+    trim()  # the unsharded model, which existed before sharding
     with Peak() as peak:
         for _ in range(steps):
             model(batch).backward()
@@ -85,7 +85,7 @@ def trim() -> None:
 
 
 def rank_main(library: str, case: str, steps: int) -> None:
-    """What each rank's process runs: the first one prints the means as its last line."""
+    """Run on each rank's process. The first rank prints the means as its last line."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # all ranks begin with the same values
@@ -100,7 +100,7 @@ def rank_main(library: str, case: str, steps: int) -> None:
 
 
 def in_processes(library: str, case: str, steps: int) -> list[float]:
-    """``FIGURES`` of ranks that are started for this only."""
+    """Return ``FIGURES`` of ranks that are started only for this variant."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     ranks = [*torchrun, __file__, "--library", library, "--case", case, "--steps", str(steps)]
     done = subprocess.run(
@@ -110,7 +110,7 @@ def in_processes(library: str, case: str, steps: int) -> list[float]:
 
 
 def measure(case: str, steps: int, rounds: int) -> list[dict[str, Any]]:
-    """A row for each of ``FIGURES``."""
+    """Return a row for each of ``FIGURES``."""
     variants = {library: partial(in_processes, library, case, steps) for library in LIBRARIES}
     taken = interleaved(variants, rounds, warm_up=0)
     rows = []

@@ -1,9 +1,9 @@
-"""Makes ``RESULTS.md`` out of the JSON files that benchmarks have written.
+"""Makes ``RESULTS.md`` from the JSON files of benchmarks.
 
     python benchmarks/results_table.py
 
-Of several files with the same benchmark and settings, such as the number of ranks, the newest counts. Needs
-no torch.
+If several files have the same benchmark and settings, such as the number of ranks, the newest is used. This program
+does not need torch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ratios, less than 1 is better for us.
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The documents in ``paths`` that benchmarks have published, each with its file's name; others are passed over."""
+    """Return the published documents in ``paths``, each with its file's name. Other files are skipped."""
     found = ((path.name, json.loads(path.read_text())) for path in paths)
     return [{"file": name, **data} for name, data in found if isinstance(data, dict) and data.keys() >= FIELDS]
 
 
 def newest(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One document for each benchmark and settings, in the order of their names."""
+    """Return one document for each benchmark and settings, sorted by name."""
     latest: dict[tuple[str, str], dict[str, Any]] = {}
     for document in sorted(documents, key=lambda document: document["date"]):
         latest[document["name"], settings(document)] = document
@@ -58,7 +58,7 @@ def section(document: dict[str, Any]) -> str:
 
 
 def page(documents: Iterable[dict[str, Any]]) -> str:
-    """All of ``RESULTS.md``."""
+    """Return the text of ``RESULTS.md``."""
     sections = [section(document) for document in newest(documents)]
     return "\n\n".join([INTRODUCTION.rstrip(), *(sections or ["There are no results yet: `make bench`."])]) + "\n"
 

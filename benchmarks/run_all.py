@@ -1,9 +1,9 @@
-"""Runs every benchmark, one after the other and each under a timeout, then makes ``RESULTS.md`` of what they wrote.
+"""Runs every benchmark in sequence with a timeout, then makes ``RESULTS.md`` from their output.
 
     python benchmarks/run_all.py           # into benchmarks/results, which takes hours on two idle cores
-    python benchmarks/run_all.py --quick   # into runs/bench-quick: does everything run?
+    python benchmarks/run_all.py --quick   # into runs/bench-quick, to check that everything runs
 
-One that fails or takes too long is named at the end, and does not keep the others from running.
+If a benchmark fails or takes too long, the others still run, and it is named at the end.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Benchmark:
     """A script with its arguments.
 
     Attributes:
-        name: of the file that it writes.
-        ranks: processes that torchrun starts; 0 if the script takes care of that.
-        minutes: after which it has failed.
+        name: the name of the file that it writes.
+        ranks: the number of processes that torchrun starts; 0 if the script starts them.
+        minutes: the timeout.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Benchmark:
         return [*launcher, f"benchmarks/{script}", *options, *(["--quick"] if quick else []), "--out", str(out)]
 
     def run(self, out: Path, *, quick: bool) -> str | None:
-        """What went wrong; None if nothing did."""
+        """Run the benchmark, and return its problem or None."""
         environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | os.environ | self.environment
-        # A group of its own, so that a timeout ends the ranks as well.
+        # A process group for the script, so that a timeout also ends its ranks.
         process = subprocess.Popen(self.command(out, quick=quick), cwd=ROOT, env=environment, start_new_session=True)
         try:
             status = process.wait(self.minutes * 60)

@@ -1,14 +1,14 @@
-"""Trains for half an hour while something goes wrong every few seconds, and ends where a training without faults does.
+"""Trains for half an hour with a random fault every few seconds, and checks that the result is that without faults.
 
     OMP_NUM_THREADS=1 python benchmarks/soak.py --minutes 30
 
-On one rank or on all, hooks, codecs, allocations and collectives raise, at random from a seed; ranks stall, shorter or
-longer than others are patient, and are killed, also while they save. After an exception all ranks must raise soon, call
-``reset_iter_state`` and take the step again; after a kill the others must end, and all start from the newest
-checkpoint. Every checkpoint must have the bits that it has without faults. Attempts take turns in how ranks reach each
-other: memory in common, copies through shared memory, sockets.
+Hooks, codecs, allocations and collectives raise on one rank or on all, at random from a seed. Ranks stall for shorter
+or longer than the timeout of others, and are killed, also while they save. After an exception all ranks must soon
+raise, call ``reset_iter_state`` and repeat the step. After a kill the others must end, and all restart from the newest
+checkpoint. Every checkpoint must be bitwise identical to that of a run without faults. Attempts use the transports in
+turn: shared memory with shared shards, copies through shared memory, sockets.
 
-The exit status is 1 where something hung, told of a fault late or otherwise than planned, or came out otherwise.
+The exit status is 1 after a hang, a late or wrong report, or a wrong result.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ from soak_rank import GAVE_UP, Settings
 
 TRANSPORTS = {"memory in common": "", "copies": "copy", "sockets": "0"}
 LIMIT = 5.0
-"""Seconds until all ranks know, of ranks that have a core each; beyond the timeout, where only that tells."""
-TOO_MANY = 10
-"""Problems, with which it makes no sense to go on."""
+"""The limit in seconds until all ranks raise, if each rank has a core. If only the timeout reveals a fault, add it."""
+MAX_PROBLEMS = 10
+"""The number of problems after which the soak stops."""
 WARM_UP, SAMPLES = 0.3, 10
 """Of the samples of a rank's life, the share that does not count; and how many must be left."""
 
 
 @dataclass
 class Suffered:
-    """A fault as ranks told of it: when it happened, and when each rank raised and went on."""
+    """A fault as reported by ranks: the time at which it happened, and when each rank raised and continued."""
 
     name: str
     ends_job: bool
     stall: float = 0.0
-    """Seconds."""
+    """The duration of a stall in seconds."""
     happened: float = float("inf")
     raised: dict[int, float] = field(default_factory=dict)
     back: dict[int, float] = field(default_factory=dict)
 
     @property
-    def told(self) -> float:
-        """Seconds until all ranks that are left had raised, those of a stall not counted."""
+    def report_seconds(self) -> float:
+        """Return the seconds until all remaining ranks had raised, without the duration of a stall."""
         return max(self.raised.values()) - self.happened - self.stall
 
     @property
-    def mended(self) -> float:
-        """Seconds until all ranks went on, those of a stall not counted."""
+    def recovery_seconds(self) -> float:
+        """Return the seconds until all ranks continued, without the duration of a stall."""
         return max(self.back.values()) - self.happened - self.stall
 
 
 @dataclass
 class Record:
-    """What became of all attempts."""
+    """The results of all attempts."""
 
     reference: dict[tuple[int, int], str] = field(default_factory=dict)
-    """By rank and step, the digest of an undisturbed round."""
+    """The digests of a round without faults, by rank and step."""
     faults: list[Suffered] = field(default_factory=list)
-    lives: list[list[Event]] = field(default_factory=list)
+    processes: list[list[Event]] = field(default_factory=list)
     """The ``"saved"`` events of each process."""
     problems: list[str] = field(default_factory=list)
     attempts: int = 0
@@ -77,39 +77,39 @@ class Record:
 
 
 class Attempt:
-    """What one job tells, as it comes.
+    """Collects the events of one job.
 
-    Invariant: all ranks meet the same faults in the same order, so that the n-th one of each is the same.
+    Invariant: all ranks have the same faults in the same order, so the n-th fault is the same on each rank.
     """
 
     def __init__(self, record: Record, job: Job) -> None:
         self.record, self.job = record, job
         self.is_last = False
-        """Whether the ranks have come to the end of the last round."""
+        """Return whether the ranks have finished the last round."""
         self._faults: list[Suffered] = []
-        self._met = [0] * job.settings.ranks
+        self._fault_counts = [0] * job.settings.ranks
         self._saved: dict[int, list[Event]] = defaultdict(list)
 
     def run(self) -> None:
         status = {}
         for event in self.job.events():
-            self._take(event)
+            self._handle(event)
             if event.name == "ended":
                 status[event.rank] = event.values["status"]
-        self._judge_end(status)
-        self._judge_times()
+        self._check_end(status)
+        self._check_times()
         self.record.faults += self._faults
-        self.record.lives += self._saved.values()
+        self.record.processes += self._saved.values()
         for problem in self.job.problems:
             self._problem(problem)
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         values = event.values
         match event.name:
             case "fault":
-                if self._met[event.rank] == len(self._faults):
+                if self._fault_counts[event.rank] == len(self._faults):
                     self._faults.append(Suffered(values["name"], values["ends_job"], values["seconds"]))
-                self._met[event.rank] += 1
+                self._fault_counts[event.rank] += 1
             case "happens":
                 fault = self._fault_of(event)
                 fault.happened = min(fault.happened, event.at)
@@ -126,8 +126,8 @@ class Attempt:
                 self.is_last = True
 
     def _fault_of(self, event: Event) -> Suffered:
-        met = self._met[event.rank]
-        return self._faults[met - 1] if met else Suffered("no fault", ends_job=False)
+        count = self._fault_counts[event.rank]
+        return self._faults[count - 1] if count else Suffered("no fault", ends_job=False)
 
     def _compare(self, event: Event) -> None:
         step, digest = event.values["step"], event.values["digest"]
@@ -137,19 +137,19 @@ class Attempt:
             if digest != expected:
                 self._problem(f"other bits on rank {event.rank} after step {step} of a round")
 
-    def _judge_end(self, status: dict[int, int]) -> None:
-        """Whether the processes ended as planned."""
+    def _check_end(self, status: dict[int, int]) -> None:
+        """Check that the processes ended as planned."""
         killed = bool(self._faults) and self._faults[-1].ends_job
         planned = [-signal.SIGKILL, *[GAVE_UP] * (len(status) - 1)] if killed else [0] * len(status)
         if sorted(status.values()) != planned:
             strange = [rank for rank in status if status[rank] not in planned]
             self._problem(f"exit status {status}, where {planned} were to come\n{self.job.logs(strange)}")
 
-    def _judge_times(self) -> None:
+    def _check_times(self) -> None:
         slack = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         for fault in self._faults:
-            if fault.raised and fault.told > LIMIT * slack:
-                self._problem(f"{fault.name}: {fault.told:.1f} s passed before all ranks raised")
+            if fault.raised and fault.report_seconds > LIMIT * slack:
+                self._problem(f"{fault.name}: {fault.report_seconds:.1f} s passed before all ranks raised")
 
     def _problem(self, text: str) -> None:
         name = self._faults[-1].name if self._faults else "before the first fault"
@@ -158,7 +158,7 @@ class Attempt:
 
 
 def soak(settings: Settings, minutes: float) -> Record:
-    """Rounds of attempts until ``minutes`` are over and the round that is then under way is done."""
+    """Run attempts until ``minutes`` are over and the current round is finished."""
     record = Record()
     folder = Path(settings.folder)
     undisturbed = replace(settings, folder=str(folder / "undisturbed"), fault_every=0)
@@ -168,11 +168,11 @@ def soak(settings: Settings, minutes: float) -> Record:
     undisturbed.over.touch()
     reference = Attempt(record, Job(undisturbed, "0"))
     reference.run()
-    record.reference = {(e.rank, e.values["step"]): e.values["digest"] for life in record.lives for e in life}
-    record.lives, record.compared = [], 0
+    record.reference = {(e.rank, e.values["step"]): e.values["digest"] for process in record.processes for e in process}
+    record.processes, record.compared = [], 0
     end = time.monotonic() + 60 * minutes
     is_last = False
-    while not is_last and len(record.problems) < TOO_MANY:
+    while not is_last and len(record.problems) < MAX_PROBLEMS:
         begin = time.monotonic()
         transport = list(TRANSPORTS)[record.attempts % len(TRANSPORTS)]
         attempt = Attempt(record, Job(replace(disturbed, attempt=record.attempts), TRANSPORTS[transport]))
@@ -190,7 +190,7 @@ def soak(settings: Settings, minutes: float) -> Record:
     return record
 
 
-# -- what is made of it
+# -- evaluation
 
 
 def rows_of(record: Record) -> list[dict[str, Any]]:
@@ -198,31 +198,31 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
     for fault in record.faults:
         faults[fault.name].append(fault)
     rows: list[dict[str, Any]] = []
-    for name, alike in sorted(faults.items()):
-        row: dict[str, Any] = {"what": name, "count": len(alike)}
-        if told := [fault.told for fault in alike if fault.raised]:
-            row |= {"s until all raise": spread(told), "longest": max(told)}
-        if mended := [fault.mended for fault in alike if fault.back]:
-            row["s until all go on"] = spread(mended)
+    for name, same_kind in sorted(faults.items()):
+        row: dict[str, Any] = {"what": name, "count": len(same_kind)}
+        if report_seconds := [fault.report_seconds for fault in same_kind if fault.raised]:
+            row |= {"s until all raise": spread(report_seconds), "longest": max(report_seconds)}
+        if recovery_seconds := [fault.recovery_seconds for fault in same_kind if fault.back]:
+            row["s until all go on"] = spread(recovery_seconds)
         rows.append(row)
     counted = {
         "all faults": len(record.faults),
-        "steps": sum(life[-1].values["steps"] for life in record.lives if life[0].rank == 0),
+        "steps": sum(process[-1].values["steps"] for process in record.processes if process[0].rank == 0),
         "attempts": record.attempts,
         "states of a rank compared with the undisturbed round": record.compared,
         "problems": len(record.problems),
     }
     rows += [{"what": what, "count": count} for what, count in counted.items()]
-    for what, values in growth(record.lives).items():
+    for what, values in growth(record.processes).items():
         rows.append({"what": what, "count": len(values), "value": spread(values), "largest": max(values)})
     return rows
 
 
-def growth(lives: Iterable[list[Event]]) -> dict[str, list[float]]:
-    """What each process that lived for long enough has more at the end of its life than once it was warm."""
+def growth(processes: Iterable[list[Event]]) -> dict[str, list[float]]:
+    """Return the growth of each process that ran long enough, from its warm state to its end."""
     found: dict[str, list[float]] = defaultdict(list)
-    for life in lives:
-        samples = life[int(len(life) * WARM_UP) :]
+    for process in processes:
+        samples = process[int(len(process) * WARM_UP) :]
         if len(samples) < SAMPLES:
             continue
         minutes = [sample.at / 60 for sample in samples]

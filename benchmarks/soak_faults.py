@@ -1,4 +1,4 @@
-"""The faults of ``soak.py``: which comes when, drawn from a seed that all ranks know, and how it is done to a rank."""
+"""The faults of ``soak.py``: draws them from a seed that all ranks have, and injects them into a rank."""
 
 from __future__ import annotations
 
@@ -23,26 +23,36 @@ from composable_fsdp._comm.communicator import Work
 from composable_fsdp._memory import buffers as storage
 from composable_fsdp.testing import Fault, Raise, inject_faults
 
-__all__ = ["KILLED_IN_SAVE", "Accident", "FragileInt8", "Planned", "inflict", "kill_soon", "planned", "tell"]
+__all__ = [
+    "KILLED_IN_SAVE",
+    "FragileInt8",
+    "InjectedError",
+    "Planned",
+    "emit",
+    "inject",
+    "kill_soon",
+    "planned",
+]
 
 RAISING = ("forward", "forward hook", "backward", "gradient hook", "encode", "decode", "allocation", "operation")
 KILLED, KILLED_IN_SAVE = "killed", "killed while saving"
 SHORT, LONG, TOO_LONG = "stall", "stall beyond patience", "stall beyond timeout"
 WEIGHTS = dict.fromkeys(RAISING, 9) | {KILLED: 2, KILLED_IN_SAVE: 1, SHORT: 8, LONG: 8, TOO_LONG: 2}
 STALLS = {SHORT: (0.1, 0.8), LONG: (1.5, 4.0)}
-"""Seconds. A rank asks after one second where the others are."""
+"""The timeout in seconds. A rank requests the reports of others after one second."""
 BEYOND_TIMEOUT = (3.0, 4.5)
-"""Seconds more than the timeout of the process group, after which others look around for up to two more, and then wait
-as long again for the rank to come back.
+"""The seconds by which a stall exceeds the timeout of the process group.
+
+After the timeout, other ranks collect reports for up to two seconds, and then wait again as long for the rank.
 """
-ALONE = 0.5
+ONE_RANK_SHARE = 0.5
 """The share of exceptions that only one rank raises."""
 OPERATIONS, ALLOCATIONS = 8, 2
-"""So many there are at least in every step, however ranks reach each other."""
+"""The smallest number of such calls in every step on every transport."""
 
 
-class Accident(ArithmeticError):
-    """An exception on purpose."""
+class InjectedError(ArithmeticError):
+    """An injected exception."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +61,10 @@ class Planned:
 
     Attributes:
         kind: a key of ``WEIGHTS``.
-        rank: that it befalls; None if it befalls all.
-        index: which layer, operation or allocation; counted round.
-        seconds: for which the rank stalls.
-        sleeps: whether it then sleeps, so that its other threads go on; else its process is stopped.
+        rank: the rank with the fault, or None for all ranks.
+        index: the number of the layer, operation or allocation, modulo their number.
+        seconds: the duration of a stall.
+        sleeps: if true, the rank sleeps during a stall and its other threads run. Otherwise its process is stopped.
     """
 
     kind: str
@@ -74,44 +84,44 @@ class Planned:
 
     @property
     def fails_step(self) -> bool:
-        """Whether every rank must raise."""
+        """Return whether every rank must raise."""
         return self.kind not in (SHORT, LONG, KILLED_IN_SAVE)
 
-    def befalls(self, rank: int) -> bool:
+    def affects(self, rank: int) -> bool:
         return self.rank in (None, rank)
 
 
 def planned(seed: int, attempt: int, ranks: int, every: int, timeout: float) -> Iterator[tuple[int, Planned]]:
-    """Faults, each with the number of steps until it comes, ``every`` in the mean. Without end."""
+    """Yield faults, each with the number of steps until it happens, on average ``every``. Never ends."""
     draw = random.Random(f"soak/{seed}/{attempt}")
     while True:
         (kind,) = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
-        rank = None if kind in RAISING and draw.random() > ALONE else draw.randrange(ranks)
+        rank = None if kind in RAISING and draw.random() > ONE_RANK_SHARE else draw.randrange(ranks)
         low, high = STALLS.get(kind, [timeout + more for more in BEYOND_TIMEOUT])
         seconds = draw.uniform(low, high) if "stall" in kind else 0.0
         yield draw.randint(1, 2 * every - 1), Planned(kind, rank, draw.randrange(100), seconds, draw.random() < 0.5)
 
 
-def tell(event: str, **values: object) -> None:
-    """One line for the driver, which a kill right afterwards does not take back."""
+def emit(event: str, **values: object) -> None:
+    """Write one line for the driver, which remains if the process is killed right afterwards."""
     os.write(1, (json.dumps({"event": event, "at": time.monotonic(), **values}) + "\n").encode())
 
 
 def kill_soon(longest: float, moment: int) -> None:
-    """Ends this process within ``longest`` seconds; when, ``moment`` says, a number from 0 to 99."""
+    """End this process within ``longest`` seconds. ``moment``, from 0 to 99, chooses the time."""
     timer = threading.Timer(longest * moment / 100, _die)
     timer.daemon = True
     timer.start()
 
 
 def _die() -> None:
-    tell("happens")
+    emit("happens")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class FragileInt8:
-    """``Int8``, whose methods can be made to raise."""
+    """An ``Int8`` whose methods can be made to raise."""
 
     codec: Int8
 
@@ -125,17 +135,17 @@ class FragileInt8:
         return self.codec.decode(payload, numel)
 
 
-# -- how each is done, as a context around a step
+# -- injection, as a context around a step
 
 
-def inflict(model: Any, fault: Planned) -> AbstractContextManager[object]:
-    """A context in which ``fault`` happens to a rank that it befalls. For all ranks; ``model`` has ``layers``."""
+def inject(model: Any, fault: Planned) -> AbstractContextManager[object]:
+    """Return a context in which ``fault`` happens to a rank. All ranks call it; ``model`` has ``layers``."""
     layer, turn = model.layers[fault.index % len(model.layers)], fault.index // len(model.layers) % 2
-    befallen = fault.befalls(dist.get_rank())
+    is_affected = fault.affects(dist.get_rank())
     if fault.kind in (KILLED, SHORT, LONG, TOO_LONG, "operation"):
-        effect = {KILLED: _killed, "operation": Raise(Accident("on the wire"))}.get(fault.kind, _Stalled(fault))
-        return inject_faults(model, Fault(_told(effect), number=fault.index % OPERATIONS, rank=fault.rank))
-    if not befallen or fault.kind == KILLED_IN_SAVE:
+        effect = {KILLED: _killed, "operation": Raise(InjectedError("on the wire"))}.get(fault.kind, _Stalled(fault))
+        return inject_faults(model, Fault(_emits(effect), number=fault.index % OPERATIONS, rank=fault.rank))
+    if not is_affected or fault.kind == KILLED_IN_SAVE:
         return ExitStack()
     if fault.kind == "allocation":
         return _raising_at(storage, "allocate_storage", fault.index % ALLOCATIONS)
@@ -146,7 +156,7 @@ def inflict(model: Any, fault: Planned) -> AbstractContextManager[object]:
 
 @contextmanager
 def _raising_at(owner: object, name: str, number: int) -> Iterator[None]:
-    """The call with that number, from 0, of the function ``name`` raises."""
+    """Raise in call number ``number``, from 0, of the function ``name``."""
     original, calls = getattr(owner, name), iter(range(1 << 30))
 
     def function(*args: Any) -> Any:
@@ -175,16 +185,18 @@ def _hooked(layer: nn.Module, kind: str) -> Iterator[None]:
 
 
 def _fail(*_: object) -> None:
-    tell("happens")
-    raise Accident("on purpose")
+    emit("happens")
+    raise InjectedError("on purpose")
 
 
 Launch = Callable[[], Work]
 
 
-def _told(effect: Callable[[Launch, Sequence[torch.Tensor]], Work]) -> Callable[[Launch, Sequence[torch.Tensor]], Work]:
+def _emits(
+    effect: Callable[[Launch, Sequence[torch.Tensor]], Work],
+) -> Callable[[Launch, Sequence[torch.Tensor]], Work]:
     def run(launch: Launch, outputs: Sequence[torch.Tensor]) -> Work:
-        tell("happens")
+        emit("happens")
         return effect(launch, outputs)
 
     return run
@@ -197,7 +209,7 @@ def _killed(launch: Launch, outputs: Sequence[torch.Tensor]) -> Work:
 
 @dataclass(frozen=True)
 class _Stalled:
-    """The rank sleeps, or stops until the driver, which it tells, lets it go on."""
+    """Sleep, or stop until the driver, which is notified, continues the process."""
 
     fault: Planned
 
@@ -205,6 +217,6 @@ class _Stalled:
         if self.fault.sleeps:
             time.sleep(self.fault.seconds)
         else:
-            tell("stops", seconds=self.fault.seconds)
+            emit("stops", seconds=self.fault.seconds)
             os.kill(os.getpid(), signal.SIGSTOP)
         return launch()

@@ -1,6 +1,4 @@
-"""The processes of one attempt of ``soak.py``: started, listened to, let go on when they have stopped, never waited for
-for ever.
-"""
+"""Runs the processes of one attempt of ``soak.py``: reads their events, and continues or ends stopped processes."""
 
 from __future__ import annotations
 
@@ -24,16 +22,17 @@ from soak_rank import Settings
 __all__ = ["Event", "Job"]
 
 STARTING, QUIET = 300.0, 30.0
-"""Seconds without a word from any rank after which the job hangs: at first, as torch has to be imported, and later
-beyond twice the timeout of the process group.
+"""The seconds without an event of any rank after which a job counts as hanging.
+
+The first value is for the start, which imports torch. The second is added to twice the timeout of the process group.
 """
 ENDING = 20.0
-"""Seconds, beyond that timeout, in which all ranks have ended once one has."""
+"""The seconds beyond that timeout in which all ranks must end after one has ended."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank told, or the driver saw of it. ``at`` is of the clock that all processes share."""
+    """An event reported by a rank or observed by the driver. ``at`` is on the clock that all processes share."""
 
     rank: int
     name: str
@@ -45,14 +44,14 @@ class Job:
     """All ranks of one attempt.
 
     Args:
-        settings: of the attempt.
+        settings: the settings of the attempt.
         transport: the value of ``COMPOSABLE_FSDP_SHARED_MEMORY``; empty leaves it unset.
     """
 
     def __init__(self, settings: Settings, transport: str) -> None:
         self.settings = settings
         self.problems: list[str] = []
-        """Of the processes themselves: hangs, and ends that are none of the planned ones."""
+        """Problems with the processes: hangs and unplanned ends."""
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._logs = [Path(settings.folder) / f"attempt-{settings.attempt}-rank-{r}.log" for r in range(settings.ranks)]
         self._processes = [self._start(rank, transport) for rank in range(settings.ranks)]
@@ -64,7 +63,7 @@ class Job:
             "WORLD_SIZE": str(self.settings.ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here: no rank takes it along when it is killed
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, so that it does not end with a killed rank
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             SHARED_MEMORY: transport or "1",
@@ -74,7 +73,7 @@ class Job:
             return subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=log, bufsize=0)
 
     def events(self) -> Iterator[Event]:
-        """All that ranks tell, then ``"ended"`` with the exit status of each. Afterwards no process is left."""
+        """Yield all events of ranks, then ``"ended"`` with the exit status of each. Afterwards no process is left."""
         quiet, ending = QUIET + 2 * self.settings.timeout, ENDING + self.settings.timeout
         deadline = time.monotonic() + STARTING
         try:
@@ -83,7 +82,7 @@ class Job:
                     selector.register(process.stdout, selectors.EVENT_READ, rank)
                 some_ended = False
                 while selector.get_map():
-                    self._let_go_on()
+                    self._continue()
                     if time.monotonic() > deadline:
                         self._note_hang()
                         self._kill()
@@ -96,25 +95,25 @@ class Job:
                             some_ended = True
                             continue
                         deadline = deadline if some_ended else time.monotonic() + quiet
-                        yield self._heard(key.data, json.loads(line))
+                        yield self._event(key.data, json.loads(line))
             for rank, process in enumerate(self._processes):
                 yield Event(rank, "ended", time.monotonic(), {"status": self._status(process)})
         finally:
             self.end()
 
-    def _heard(self, rank: int, values: dict[str, Any]) -> Event:
+    def _event(self, rank: int, values: dict[str, Any]) -> Event:
         event = Event(rank, values.pop("event"), values.pop("at"), values)
         if event.name == "stops":
             heapq.heappush(self._resume, (event.at + event.values["seconds"], rank))
         return event
 
-    def _let_go_on(self) -> None:
+    def _continue(self) -> None:
         while self._resume and self._resume[0][0] <= time.monotonic():
             _, rank = heapq.heappop(self._resume)
             self._processes[rank].send_signal(signal.SIGCONT)
 
     def _status(self, process: subprocess.Popen[bytes]) -> int:
-        """Its output has come to its end, so it should too."""
+        """The output of the process has ended, so the process should end too."""
         try:
             return process.wait(ENDING)
         except subprocess.TimeoutExpired:
@@ -126,12 +125,12 @@ class Job:
         alive = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
         for rank in alive:
             self._processes[rank].send_signal(signal.SIGCONT)
-            self._processes[rank].send_signal(signal.SIGUSR1)  # faulthandler's
+            self._processes[rank].send_signal(signal.SIGUSR1)  # from faulthandler
         time.sleep(1.0)
         self.problems.append(f"hang: ranks {alive} are still there\n{self.logs(alive)}")
 
     def logs(self, ranks: list[int]) -> str:
-        """The last that ``ranks`` wrote to their error output."""
+        """Return the last lines that ``ranks`` wrote to their error output."""
         return "\n".join(f"--- rank {rank}\n{self._logs[rank].read_text()[-6000:]}" for rank in ranks)
 
     def _kill(self) -> None:
@@ -139,7 +138,7 @@ class Job:
             process.kill()
 
     def end(self) -> None:
-        """Afterwards no process is left."""
+        """End all processes."""
         self._kill()
         for process in self._processes:
             process.wait()

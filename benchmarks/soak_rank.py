@@ -1,7 +1,7 @@
-"""One rank of ``soak.py``: trains in rounds that are all alike, suffers the planned faults, and tells what it sees.
+"""One rank of ``soak.py``: trains in equal rounds, injects the planned faults, and reports events to the driver.
 
-A round begins with the same parameters and has the same batches as every other one, so that each checkpoint of it must
-have the bits that the same one of an undisturbed round has. A step that failed is tried once more, and then must work.
+Every round begins with the same parameters and has the same batches, so that each of its checkpoints must be bitwise
+identical to that of a round without faults. A failed step is repeated once, and must then succeed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from soak_faults import KILLED_IN_SAVE, Accident, FragileInt8, Planned, inflict, kill_soon, planned, tell
+from soak_faults import KILLED_IN_SAVE, FragileInt8, InjectedError, Planned, emit, inject, kill_soon, planned
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -30,40 +30,40 @@ from composable_fsdp import CommunicationPolicy, FSDPError, Int8, checkpoint, fi
 
 DEPTH, WIDTH, BATCH = 4, 64, 4
 ACCUMULATED = 2
-"""Microbatches of every fourth step; the others have one."""
+"""The number of microbatches of every fourth step. Other steps have one."""
 SAVE_SECONDS = 0.05
-"""Within which of the beginning of a save a rank is killed."""
+"""The limit in seconds after the beginning of a save in which a rank is killed."""
 GAVE_UP = 3
-"""Exit status of a rank that has lost another one."""
+"""The exit status of a rank that has lost another one."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the driver hands to a rank."""
+    """The settings that the driver passes to a rank."""
 
     seed: int
     attempt: int
     ranks: int
     folder: str
     steps: int
-    """Of a round."""
+    """The number of steps of a round."""
     save_every: int
     fault_every: int
-    """Steps from a fault to the next in the mean; 0: none."""
+    """The average number of steps between two faults; 0 means no faults."""
     timeout: float
-    """Seconds, of the process group over which the model is sharded."""
+    """The timeout in seconds of the process group over which the model is sharded."""
 
     def encoded(self) -> str:
         return json.dumps(asdict(self))
 
     @property
     def over(self) -> Path:
-        """A file: once it is there, the round is the last."""
+        """A file. When it exists, the current round is the last."""
         return Path(self.folder) / "over"
 
 
 class Layers(nn.Module):
-    """Equal layers, the gradients and parameters of one of which travel encoded."""
+    """Equal layers. Parameters and gradients of one of them are encoded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def build(mesh: DeviceMesh) -> Any:
 
 
 class Training:
-    """A model, AdamW, and where they are: ``step`` in the round number ``round``."""
+    """A model, AdamW, and their position: ``step`` in the round number ``round``."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -99,7 +99,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.step = self.round = self.taken = 0
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         self.step, self.round = 0, self.round + 1
         self.optimizer.state.clear()
         with torch.no_grad():
@@ -107,7 +107,7 @@ class Training:
                 _local(parameter).copy_(value)
 
     def advance(self) -> None:
-        """One step, all of it or none: what comes before the optimizer's step ends only if it does on all ranks."""
+        """Run one step. The function before the optimizer's step ends only if it ends on all ranks."""
         number = ACCUMULATED if self.step % 4 == 3 else 1
         for microbatch in range(number):
             self.model.set_requires_gradient_sync(microbatch == number - 1)
@@ -123,34 +123,34 @@ class Training:
         return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
 
     def suffer(self, fault: Planned) -> None:
-        """One step, in which ``fault`` happens; if that makes it fail, once more without. Ends the job if it must."""
+        """Run one step in which ``fault`` happens. If it fails, repeat it without. End the job if necessary."""
         try:
-            with inflict(self.model, fault):
+            with inject(self.model, fault):
                 self.advance()
-        except (Accident, FSDPError) as error:
-            tell("raises", error=type(error).__name__, text=str(error), problem=self._problem(fault, error))
+        except (InjectedError, FSDPError) as error:
+            emit("raises", error=type(error).__name__, text=str(error), problem=self._problem(fault, error))
             if fault.ends_job:
                 sys.exit(GAVE_UP)
             self.model.reset_iter_state()
             self.optimizer.zero_grad()
-            tell("goes on")
+            emit("goes on")
             self.advance()
         else:
             if fault.fails_step:
-                raise RuntimeError(f"nobody told rank {self.rank} of {fault}")
+                raise RuntimeError(f"rank {self.rank} has no report of {fault}")
 
     def _problem(self, fault: Planned, error: Exception) -> str:
-        """What is wrong with being told of ``fault`` by ``error``, in words; empty if nothing is."""
+        """Return a description of the mismatch between ``fault`` and ``error``, or an empty text."""
         if not fault.fails_step:
             return "must not fail the step"
-        if isinstance(error, Accident) != (fault.befalls(self.rank) and not fault.seconds):
+        if isinstance(error, InjectedError) != (fault.affects(self.rank) and not fault.seconds):
             return "another rank's exception"
         if fault.rank is not None and fault.rank != self.rank and f"rank {fault.rank}" not in str(error):
             return "does not name the rank"
         return ""
 
     def save(self, fault: Planned | None) -> None:
-        if fault is not None and fault.befalls(self.rank):
+        if fault is not None and fault.affects(self.rank):
             kill_soon(SAVE_SECONDS, fault.index)
         where = {"round": self.round, "step": self.round * self.settings.steps + self.step}
         try:
@@ -164,14 +164,14 @@ class Training:
                 progress=False,
             )
             if fault is not None:
-                time.sleep(SAVE_SECONDS)  # the save may be the quicker one
+                time.sleep(SAVE_SECONDS)  # the save may finish first
                 self.advance()
         except FSDPError as error:
             problem = "" if fault is not None else "nothing was to happen"
-            tell("raises", error=type(error).__name__, text=str(error), problem=problem)
+            emit("raises", error=type(error).__name__, text=str(error), problem=problem)
             sys.exit(GAVE_UP)
         gc.collect()
-        tell("saved", step=self.step, steps=self.taken, digest=self.digest(), **used())
+        emit("saved", step=self.step, steps=self.taken, digest=self.digest(), **used())
 
     def load(self, path: Path) -> None:
         where = checkpoint.load(path, self.model, self.optimizer, progress=False)
@@ -179,7 +179,7 @@ class Training:
         self.step = where["step"] - self.round * self.settings.steps
 
     def digest(self) -> str:
-        """Of this rank's bits of parameters and optimizer state."""
+        """Return a digest of the bits of this rank's parameters and optimizer state."""
         found = hashlib.sha1()
         for parameter in self.model.parameters():
             for tensor in (parameter, *self.optimizer.state[parameter].values()):
@@ -192,7 +192,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def used() -> dict[str, int]:
-    """Resident bytes of this process, its open files and its threads."""
+    """Return the resident bytes of this process, its open files and its threads."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "resident": pages * os.sysconf("SC_PAGE_SIZE"),
@@ -202,12 +202,12 @@ def used() -> dict[str, int]:
 
 
 def train(settings: Settings) -> None:
-    """Rounds, from the newest checkpoint on, until there is the file that says that it is over."""
+    """Run rounds from the newest checkpoint until the file that ends the job exists."""
     training = Training(settings)
     newest = checkpoint.latest(Path(settings.folder) / "checkpoints")
     if newest is not None:
         training.load(newest)
-    tell("begins", round=training.round, step=training.step)
+    emit("begins", round=training.round, step=training.step)
     faults = planned(settings.seed, settings.attempt, settings.ranks, settings.fault_every or 1, settings.timeout)
     gap, fault = next(faults)
     left = gap if settings.fault_every else -1
@@ -216,7 +216,7 @@ def train(settings: Settings) -> None:
             left -= 1
             in_save = None
             if left == 0:
-                tell("fault", name=fault.name, ends_job=fault.ends_job, seconds=fault.seconds)
+                emit("fault", name=fault.name, ends_job=fault.ends_job, seconds=fault.seconds)
                 training.suffer(fault)
                 in_save = fault if fault.kind == KILLED_IN_SAVE else None
                 left, fault = next(faults)
@@ -227,11 +227,11 @@ def train(settings: Settings) -> None:
                 training.save(in_save)
         if is_over(settings):
             return
-        training.begin_anew()
+        training.restart()
 
 
 def is_over(settings: Settings) -> bool:
-    """What rank 0 finds, on all ranks."""
+    """Return the result of rank 0 on all ranks."""
     found = torch.tensor([settings.over.exists()])
     dist.broadcast(found, 0)
     return bool(found.item())
@@ -242,9 +242,9 @@ def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    dist.barrier()  # ranks that import torch are not late
+    dist.barrier()  # ranks that import torch must not count as late
     train(settings)
-    tell("ends")
+    emit("ends")
     dist.barrier()
     dist.destroy_process_group()
 

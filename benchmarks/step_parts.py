@@ -1,12 +1,12 @@
-"""Which part of a step takes how much of a rank's CPU time: the limit of what a faster library could gain.
+"""Measures the CPU time of each part of a step, which limits what a faster library could gain.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/step_parts.py --cases gpt-32,tiny-200
 
-The methods at which control passes from one part of the library to the next are wrapped by a clock, of the thread that
-runs the step; time counts for the innermost. What other threads take, such as gloo's, is a part of its own. The clock
-takes time too, about a microsecond for each call, so the sum is more than a step without it. FSDP2, as it comes, and
-the same model without communication run in turn with it, unclocked. ``model and optimizer`` of FSDP2's step is what
-``ours/fsdp2`` would be if the library took no time at all.
+A clock of the thread that runs the step wraps the methods that one part of the library calls in another. Time is
+counted for the innermost part. The time of other threads, such as gloo's, is a separate part. The clock itself takes
+about a microsecond for each call, so the sum is more than a step without it. FSDP2 with its defaults, and the same
+model without communication, run in turn with it without a clock. ``model and optimizer`` relative to FSDP2's step is
+the ratio ``ours/fsdp2`` of a library that takes no time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models import CASES
 from report import interleaved, parser, publish, ratios, spread
 from step_time import WARM_UP
 from torch.distributed.device_mesh import init_device_mesh
-from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Job
+from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Task
 
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator, GlooWork
 from composable_fsdp._comm.shm.engine import ShmWork
@@ -52,7 +52,7 @@ PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
 
 
 class Clock:
-    """CPU seconds of this thread by part. ``running`` is the part that counts now, the outer ones before it."""
+    """The CPU seconds of this thread by part. ``running`` has the current part last, after the parts around it."""
 
     def __init__(self) -> None:
         self.taken = dict.fromkeys((MODEL, *PARTS), 0.0)
@@ -60,7 +60,7 @@ class Clock:
         self._since = time.thread_time()
 
     def wrap(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method`` with its time counted for ``part``."""
+        """Return ``method`` with its time counted for ``part``."""
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class Clock:
         self._since = now
 
     def measure(self, step: Callable[[torch.Tensor], object], batch: torch.Tensor) -> dict[str, float]:
-        """CPU milliseconds by part that one step takes."""
+        """Return the CPU milliseconds by part of one step."""
         self._count()
         before, process, thread = dict(self.taken), time.process_time(), time.thread_time()
         step(batch)
@@ -90,19 +90,19 @@ class Clock:
 
 
 def install(clock: Clock) -> None:
-    """Wraps the methods of ``PARTS``. Once, before anything is sharded."""
+    """Wrap the methods of ``PARTS``. Must be called once, before anything is sharded."""
     for part, classes in PARTS.items():
         for owner, names in classes:
             for name in names:
                 setattr(owner, name, clock.wrap(part, getattr(owner, name)))
 
 
-def measure(job: Job, clock: Clock, rounds: int) -> dict[str, Any]:
-    batch = job.case.batch(torch.Generator().manual_seed(dist.get_rank()))
+def measure(task: Task, clock: Clock, rounds: int) -> dict[str, Any]:
+    batch = task.case.batch(torch.Generator().manual_seed(dist.get_rank()))
     steps = {}
     for name in (OURS, FSDP2, "none"):
         torch.manual_seed(0)
-        steps[name] = TRAINERS[name](job)
+        steps[name] = TRAINERS[name](task)
 
     def whole(name: str) -> Callable[[], dict[str, float]]:
         def run() -> dict[str, float]:
@@ -135,8 +135,8 @@ def main() -> None:
     install(clock)
     rows = []
     for case in ["tiny-200"] if arguments.quick else arguments.cases.split(","):
-        job = Job(CASES[case], mesh, arguments.bf16, arguments.optimizer, local=True)
-        rows.append({"case": case, **measure(job, clock, 3 if arguments.quick else arguments.rounds)})
+        task = Task(CASES[case], mesh, arguments.bf16, arguments.optimizer, local=True)
+        rows.append({"case": case, **measure(task, clock, 3 if arguments.quick else arguments.rounds)})
     if dist.get_rank() == 0:
         settings = {
             "ranks": dist.get_world_size(),

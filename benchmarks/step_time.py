@@ -1,11 +1,10 @@
-"""Time of a training step against torch's FSDP2, FSDP1, DDP and no communication at all, step by step in turn.
+"""Measures a training step against torch's FSDP2, FSDP1, DDP and no communication, step by step in turn.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/step_time.py --cases gpt-256,gpt-32
 
-All variants live in the same processes and take turns, so that what else the machine does falls on all of them. CPU
-time is that of all threads of a rank, the mean over ranks, and so are minor page faults; wall time is the longest of
-all ranks. Ratios are of neighbouring steps. FSDP2 runs as it comes and with explicit prefetch; what counts is
-the better of both, by its median.
+All variants run in turn in the same processes, so that other load of the machine affects all of them. CPU time and
+minor page faults are those of all threads of a rank, as mean over ranks; wall time is that of the slowest rank. Ratios
+compare adjacent steps. FSDP2 runs with its defaults and with explicit prefetch; the one with the better median is used.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ import torch.distributed as dist
 from models import CASES
 from report import interleaved, parser, publish, ratios, spread
 from torch.distributed.device_mesh import init_device_mesh
-from trainers import FSDP2, FSDP2_PREFETCH, OPTIMIZERS, OURS, TRAINERS, Job, absent
+from trainers import FSDP2, FSDP2_PREFETCH, OPTIMIZERS, OURS, TRAINERS, Task, absent
 
 WARM_UP = 3
 MEASURES = ("cpu", "wall", "faults")
 
 
 def used() -> torch.Tensor:
-    """CPU milliseconds of all threads so far, the wall clock in milliseconds, and minor page faults."""
+    """Return the CPU milliseconds of all threads so far, the wall clock in milliseconds, and minor page faults."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu = usage.ru_utime + usage.ru_stime
     return torch.tensor([cpu * 1e3, time.perf_counter() * 1e3, usage.ru_minflt], dtype=torch.float64)
 
 
 def measured(step: Callable[[torch.Tensor], object], batch: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """One step as a variant that returns what it used, begun by all ranks together."""
+    """Return one step as a variant that returns its usage. All ranks begin it together."""
 
     def run() -> torch.Tensor:
         dist.barrier()
@@ -46,7 +45,7 @@ def measured(step: Callable[[torch.Tensor], object], batch: torch.Tensor) -> Cal
 
 
 def over_ranks(samples: dict[str, list[torch.Tensor]]) -> dict[str, dict[str, list[float]]]:
-    """By measure and variant: the mean over ranks, of wall time the longest."""
+    """Return the mean over ranks by measure and variant, and for wall time the maximum."""
     mean = torch.stack([torch.stack(steps) for steps in samples.values()])
     longest = mean.clone()
     dist.all_reduce(mean)
@@ -57,11 +56,11 @@ def over_ranks(samples: dict[str, list[torch.Tensor]]) -> dict[str, dict[str, li
 
 
 def compare(taken: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """A row: each measure of each variant, and of CPU and wall time what ours is of the others'."""
+    """Return a row: each measure of each variant, and the ratios of CPU and wall time of ours to the others."""
     row: dict[str, Any] = {}
     for measure, of in taken.items():
         row |= {f"{name} {measure}": spread(samples) for name, samples in of.items()}
-        if measure == "faults" or OURS not in of:  # a variant without any faults would be divided by
+        if measure == "faults" or OURS not in of:  # variants without any faults would be divisors of zero
             continue
         row |= {f"ours/{name} {measure}": ratios(of[OURS], of[name]) for name in of if name != OURS}
         peers = [name for name in (FSDP2, FSDP2_PREFETCH) if name in of]
@@ -71,19 +70,19 @@ def compare(taken: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     return row
 
 
-def measure(job: Job, names: list[str], rounds: int) -> dict[str, Any]:
-    batch = job.case.batch(torch.Generator().manual_seed(dist.get_rank()))
-    if job.bf16 and batch.is_floating_point():
+def measure(task: Task, names: list[str], rounds: int) -> dict[str, Any]:
+    batch = task.case.batch(torch.Generator().manual_seed(dist.get_rank()))
+    if task.bf16 and batch.is_floating_point():
         batch = batch.bfloat16()
     variants = {}
     for name in names:
         torch.manual_seed(0)
-        variants[name] = measured(TRAINERS[name](job), batch)
+        variants[name] = measured(TRAINERS[name](task), batch)
     return compare(over_ranks(interleaved(variants, rounds, warm_up=WARM_UP)))
 
 
 def columns(names: list[str]) -> list[str]:
-    """What the table shows; the JSON has everything."""
+    """The columns of the table. The JSON has all values."""
     best = ["best fsdp2"] if {FSDP2, FSDP2_PREFETCH} & set(names) else []
     others = [*best, *(name for name in names if name not in (OURS, FSDP2, FSDP2_PREFETCH))]
     shown = [f"ours/{name} {measure}" for name in others for measure in ("cpu", "wall")]
@@ -91,7 +90,7 @@ def columns(names: list[str]) -> list[str]:
 
 
 def chosen(arguments: Any) -> list[str]:
-    """The variants that were asked for and are installed; says which are not."""
+    """Return the requested variants that are installed, and print the missing ones."""
     names = [name for name in arguments.variants.split(",") if name != FSDP2_PREFETCH or arguments.peer_prefetch]
     missing = {name: reason for name in names if (reason := absent(name))}
     if dist.get_rank() == 0:
@@ -118,8 +117,8 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = []
     for case in ["experts"] if arguments.quick else arguments.cases.split(","):
-        job = Job(CASES[case], mesh, arguments.bf16, arguments.optimizer, arguments.local_optimizer)
-        rows.append({"case": case, **measure(job, names, 3 if arguments.quick else arguments.rounds)})
+        task = Task(CASES[case], mesh, arguments.bf16, arguments.optimizer, arguments.local_optimizer)
+        rows.append({"case": case, **measure(task, names, 3 if arguments.quick else arguments.rounds)})
     if dist.get_rank() == 0:
         settings = {
             "ranks": dist.get_world_size(),

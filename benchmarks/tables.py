@@ -13,7 +13,7 @@ RESAMPLES = 2000
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:
-    """Median of ``samples`` with its 95 % interval, by the percentile bootstrap (Efron and Tibshirani 1993, 13.3).
+    """Return the median of ``samples`` and its 95 % interval, by percentile bootstrap (Efron, Tibshirani 1993, 13.3).
 
     The resamples are drawn from a fixed seed, so the same samples always give the same interval.
     """
@@ -24,12 +24,12 @@ def spread(samples: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Median and interval of the ratios of samples taken side by side."""
+    """Return median and interval of the ratios of paired samples."""
     return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
 def show(value: object) -> str:
-    """A cell of a table: ``median [low, high]`` of what :func:`spread` made, numbers to three digits."""
+    """Return a cell of a table: ``median [low, high]`` of a result of :func:`spread`, numbers with three digits."""
     if isinstance(value, dict):
         return f"{show(value['median'])} [{show(value['low'])}, {show(value['high'])}]"
     if isinstance(value, float):
@@ -38,6 +38,6 @@ def show(value: object) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    """``rows`` in Markdown; a row without one of the ``columns`` has a dash there."""
+    """Return ``rows`` in Markdown. A missing value is a dash."""
     lines = [list(columns), ["---"] * len(columns), *([show(row.get(name)) for name in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,9 +1,9 @@
-"""Time of a training step without a check for changed parameters, with counted changes (the default), and with sums.
+"""Measures a training step without the version check, with counters (the default), and with sums of shards.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/version_check.py
 
-All three live in the same processes and take turns, step by step. Ratios are of neighbouring steps, to the one without
-the check. ``set_version_check`` says what each finds.
+The three settings run in turn in the same processes, step by step. Ratios compare adjacent steps, with the step without
+the check. ``set_version_check`` describes the settings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from models import CASES, Case
 from report import interleaved, parser, publish, ratios, spread
 from step_time import measured, over_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from trainers import Job, Step
+from trainers import Step, Task
 
 from composable_fsdp import fully_shard
 
@@ -26,18 +26,18 @@ MEASURES = ("cpu", "wall")
 
 
 def trained(case: Case, mesh: DeviceMesh, enable: bool | None) -> Step:
-    """A step of a model with the check set so; ``None`` leaves it at its default."""
+    """Train a model with this setting of the check. ``None`` leaves the default."""
     model: Any = case.build()
     for block in case.blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if enable is not None:
         model.set_version_check(enable)
-    return Job(case, mesh, bf16=False, optimizer="sgd", local=False).step(model)
+    return Task(case, mesh, bf16=False, optimizer="sgd", local=False).step(model)
 
 
 def measure(case: Case, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
-    """A row: the time without the check, and what the other two are of it."""
+    """Return a row with the time without the check and the ratios of the other two settings."""
     batch = case.batch(torch.Generator().manual_seed(dist.get_rank()))
     variants = {name: measured(trained(case, mesh, enable), batch) for name, enable in CHECKS.items()}
     taken = over_ranks(interleaved(variants, rounds, warm_up=WARM_UP))

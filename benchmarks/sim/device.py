@@ -1,9 +1,9 @@
-"""A device in virtual time: streams and events in the place of ``torch.cpu``'s that know when their work would end.
+"""A device in virtual time: streams and events that replace those of ``torch.cpu`` and compute when their work ends.
 
-Libraries that take their streams from the device's module, as they must for any accelerator, then issue their true
-schedule, and one process on a CPU says how long it would take. All times are in microseconds.
+Libraries that take their streams from the device's module, as they must for any accelerator, then launch their real
+schedule, and one process on a CPU computes how long it would take. All times are in microseconds.
 
-What the model leaves out: that kernels which run at once slow each other down, the caching allocator, the host's time.
+The model does not include the slowdown of concurrent kernels, the caching allocator and the host's time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ __all__ = ["Charging", "Device", "Event", "Stream"]
 
 
 FREE = ("_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""Operations that move nothing, though they are no views by their schema. Those of ``prim`` do not either: reading the
-device of a fake tensor is one of them."""
+"""Operations that move no data, although their schema does not mark them as views.
+
+Operations of ``prim`` move no data either. One of them reads the device of a fake tensor.
+"""
 
 
 class Event:
-    """A moment in a stream: when all that it had been given by then is done."""
+    """A point in a stream: the time at which all work that was given to it before is done."""
 
     def __init__(self, device: Device, **_: object) -> None:
         self._device = device
@@ -50,7 +52,7 @@ class Event:
 
 
 class Stream:
-    """Work that runs in order. Invariant: ``end``, when the last of it is done, never decreases within a step."""
+    """Work that runs in order. Invariant: ``end``, the time at which all is done, never decreases within a step."""
 
     def __init__(self, device: Device, **_: object) -> None:
         self._device = device
@@ -58,11 +60,11 @@ class Stream:
         device.streams.append(self)
 
     def run(self, duration: float) -> None:
-        """Work that the host launches now."""
+        """Launch work now."""
         self.end = max(self.end, self._device.host) + duration
 
     def wait_until(self, time: float) -> None:
-        """What follows starts no earlier than at ``time``."""
+        """Delay later work until ``time``."""
         self.end = max(self.end, time)
 
     def wait_stream(self, stream: Stream) -> None:
@@ -82,11 +84,11 @@ class Stream:
 
 @dataclass
 class Device:
-    """What runs at a given speed, and how far its host and streams have got.
+    """A device with a given speed, and the current times of its host and streams.
 
     Attributes:
-        flops: floating-point operations per microsecond, of matrix products.
-        bandwidth: bytes per microsecond that every other operation reads and writes.
+        flops: the floating-point operations per microsecond of matrix products.
+        bandwidth: the bytes per microsecond that every other operation reads and writes.
     """
 
     flops: float
@@ -100,7 +102,7 @@ class Device:
 
     @contextmanager
     def use(self, stream: Stream | None) -> Iterator[None]:
-        """``torch.cpu.stream``: what is launched inside goes to ``stream``."""
+        """A replacement of ``torch.cpu.stream``: work inside is launched on ``stream``."""
         previous, self.current = self.current, stream or self.current
         try:
             yield
@@ -109,13 +111,13 @@ class Device:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """``torch.cpu`` is this device."""
+        """Replace the streams and events of ``torch.cpu`` by those of this device."""
         streams = {"Stream": partial(Stream, self), "Event": partial(Event, self), "stream": self.use}
         with mock.patch.multiple(torch.cpu, **streams, current_stream=lambda device=None: self.current):
             yield
 
     def finish(self) -> float:
-        """When all that was launched is done; the clock then starts anew at 0."""
+        """Return the time at which all launched work is done, and restart the clock at 0."""
         end = max([self.host, *(stream.end for stream in self.streams)])
         self.host = 0.0
         for stream in self.streams:
@@ -124,7 +126,7 @@ class Device:
 
 
 class Charging(TorchDispatchMode):
-    """Every operation inside takes its time on the current stream of ``device``."""
+    """A mode in which every operation takes time on the current stream of ``device``."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class Charging(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # comes back as operations on its local tensor
+            return NotImplemented  # is dispatched again as operations on its local tensor
         result = func(*args, **(kwargs or {}))
         self._device.current.run(self._duration(func, args, kwargs or {}, result))
         return result

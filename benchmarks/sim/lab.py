@@ -1,7 +1,7 @@
 """Network namespaces, one for each rank, joined by a switch in user space with a limited rate and a delay.
 
-Real sockets and real processes over a network as slow as wanted, on one Linux machine. The kernel's own means
-(``tc``'s netem) are missing from many kernels; TUN devices are in all of them. Needs root, ``ip`` and ``/dev/net/tun``.
+Real processes communicate over real sockets and a slow network on one Linux machine. Many kernels lack netem of ``tc``,
+but all have TUN devices. Needs root, ``ip`` and ``/dev/net/tun``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TUN = "/dev/net/tun"
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 9000
 BURST = 64
-"""Packets taken from one rank before the others have their turn."""
+"""The number of packets taken from one rank before the next."""
 QUEUE_SECONDS = 0.25
-"""A packet that would wait longer than this is dropped, as by a switch whose buffer is full."""
+"""The delay from which a packet is dropped, as by a switch with a full buffer."""
 
 
 def lacking() -> str | None:
-    """What there must be and is not; None if a lab can be opened."""
+    """Return what is missing to open a lab, or None."""
     missing = [
         name
         for name, is_there in {
@@ -45,7 +45,7 @@ def lacking() -> str | None:
 
 @dataclass(frozen=True)
 class Link:
-    """How every rank is connected: megabits per second in each direction, milliseconds from rank to rank."""
+    """The connection of every rank: megabits per second in each direction, milliseconds from rank to rank."""
 
     mbit: float
     delay_ms: float = 0.0
@@ -56,8 +56,8 @@ class Lab:
     """The open namespaces and the switch between them.
 
     Attributes:
-        namespaces: by rank; rank ``r`` has the address ``address(r)`` on the device ``devices[r]``.
-        ports: the switch's ends of the devices.
+        namespaces: the namespaces by rank. Rank ``r`` has the address ``address(r)`` on the device ``devices[r]``.
+        ports: the file descriptors of the devices, which the switch reads and writes.
     """
 
     link: Link
@@ -71,11 +71,11 @@ class Lab:
         return f"10.88.0.{rank + 1}"
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        """``command`` as it runs on ``rank``."""
+        """Return ``command`` as it is run on ``rank``."""
         return ["ip", "netns", "exec", self.namespaces[rank], *command]
 
     def forward_while(self, is_needed: Callable[[], bool]) -> None:
-        """Is the switch for as long as ``is_needed``."""
+        """Forward packets as long as ``is_needed``."""
         leaving, arriving = [0.0] * len(self.ports), [0.0] * len(self.ports)
         while is_needed():
             now = time.monotonic()
@@ -89,7 +89,7 @@ class Lab:
                 os.write(self.ports[target], packet)
 
     def _enqueue(self, source: int, packet: bytes, leaving: list[float], arriving: list[float]) -> None:
-        """The packet occupies its sender's link, then its receiver's, each in order."""
+        """Delay the packet by its sender's link, then by its receiver's link."""
         is_ipv4, target = packet[0] >> 4 == 4, packet[19] - 1
         now = time.monotonic()
         if not is_ipv4 or not 0 <= target < len(self.ports):
@@ -103,7 +103,7 @@ class Lab:
 
 
 def read(port: int) -> Iterator[bytes]:
-    """What waits at a port, at most ``BURST`` packets."""
+    """Read the packets that wait at a port, at most ``BURST``."""
     with suppress(BlockingIOError):
         for _ in range(BURST):
             yield os.read(port, MTU + 100)
@@ -111,7 +111,7 @@ def read(port: int) -> Iterator[bytes]:
 
 @contextmanager
 def open_lab(ranks: int, link: Link) -> Iterator[Lab]:
-    """Namespaces that are gone afterwards, whatever happens inside."""
+    """Create namespaces, and delete them at the end in any case."""
     prefix = f"cf{os.getpid()}"
     names = [f"{prefix}n{rank}" for rank in range(ranks)]
     lab = Lab(link, names, [f"{prefix}t{rank}" for rank in range(ranks)], [])

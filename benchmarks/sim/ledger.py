@@ -1,7 +1,7 @@
-"""What a process holds on a simulated device: the bytes of all tensors that operations have seen and that still live.
+"""Counts the bytes of all live tensors of a process on a simulated device.
 
-Every operation is a moment at which it is counted, so what a kernel takes and gives back within itself is left out: a
-device's kernels do so otherwise than a CPU's. Fake tensors count like others, so models may be as large as they like.
+Memory is counted after every operation. Temporary memory inside a kernel is not counted, because it differs between the
+kernels of CPUs and other devices. Fake tensors are counted like others, so models may have any size.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Ledger"]
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while it is entered.
+    """A context that counts memory.
 
     Attributes:
-        held: bytes after the last operation.
-        peak: the most after any.
+        held: the bytes after the last operation.
+        peak: the largest number of bytes after any operation.
     """
 
     def __init__(self) -> None:
@@ -32,25 +32,25 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # comes back as operations on its local tensor
+            return NotImplemented  # is dispatched again as operations on its local tensor
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves((args, kwargs, result)):
             if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
-                self._see(each.untyped_storage())
+                self._track(each.untyped_storage())
         self.count()
         return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         known = self._storages.get(storage._cdata)
         if known is None or known.expired():
             self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def forget_peak(self) -> None:
-        """Counts anew from here on."""
+        """Reset the peak."""
         self.peak = self.count()
 
     def count(self) -> int:
-        """Bytes held now."""
+        """Return the bytes held now."""
         self.held = 0
         for key, reference in list(self._storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

@@ -1,8 +1,8 @@
-"""A process group of one real and any number of imagined ranks, whose collectives take their time on a virtual wire.
+"""A process group of one real and many simulated ranks, whose collectives take virtual time.
 
-A collective of ``n`` bytes in full takes ``latency + n * (ranks - 1) / ranks / bandwidth``, an all-reduce twice the
-second part: what a ring needs. Nothing is sent, so results have the right shapes only. Registered as backend
-``simulated`` of ``torch.distributed``, so that whatever uses process groups runs on it unchanged.
+A collective of ``n`` bytes in full takes ``latency + n * (ranks - 1) / ranks / bandwidth``. An all-reduce takes twice
+the second summand, as on a ring. Nothing is sent; only the shapes of results are right. The process group is registered
+as backend ``simulated`` of ``torch.distributed``, so that other code runs on it unchanged.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Network", "simulated_ranks"]
 
 @dataclass
 class Network:
-    """What the wires between the ranks are like. Speeds may change between steps.
+    """The links between the ranks. Speeds may change between steps.
 
     Attributes:
-        bandwidth: bytes per microsecond of each rank.
-        latency: microseconds of each collective.
-        shared: one wire carries all process groups, instead of one wire for each of them.
+        bandwidth: the bytes per microsecond of each rank.
+        latency: the microseconds of each collective.
+        shared: if true, all process groups share one link. Otherwise each process group has its own.
     """
 
     device: Device
@@ -40,22 +40,22 @@ class Network:
     def __post_init__(self) -> None:
         self._ends: dict[int, float] = {}
 
-    def send(self, group: dist.ProcessGroup, nbytes: float) -> float:
-        """When a transfer ends that starts once the current stream gets to it and the wire is free."""
+    def transfer(self, group: dist.ProcessGroup, nbytes: float) -> float:
+        """Return the end of a transfer that starts when the current stream reaches it and the link is free."""
         wire = 0 if self.shared else id(group)
         start = max(self.device.current.end, self.device.host, self._ends.get(wire, 0.0))
         self._ends[wire] = start + self.latency + nbytes / self.bandwidth
         return self._ends[wire]
 
     def finish(self) -> float:
-        """When everything on wires and device is done; the clock then starts anew at 0."""
+        """Return the time at which all links and the device are done, and restart the clock at 0."""
         sent = max(self._ends.values(), default=0.0)
         self._ends.clear()
         return max(sent, self.device.finish())
 
 
-class Sent(dist.Work):
-    """A collective on its way; it keeps its results alive."""
+class InFlight(dist.Work):
+    """A collective in flight. It keeps its results alive."""
 
     def __init__(self, device: Device, end: float, result: list[torch.Tensor]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Sent(dist.Work):
         self._future.set_result(result)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """The current stream waits, the host does not: as with NCCL."""
+        """Make the current stream wait, but not the host, as with NCCL."""
         self._device.current.wait_until(self._end)
         return True
 
@@ -79,7 +79,7 @@ class Sent(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """Rank ``rank`` of ``size``; the others exist as durations only."""
+    """Rank ``rank`` of ``size``. The other ranks exist only as durations."""
 
     def __init__(self, network: Network, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -96,40 +96,40 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        # The C++ property knows the names of C++ groups only.
+        # The C++ property knows only names of C++ groups.
         return dist.distributed_c10d._world.pg_names[self]
 
-    def _send(self, full: Sequence[torch.Tensor], result: Sequence[torch.Tensor], rounds: int = 1) -> Sent:
+    def _launch(self, full: Sequence[torch.Tensor], result: Sequence[torch.Tensor], rounds: int = 1) -> InFlight:
         nbytes = sum(tensor.nbytes for tensor in full) * rounds * (self._size - 1) / self._size
-        return Sent(self._network.device, self._network.send(self, nbytes), list(result))
+        return InFlight(self._network.device, self._network.transfer(self, nbytes), list(result))
 
-    def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, options: Any = None) -> Sent:
-        return self._send([output], [output])
+    def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, options: Any = None) -> InFlight:
+        return self._launch([output], [output])
 
-    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], shards: Any, options: Any = None) -> Sent:
-        return self._send(outputs, outputs)
+    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], shards: Any, options: Any = None) -> InFlight:
+        return self._launch(outputs, outputs)
 
-    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, options: Any = None) -> Sent:
-        return self._send([full], [output])
+    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, options: Any = None) -> InFlight:
+        return self._launch([full], [output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], full: list[torch.Tensor], options: Any = None
-    ) -> Sent:
-        return self._send(full, outputs)
+    ) -> InFlight:
+        return self._launch(full, outputs)
 
-    def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, *_: Any) -> Sent:
-        return self._send([given], [output])
+    def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, *_: Any) -> InFlight:
+        return self._launch([given], [output])
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Sent:
-        return self._send(tensors, tensors, rounds=2)
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> InFlight:
+        return self._launch(tensors, tensors, rounds=2)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Sent:
-        return self._send(tensors, tensors)
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> InFlight:
+        return self._launch(tensors, tensors)
 
-    def barrier(self, options: Any = None) -> Sent:
-        return self._send([], [])
+    def barrier(self, options: Any = None) -> InFlight:
+        return self._launch([], [])
 
-    # What torch before 2.13 calls them.
+    # The names of these methods before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -139,7 +139,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 _open: list[Network] = []
-"""The network that new process groups are on: torch asks for a group by the name of its backend only."""
+"""The network of new process groups. Torch creates a group only by the name of its backend."""
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
@@ -151,7 +151,7 @@ dist.Backend.register_backend("simulated", _create, devices=["cpu"])
 
 @contextmanager
 def simulated_ranks(network: Network, size: int) -> Iterator[DeviceMesh]:
-    """A mesh of ``size`` ranks over ``network``, as the first of them sees it, on the network's device."""
+    """Yield a mesh of ``size`` ranks over ``network``, as its first rank, on the network's device."""
     _open.append(network)
     try:
         with network.device.installed():
