@@ -1,12 +1,11 @@
-"""Train the model of ``train_text.py`` while ranks are killed at random, and end where an undisturbed run ends.
+"""Train the model of ``train_text.py`` while ranks are killed at random, and compare with an uninterrupted run.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 20 examples/elastic_text.py --kill-every 12 --overwrite
 
-Every few steps a checkpoint is saved: parameters, state of AdamW, random number generators, position in the data. A
-rank that is killed takes the others with it: they raise ``PeerError`` within seconds, and end. torchrun then starts all
-of them anew, and they go on from the newest checkpoint. Once the last step is done, the same steps are trained again
-without interruption, and compared bit by bit. The exit code is 0 if nothing differs, 1 if something does, and 2 if it
-could not start.
+Every few steps a checkpoint is saved: parameters, state of AdamW, random number generators, position in the data. When
+a rank is killed, the others raise ``PeerError`` within seconds and end. torchrun then restarts all of them, and they
+continue from the newest checkpoint. After the last step, the same steps are trained again without interruption, and
+compared bitwise. The exit code is 0 if nothing differs, 1 if something does, and 2 if it could not start.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import checkpoint
 
-KEPT = 2  # checkpoints: one is enough, since the next one replaces none before it is complete
+KEPT = 2  # number of kept checkpoints: one is enough, since an old one is deleted only after the next is complete
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do, and the how-manieth attempt this is, counted from 0."""
+    """The options of the run, and the number of this attempt from 0."""
 
     options: Options
     save_every: int
@@ -57,7 +56,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Training:
-    """One model in training on this rank, with all that a checkpoint of it needs. ``losses`` has one of every step."""
+    """A model in training on this rank, and the state for checkpoints. ``losses`` has one value per step."""
 
     trainer: Trainer
     reader: Reader
@@ -65,7 +64,7 @@ class Training:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Return the number of finished steps."""
         return len(self.losses)
 
     def advance(self) -> None:
@@ -86,7 +85,7 @@ class Training:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser, with the defaults of ``make elastic``."""
+    """Return the parser, with the defaults of ``make elastic``."""
     parser = new_parser("elastic_text.py", "Train while ranks are killed at random, and compare with a run without.")
     run = add_training_flags(parser, steps=60)
     run.add_argument("--seed", type=int, default=0, help="of the initial parameters, of the data, and of the kills")
@@ -100,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_plan() -> Plan:
-    """The plan in the command line and in what torchrun says. Raises ``UsageError`` for what makes no sense."""
+    """Return the plan from the command line and torchrun's variables. Raises ``UsageError`` for invalid options."""
     values: dict[str, Any] = vars(make_parser().parse_args())
     save_every, kill_every = values["save_every"], values.pop("kill_every")
     if save_every < 1 or kill_every < 0:
@@ -110,7 +109,7 @@ def parse_plan() -> Plan:
 
 
 def prepare(plan: Plan) -> None:
-    """An empty folder for the first attempt; the others go on with what is there."""
+    """Make an empty folder in the first attempt. Later attempts use its contents."""
     out = plan.options.out
     if plan.attempt:
         return
@@ -124,7 +123,7 @@ def prepare(plan: Plan) -> None:
 
 
 def run() -> int:
-    """Train to the end, in however many attempts, and compare; the exit code, the same on every rank."""
+    """Train to the end, over any number of attempts, and compare. Returns the exit code, the same on every rank."""
     plan = parse_plan()
     from_rank_0(lambda: prepare(plan))
     options, rank, size = plan.options, dist.get_rank(), dist.get_world_size()
@@ -149,7 +148,7 @@ def run() -> int:
 
 
 def train_in_spite_of_kills(plan: Plan, training: Training) -> None:
-    """Go on from the newest checkpoint to the last step, unless a kill comes first."""
+    """Continue from the newest checkpoint to the last step, unless a kill ends the attempt."""
     options, rank = plan.options, dist.get_rank()
     if checkpoint.latest(plan.folder) is not None:
         training.load(plan.folder)
@@ -170,7 +169,7 @@ def train_in_spite_of_kills(plan: Plan, training: Training) -> None:
 
 
 def equal(training: Training, undisturbed: Training, mesh: DeviceMesh) -> bool:
-    """Whether the losses of all steps and the parameters are the same bits, on every rank."""
+    """Return whether the losses of all steps and the parameters are bitwise equal on every rank."""
     pairs = zip(training.trainer.model.parameters(), undisturbed.trainer.model.parameters(), strict=True)
     same = training.losses == undisturbed.losses and all(torch.equal(_local(a), _local(b)) for a, b in pairs)
     different = torch.tensor(0 if same else 1, device=mesh.device_type)
@@ -183,7 +182,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def report(plan: Plan, same: bool, loss: float, expected: float) -> int:
-    """Say what came out; the exit code."""
+    """Print the result and return the exit code."""
     done = from_rank_0(plan.journal.steps)
     redone = len(done) - len(set(done))
     say(f"restarts: {plan.attempt}; steps done: {len(done)}, of which again: {redone}")

@@ -1,10 +1,10 @@
-"""Train a Llama of transformers, fully sharded, and hand it back to transformers.
+"""Train a fully sharded Llama of transformers, and load the result with transformers.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_llama.py --out runs/hf-llama
 
-The model is a small one with random values, so nothing is downloaded; it learns the bytes of this file. Then
-``save_pretrained`` writes it as safetensors, transformers loads that without this library, and the logits of both are
-compared. The exit code is 0 if they agree, 1 if they do not, and 2 if it could not start.
+The model is small and has random values, so nothing is downloaded. It learns the bytes of this file. Then it is written
+as safetensors, transformers loads it without this library, and the logits of both models are compared. The exit code is
+0 if they agree, 1 if they do not, and 2 if it could not start.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_model(layers: int) -> LlamaForCausalLM:
-    """The same values on every rank. Vocabulary: bytes. Embedding and head are one parameter."""
+    """Build the model with the same values on every rank. The vocabulary is bytes; embedding and head are tied."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -58,14 +58,14 @@ def make_model(layers: int) -> LlamaForCausalLM:
 
 
 def draw(batch: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Windows of the corpus: ``(batch, SEQ)``, int64."""
+    """Draw windows of the corpus: ``(batch, SEQ)``, int64."""
     starts = torch.randint(len(CORPUS) - SEQ, (batch,), generator=generator).tolist()
     return torch.tensor([list(CORPUS[start : start + SEQ]) for start in starts], device=device)
 
 
 def train(model: LlamaForCausalLM, options: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    generator = torch.Generator().manual_seed(dist.get_rank())  # other data on each rank
+    generator = torch.Generator().manual_seed(dist.get_rank())  # different data on each rank
     for step in range(options.steps):
         tokens = draw(options.batch, generator, device)
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -79,7 +79,7 @@ def train(model: LlamaForCausalLM, options: argparse.Namespace, device: torch.de
 
 @torch.no_grad()
 def check(model: LlamaForCausalLM, out: Path, device: torch.device) -> bool:
-    """Whether what is in ``out`` computes what ``model`` does."""
+    """Return whether the model saved in ``out`` computes the same as ``model``."""
     tokens = draw(2, torch.Generator().manual_seed(0), device)
     logits = model(input_ids=tokens).logits
     plain = from_rank_0(lambda: LlamaForCausalLM.from_pretrained(out).to(device)(input_ids=tokens).logits)
@@ -99,7 +99,7 @@ def run() -> int:
     disable_progress_bar()
     model = make_model(options.layers)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    fully_shard(model, mesh=mesh, policy=transformer_blocks())  # a group per decoder layer, one for the rest
+    fully_shard(model, mesh=mesh, policy=transformer_blocks())  # one group per decoder layer, one for the rest
     train(model, options, device)
     whole = state_dict(model, Full(rank0_only=True, offload_to_cpu=True))
     from_rank_0(lambda: model.save_pretrained(options.out, state_dict=whole))

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/lightning_fabric.py --out runs/fabric
 
-Fabric makes the process group and the mesh, and calls ``parallelize`` with both; gradients are accumulated without
-communication by its ``no_backward_sync``, and it saves and loads the distributed checkpoint. The exit code is 0 if what
-was loaded trains on as what was saved, 1 if not.
+Fabric makes the process group and the mesh, and passes both to ``parallelize``. Its ``no_backward_sync`` accumulates
+gradients without communication, and it saves and loads the distributed checkpoint. The exit code is 0 if training
+continues equally from the loaded checkpoint, 1 if not.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ def parse_options() -> argparse.Namespace:
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh) -> Transformer:
-    """One group per block, one for the rest. Fabric calls it."""
+    """Make one group per block and one for the rest. Fabric calls this function."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh["data_parallel"])
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
 def build(fabric: Fabric) -> tuple[Any, Any]:
-    """Model and optimizer. The model is on meta until Fabric gives each rank memory for its shards."""
+    """Build model and optimizer. The model is on meta until Fabric allocates the shards of each rank."""
     seed_everything(0, verbose=False)
     model = fabric.setup_module(Transformer(SHAPE, SEQ))
     return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any, options: argparse.Namespace, steps: range) -> list[float]:
-    """The loss of each step on this rank, the mean of its microbatches."""
+    """Train, and return the loss of each step on this rank, as mean of its microbatches."""
     losses = []
     for step in steps:
         total = 0.0
@@ -77,7 +77,7 @@ def train(fabric: Fabric, model: Any, optimizer: Any, options: argparse.Namespac
 
 
 def draw(batch: int, seed: int) -> torch.Tensor:
-    """Windows of the corpus: ``(batch, SEQ + 1)``, int64."""
+    """Draw windows of the corpus: ``(batch, SEQ + 1)``, int64."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(CORPUS) - SEQ, (batch,), generator=generator).tolist()
     return torch.tensor([list(CORPUS[start : start + SEQ + 1]) for start in starts])

@@ -1,11 +1,12 @@
-"""Adapters of low rank in fp32 beside frozen matrices in bf16, fully sharded (LoRA: Hu et al. 2021).
+"""Train fully sharded low-rank adapters in fp32 on frozen matrices in bf16 (LoRA: Hu et al. 2021).
 
     torchrun --standalone --nproc-per-node 2 examples/lora.py --keep-base
 
-The frozen matrices of each block are a group of their own: it has no gradients to reduce, and with ``--keep-base`` it
-is gathered once and stays, so that only adapters travel. The task has a known answer: the targets are those of the same
-base changed by matrices of the adapters' rank. Only the adapters are saved. Loaded into a fresh base in one process
-they must compute the same; the exit code is 0 if so, 1 if not, and 2 if it could not start.
+The frozen matrices of each block are a separate group. It has no gradients to reduce. With ``--keep-base`` it is
+gathered once and kept, so that later steps communicate only adapters. The task has a known solution: the targets are
+the outputs of the same base plus matrices of the adapters' rank. Only the adapters are saved. After loading them into a
+new base in one process, the outputs must be equal. The exit code is 0 if they are, 1 if not, and 2 if it could not
+start.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_model(rank: int) -> nn.Sequential:
-    """The same values wherever it is made."""
+    """Build the model with the same values on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(*(Adapted(rank) for _ in range(BLOCKS)))
 
 
 def make_teacher(rank: int) -> nn.Sequential:
-    """What the adapters can learn to be: the same base, changed."""
+    """Return a model that the adapters can learn: the same base with changed weights."""
     teacher = make_model(rank)
     with torch.no_grad():
         for block in teacher:
@@ -70,7 +71,7 @@ def make_teacher(rank: int) -> nn.Sequential:
 
 
 def shard(model: nn.Sequential, mesh: DeviceMesh, *, keep_base: bool) -> None:
-    """Two groups per block: what is frozen, and what is trained. Bases that are kept are not gathered again."""
+    """Make two groups per block, one frozen and one trained. Bases that are kept are not gathered again."""
     for block in model:
         base = fully_shard(block.base, mesh=mesh, reshard_after_forward=not keep_base)
         base.set_reshard_after_backward(not keep_base)
@@ -80,7 +81,7 @@ def shard(model: nn.Sequential, mesh: DeviceMesh, *, keep_base: bool) -> None:
 
 def train(model: nn.Module, teacher: nn.Module, options: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
-    generator = torch.Generator().manual_seed(dist.get_rank())  # other data on each rank
+    generator = torch.Generator().manual_seed(dist.get_rank())  # different data on each rank
     for step in range(options.steps):
         x = torch.randn(options.batch, WIDTH, generator=generator).to(device)
         with Recorder() as recorder:
@@ -94,7 +95,7 @@ def train(model: nn.Module, teacher: nn.Module, options: argparse.Namespace, dev
 
 
 def save_adapters(model: nn.Module, path: Path) -> None:
-    """What is trained, whole, into one file. The base is not gathered."""
+    """Write the full adapters into one file. The base is not gathered."""
     adapters = {name: p.full_tensor().cpu() for name, p in model.named_parameters() if p.requires_grad}
 
     def write() -> None:
@@ -107,7 +108,7 @@ def save_adapters(model: nn.Module, path: Path) -> None:
 
 @torch.no_grad()
 def check(model: nn.Module, options: argparse.Namespace, device: torch.device) -> bool:
-    """Whether a base in one process, with the adapters of the file, computes what ``model`` does."""
+    """Return whether a base in one process with the saved adapters computes the same as ``model``."""
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
     plain = make_model(options.rank)
     unexpected = plain.load_state_dict(load_file(options.out), strict=False).unexpected_keys

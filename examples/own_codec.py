@@ -1,4 +1,4 @@
-"""A codec of one's own, for parameters and for gradients.
+"""A user-defined codec for parameters and gradients.
 
 torchrun --standalone --nproc-per-node 2 examples/own_codec.py
 """
@@ -14,7 +14,7 @@ from composable_fsdp import CommunicationPolicy, communication_report, fully_sha
 
 @dataclass(frozen=True)
 class Affine8:
-    """One byte per value, between the smallest and the largest of a row; these lead the row, as two floats."""
+    """Encodes values as bytes between the smallest and the largest of their row, which precede them as two floats."""
 
     def payload_bytes(self, numel: int) -> int:
         return 8 + numel
@@ -46,7 +46,7 @@ def main() -> None:
             print(f"step {step:3}: loss {loss.item():.4f}")
     if dist.get_rank() == 0:
         print(communication_report(model))
-    dist.barrier()  # or gloo's threads may still hold tensors when Python ends, and abort it
+    dist.barrier()  # otherwise gloo's threads may still hold tensors when Python ends, and abort it
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A tensor class that decides by itself how it and its gradient travel.
+"""A tensor class that defines how its values and its gradients are sent.
 
 torchrun --standalone --nproc-per-node 2 examples/own_tensor.py
 """
@@ -13,9 +13,9 @@ from composable_fsdp import fully_shard
 
 
 class RowInt8(torch.Tensor):
-    """fp32 at rest; travels as int8 with one scale per row, its gradient as bf16.
+    """Stores fp32 values. They are sent as int8 with one scale per row, and gradients as bf16.
 
-    Operations such as ``chunk`` and ``copy_`` keep the class: that is what ``torch.Tensor`` does for its subclasses.
+    Operations such as ``chunk`` and ``copy_`` keep the class, as ``torch.Tensor`` does for its subclasses.
     """
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
@@ -27,7 +27,7 @@ class RowInt8(torch.Tensor):
         values, scale = outputs
         full = values.to(param_dtype) * scale.to(param_dtype)
         if out is None:
-            return full, (full,)  # the parameter, and whose memory it is
+            return full, (full,)  # the parameter, and the tensors that own its memory
         out.copy_(full)
         return None
 
@@ -56,7 +56,7 @@ def main() -> None:
             print(f"step {step:3}: loss {loss.item():.4f}")
     local = model[0].weight.to_local()
     print(f"rank {dist.get_rank()} holds a {type(local).__name__} of {tuple(local.shape)}")
-    dist.barrier()  # or gloo's threads may still hold tensors when Python ends, and abort it
+    dist.barrier()  # otherwise gloo's threads may still hold tensors when Python ends, and abort it
     dist.destroy_process_group()
 
 

@@ -1,11 +1,11 @@
-"""Train the model of ``train_text.py`` with parameters and gradients that travel encoded, and compare with fp32.
+"""Train the model of ``train_text.py`` with encoded parameters and gradients, and compare with fp32.
 
     torchrun --standalone --nproc-per-node 2 examples/quantized_text.py --variants fp32,int8-ef --seeds 0,1
 
-What a variant encodes is in ``text/variants.py``. The runs follow one another, seed by seed within a variant; those
-of one seed start with the same values and see the same batches. Results are written after every run. It ends with
-exit code 0 unless training with int8 and error feedback ends more than 1 % away from fp32, for any seed and with at
-least 300 steps; 1 if it does, and 2 if it could not start.
+``text/variants.py`` defines the variants. The runs are sequential, ordered by variant and seed. Runs with the same
+seed start with the same values and have the same batches. Results are written after every run. The exit code is 1 if
+training with int8 and error feedback over at least 300 steps ends more than 1 % from fp32 for any seed, 2 if it could
+not start, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from text.training import Trainer, make_optimizer
 from text.variants import PLAIN, VARIANTS, traffic_of
 from torch.distributed.device_mesh import DeviceMesh
 
-CLAIM = "int8-ef"  # the variant that must keep up with fp32
+CLAIM = "int8-ef"  # the variant whose loss must stay close to that of fp32
 ALLOWED = 1.0  # percent
-ENOUGH_STEPS = 300  # before, losses fall too fast to be compared
+ENOUGH_STEPS = 300  # in earlier steps, losses fall too fast for a comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run: every variant with every seed. ``options`` holds for all runs but for its seed."""
+    """The runs: every variant with every seed. ``options`` are the same for all runs, except for the seed."""
 
     options: Options
     variants: tuple[str, ...]
@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs share."""
+    """The objects that all runs share."""
 
     plan: Plan
     device: torch.device
@@ -66,7 +66,7 @@ class Bench:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser, with the defaults of ``make quantized``."""
+    """Return the parser, with the defaults of ``make quantized``."""
     parser = new_parser("quantized_text.py", "Train the same model with different codecs, and compare with fp32.")
     run = add_training_flags(parser, steps=ENOUGH_STEPS)
     run.add_argument(
@@ -100,7 +100,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def parse_plan(arguments: Sequence[str] | None = None) -> Plan:
-    """The plan in ``arguments`` (default: the command line's). Raises ``UsageError`` for what makes no sense."""
+    """Return the plan in ``arguments`` (default: the command line). Raises ``UsageError`` for invalid options."""
     values = vars(make_parser().parse_args(arguments))
     variants, seeds, every, name = (values.pop(key) for key in ("variants", "seeds", "validate_every", "name"))
     if every < 1:
@@ -109,8 +109,8 @@ def parse_plan(arguments: Sequence[str] | None = None) -> Plan:
 
 
 def run() -> int:
-    """Train, report and check; the result is the exit code, the same on every rank."""
-    # What travels is the point here: ranks of one host would keep parameters in common memory and send nothing.
+    """Train, report and check. Returns the exit code, the same on every rank."""
+    # This program measures messages. Without this, ranks of one host would share memory and send no parameters.
     os.environ.setdefault("COMPOSABLE_FSDP_SHARED_MEMORY", "0")
     plan = parse_plan()
     options = plan.options
@@ -137,7 +137,7 @@ def run() -> int:
 
 
 def fresh(plan: Plan, device: torch.device) -> Comparison:
-    """No runs yet; what is said of them is what else their losses depend on, and where they were made."""
+    """Return a comparison without runs, with the settings on which losses depend and the machine."""
     options, world_size = plan.options, dist.get_world_size()
     shape = options.shape
     settings: dict[str, Any] = {
@@ -157,7 +157,7 @@ def fresh(plan: Plan, device: torch.device) -> Comparison:
 
 
 def train(bench: Bench, variant: str, seed: int) -> Run:
-    """One run, from its first step to its last."""
+    """Train one run from its first step to its last."""
     options = replace(bench.plan.options, seed=seed)
     model = bench.model(variant, seed)
     trainer = Trainer(model, make_optimizer(model, options), options, bench.device)
@@ -183,7 +183,7 @@ def train(bench: Bench, variant: str, seed: int) -> Run:
 
 
 def say_outcome(bench: Bench, comparison: Comparison, variant: str) -> None:
-    """What came out of the run that ended last, the last one of ``variant``."""
+    """Print the result of the last run, which is the last one of ``variant``."""
     run, traffic = comparison.runs[-1], comparison.traffic[variant]
     others = [pair for pair in comparison.pairs(variant) if pair[0] is run and variant != PLAIN]
     apart = "".join(f", {percent_apart(*pair):+.2f} % to {PLAIN}" for pair in others)
@@ -194,13 +194,13 @@ def say_outcome(bench: Bench, comparison: Comparison, variant: str) -> None:
 
 
 def write(bench: Bench, comparison: Comparison) -> None:
-    """The results so far, by one rank."""
+    """Write the results so far, on one rank."""
     if dist.get_rank() == 0:
         bench.plan.files.write(comparison, [sentence for sentence, _ in checks(comparison)])
 
 
 def checks(comparison: Comparison) -> list[tuple[str, bool]]:
-    """For each seed a sentence, and whether what it claims holds; with few steps nothing is claimed."""
+    """Return for each seed a sentence and whether it is true. After few steps there are no claims."""
     steps = comparison.settings["steps"]
     results = []
     for (run, _), apart in zip(comparison.pairs(CLAIM), comparison.differences(CLAIM), strict=True):

@@ -1,8 +1,8 @@
-"""Train a transformer on the sources of Python's standard library, fully sharded, and check what came out.
+"""Train a fully sharded transformer on the sources of Python's standard library, and check the results.
 
     torchrun --standalone --nproc-per-node 2 examples/train_text.py --verify
 
-What shards is in ``text/sharding.py``. The run trains, saves a sharded checkpoint shortly before the end, resumes from
+``text/sharding.py`` shards the model. The run trains, saves a sharded checkpoint shortly before the end, resumes from
 it in a fresh model, and with ``--verify`` repeats everything unsharded in one process. It ends with exit code 0 if all
 checks hold, 1 if one does not, and 2 if it could not start.
 """
@@ -24,12 +24,12 @@ from text.training import History, Trainer, is_reported, make_optimizer
 from text.verify import allowed_differences, compare_runs, compare_with_reference
 from torch.distributed.device_mesh import DeviceMesh
 
-REPEATED_STEPS = 5  # how many of the last steps are trained again from the checkpoint before them
+REPEATED_STEPS = 5  # the number of last steps that are trained again from the checkpoint before them
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What all stages of one run share."""
+    """The objects that all stages of one run share."""
 
     options: Options
     device: torch.device
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def rehearsal(self) -> int:
-        """The step whose checkpoint is resumed from: before the end, and after AdamW has a state to save."""
+        """Return the step whose checkpoint is resumed: before the end, and after AdamW has state."""
         return max(self.start, self.options.steps - REPEATED_STEPS, 1)
 
     def trainer(self, seed: int) -> Trainer:
@@ -50,7 +50,7 @@ class Run:
 
 
 def run() -> int:
-    """Train, report and check; the result is the exit code, the same on every rank."""
+    """Train, report and check. Returns the exit code, the same on every rank."""
     options = parse_options()
     world_size = dist.get_world_size()
     options.check_ranks(world_size)
@@ -83,7 +83,7 @@ def run() -> int:
 
 
 def introduce(job: Run) -> None:
-    """Say what is about to be trained, on what."""
+    """Print the model, the mesh and the text."""
     axes = " × ".join(
         f"{name} {size}" for name, size in zip(job.mesh.mesh_dim_names or (), job.mesh.shape, strict=True)
     )
@@ -96,7 +96,7 @@ def introduce(job: Run) -> None:
 
 
 def train(job: Run, trainer: Trainer) -> History:
-    """Train up to ``--steps``, saving on the way."""
+    """Train up to ``--steps`` and save checkpoints."""
     options = job.options
     steps = range(job.start, options.steps)
     watcher = job.reporter.watchdog("training", options.steps)
@@ -118,9 +118,9 @@ def train(job: Run, trainer: Trainer) -> History:
 
 
 def check_resume(job: Run, trainer: Trainer, history: History) -> bool:
-    """Train the last steps once more, in a fresh model, from the checkpoint before them."""
+    """Train the last steps again, in a fresh model, from the checkpoint before them."""
     options = job.options
-    fresh = job.trainer(options.seed + 1)  # other initial values, so that only the checkpoint can make it equal
+    fresh = job.trainer(options.seed + 1)  # different initial values, so that only the checkpoint can make it equal
     same_state = job.checkpoints.load(fresh, job.rehearsal)
     again = fresh.train(job.corpus.training, range(job.rehearsal, options.steps))
     found, allowed = compare_runs(trainer.model, history, fresh.model, again), allowed_differences(options)

@@ -1,1 +1,1 @@
-"""The parts of the programs beside: a byte-level transformer, its text, and what is shown about a run."""
+"""Shared parts of the programs in ``examples/``: a byte-level transformer, its text, and reports of a run."""

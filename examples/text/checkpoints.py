@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved, found and loaded by ``composable_fsdp.checkpoint``, and compared with what was saved."""
+"""Saves, finds and loads checkpoints of a run with ``composable_fsdp.checkpoint``, and compares them."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Checkpoints:
         self._paths[step] = save(self._folder, trainer.model, trainer.optimizer, step=step, progress=False).path
 
     def load(self, trainer: Trainer, step: int) -> bool:
-        """Bring ``trainer`` to the state after ``step`` steps.
+        """Load the state after ``step`` steps into ``trainer``.
 
         Returns:
-            Whether that state is, bit by bit and on every rank, the one that this run wrote or read there before;
-            true if it did neither.
+            True if the state is on every rank bitwise equal to the one that this run wrote or read there before, or if
+            it did neither.
         """
         load(self._paths[step], trainer.model, trainer.optimizer, progress=False)
         loaded = _fingerprint(trainer)
         return _on_every_rank(loaded == self._fingerprints.setdefault(step, loaded))
 
     def prepare(self, *, resume: bool, overwrite: bool) -> int:
-        """The step to start from: that of the newest complete checkpoint with ``resume``, else 0.
+        """Return the first step: with ``resume`` that of the newest complete checkpoint, else 0.
 
         Raises:
             UsageError: there are checkpoints but neither flag is given, or ``resume`` finds none.
@@ -59,7 +59,7 @@ class Checkpoints:
 
 
 def _fingerprint(trainer: Trainer) -> str:
-    """A hash of what this rank holds of parameters and AdamW state."""
+    """Return a hash of this rank's parameters and AdamW state."""
     digest = hashlib.sha256()
     _hash(state_dict(trainer.model, Local()), digest)
     _hash(optimizer_state_dict(trainer.model, trainer.optimizer, Local())["state"], digest)

@@ -1,4 +1,4 @@
-"""Trainings that differ in how they communicate: what is kept of each, how they compare, and their files."""
+"""Compares trainings with different communication, and writes the results to files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rich.table import Table
 from .options import UsageError
 from .variants import PLAIN, WireBytes
 
-WINDOW = 20  # steps over which drawn losses are averaged
-DIGITS = 5  # of a loss in the file
+WINDOW = 20  # the number of steps over which plotted losses are averaged
+DIGITS = 5  # digits of a loss in the file
 HEADINGS = ("variant", "validation loss per seed", "mean", "to fp32", "sent per step", "to plain")
 MB = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training from its first step to its last: losses in nats per byte.
+    """The losses of one training in nats per byte.
 
-    ``validation``: by the number of steps that the model has had, from 0 to all. ``seconds``: of a step, the median;
-    not in the table, since runs that follow one another on a machine that others use can not be compared in speed.
+    ``validation`` maps the number of finished steps to the loss, from 0 to all. ``seconds`` is the median time of a
+    step. It is not in the table, because the speed of consecutive runs on a shared machine cannot be compared.
     """
 
     variant: str
@@ -43,13 +43,13 @@ class Run:
 
 
 def percent_apart(run: Run, plain: Run) -> float:
-    """How much larger the final validation loss of ``run`` is."""
+    """Return by how many percent the final validation loss of ``run`` is larger."""
     return 100 * (run.final / plain.final - 1)
 
 
 @dataclass(slots=True)
 class Comparison:
-    """All runs so far, made under the same ``settings``. ``origin`` says how they came to be."""
+    """All runs so far, made under the same ``settings``. ``origin`` describes the machine and versions."""
 
     settings: dict[str, Any]
     origin: dict[str, Any]
@@ -60,25 +60,25 @@ class Comparison:
         return any((run.variant, run.seed) == (variant, seed) for run in self.runs)
 
     def of(self, variant: str) -> list[Run]:
-        """The runs of a variant, by seed."""
+        """Return the runs of a variant, by seed."""
         return sorted((run for run in self.runs if run.variant == variant), key=lambda run: run.seed)
 
     @property
     def variants(self) -> list[str]:
-        """Those that have runs, the plain one first."""
+        """Return the variants that have runs, the plain one first."""
         return sorted(dict.fromkeys(run.variant for run in self.runs), key=lambda name: name != PLAIN)
 
     def pairs(self, variant: str) -> list[tuple[Run, Run]]:
-        """Each run of a variant with the plain run of its seed, where there is one."""
+        """Return pairs of a run of a variant and the plain run with its seed, if that exists."""
         plain = {run.seed: run for run in self.of(PLAIN)}
         return [(run, plain[run.seed]) for run in self.of(variant) if run.seed in plain]
 
     def differences(self, variant: str) -> list[float]:
-        """Final validation loss against the plain one in percent, by seed."""
+        """Return the difference of final validation losses from the plain ones in percent, by seed."""
         return [percent_apart(run, plain) for run, plain in self.pairs(variant)]
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """The cells of the table, under ``HEADINGS``."""
+        """Return the cells of the table, under ``HEADINGS``."""
         for variant in self.variants:
             runs, traffic = self.of(variant), self.traffic[variant]
             differences = self.differences(variant) if variant != PLAIN else []
@@ -92,7 +92,7 @@ class Comparison:
             )
 
     def table(self) -> Table:
-        """The rows for a terminal."""
+        """Return the table for a terminal."""
         table = Table(title="variants", title_justify="left")
         for heading in HEADINGS:
             table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
@@ -103,7 +103,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The results in one folder, under one name: data, a page for people, a picture."""
+    """The results in one folder, under one name: data, a page in Markdown, a picture."""
 
     folder: Path
     name: str
@@ -121,7 +121,7 @@ class Files:
         return self.folder / f"{self.name}.png"
 
     def prepare(self, fresh: Comparison, *, resume: bool, overwrite: bool) -> Comparison:
-        """``fresh``, with the runs that lie here already if ``resume``.
+        """Return ``fresh``, and with ``resume`` add the existing runs in the folder.
 
         Raises:
             UsageError: there are results but neither flag is given, or they were made under other settings.
@@ -140,7 +140,7 @@ class Files:
         return _joined(json.loads(self.data.read_text()), fresh, self.data)
 
     def write(self, comparison: Comparison, checks: Sequence[str]) -> None:
-        """All three files. The data come first, and at once: an interruption leaves those of the last time."""
+        """Write all three files. The data are written first and atomically, so an interruption keeps the old ones."""
         draft = self.data.with_suffix(".part")
         draft.write_text(_as_json(comparison))
         draft.replace(self.data)
@@ -162,7 +162,7 @@ def _joined(found: dict[str, Any], fresh: Comparison, path: Path) -> Comparison:
 
 
 def _as_json(comparison: Comparison) -> str:
-    """A line per run, so that a person can read the rest."""
+    """Return the data with one line per run, so that the rest is readable."""
     runs = ",\n".join(json.dumps(_rounded(asdict(run))) for run in comparison.runs)
     parts = {
         "origin": json.dumps(comparison.origin, indent=1),
@@ -209,7 +209,7 @@ def _as_markdown(comparison: Comparison, checks: Sequence[str], picture: str) ->
 
 
 def _draw(comparison: Comparison) -> Figure:
-    """Losses on the left; on the right how far they are from fp32, which the left one is too coarse to show."""
+    """Plot losses on the left, and on the right the small differences from fp32."""
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for index, variant in enumerate(comparison.variants):
@@ -237,7 +237,7 @@ def _draw(comparison: Comparison) -> Figure:
 
 
 def _draw_band(axes: Axes, curves: Sequence[Sequence[float]], colour: str, label: str) -> None:
-    """The mean of the curves, and the range between lowest and highest."""
+    """Plot the mean of the curves, and the range between lowest and highest."""
     steps = range(1, min(len(curve) for curve in curves) + 1)
     columns = list(zip(*curves, strict=False))
     axes.plot(steps, [mean(column) for column in columns], color=colour, linewidth=1.2, label=label)
@@ -248,11 +248,11 @@ def _draw_band(axes: Axes, curves: Sequence[Sequence[float]], colour: str, label
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """The mean of each loss and of those before it, over ``WINDOW`` steps."""
+    """Return the mean of each loss and up to ``WINDOW`` - 1 losses before it."""
     return [mean(losses[max(0, step + 1 - WINDOW) : step + 1]) for step in range(len(losses))]
 
 
 def _apart(run: Run, plain: Run) -> list[float]:
-    """Smoothed training losses against the plain ones, in percent."""
+    """Return the differences of smoothed training losses from the plain ones, in percent."""
     curves = zip(_smoothed(run.losses), _smoothed(plain.losses), strict=True)
     return [100 * (loss / expected - 1) if math.isfinite(loss) else math.nan for loss, expected in curves]

@@ -1,4 +1,4 @@
-"""The text: Python's own standard library, which every machine that runs this has."""
+"""Provides the text for training: Python's own standard library, which is on every machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from .options import UsageError
 
-# Not the library's own text, or text that some distributions ship apart, so that it would differ between machines.
+# Excluded are other libraries' text, and text that some distributions ship separately, which differs between machines.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-VALIDATION_SHARE = 20  # one file in so many
+VALIDATION_SHARE = 20  # one of this many files is for validation
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``inputs`` and ``targets``: (batch, seq), int64; a target is the byte that follows its input."""
+    """``inputs`` and ``targets``: (batch, seq), int64. A target is the byte after its input."""
 
     inputs: Tensor
     targets: Tensor
@@ -32,15 +32,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Some files, one after the other, as one tensor of bytes: a byte of memory per byte of text."""
+    """Concatenated files as one tensor of bytes, with one byte of memory per byte of text."""
 
     files: int
     data: Tensor
 
     def batch(self, key: str, *, batch: int, seq: int) -> Batch:
-        """``batch`` windows of ``seq`` bytes, which depend on ``key`` and on nothing else.
+        """Return ``batch`` windows of ``seq`` bytes, which depend only on ``key``.
 
-        The key is hashed as text, so that (seed, step, rank) can not collide, as sums of the three would.
+        The key is hashed as text. Sums of seed, step and rank could collide.
         """
         source = random.Random(key)
         starts = [source.randrange(len(self.data) - seq) for _ in range(batch)]
@@ -50,21 +50,21 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Text to train on and text to validate on. Invariant: no file is in both."""
+    """Text for training and text for validation. Invariant: no file is in both."""
 
     training: Text
     validation: Text
 
 
 def source_files(folder: Path) -> Iterator[Path]:
-    """The Python files under ``folder``, in an order that is the same on every machine."""
+    """Return the Python files under ``folder``, in an order that is the same on every machine."""
     for path in sorted(folder.rglob("*.py"), key=lambda each: each.relative_to(folder).as_posix()):
         if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
             yield path
 
 
 def is_for_validation(name: str) -> bool:
-    """Decided by the file's name alone: whether other files come or go changes nothing for this one."""
+    """Return whether a file is for validation. This depends only on its name, not on other files."""
     return zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
 
 
@@ -72,7 +72,7 @@ def load_corpus(*, seq: int) -> Corpus:
     """Read the standard library's sources, leaving out files that are not UTF-8.
 
     Raises:
-        UsageError: there is too little text for windows of ``seq`` bytes, as where Python came without its sources.
+        UsageError: there is too little text for windows of ``seq`` bytes, for example if Python has no sources.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     parts: dict[bool, list[bytes]] = {True: [], False: []}
@@ -95,5 +95,5 @@ def _is_text(content: bytes) -> bool:
 
 
 def _join(contents: list[bytes]) -> Text:
-    # A window may run from one file into the next, as it does in most language-model training.
+    # A window may contain the end of one file and the beginning of the next, as is usual for language models.
     return Text(files=len(contents), data=torch.frombuffer(bytearray(b"\n".join(contents)), dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""What a training that is interrupted needs besides its model: a position in the data, and who interrupts it."""
+"""The position in the data and the random kills of an interrupted training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import torch
 
 from .data import Batch, Text
 
-NOISE = 0.02  # share of the input bytes that training replaces by others
+NOISE = 0.02  # the share of the input bytes that training replaces by others
 
 
 class Reader:
-    """This rank's way through the text: its windows in an order drawn anew for every epoch, some bytes replaced.
+    """The windows of this rank, in a different random order in every epoch, with some bytes replaced.
 
-    Where it is, is ``position``; which bytes it replaces next is the state of torch's random number generator. A
-    checkpoint needs both.
+    A checkpoint needs ``position`` and the state of torch's random number generator, which draws the replaced bytes.
     """
 
     def __init__(self, text: Text, *, seed: int, rank: int, world_size: int, batch: int, seq: int) -> None:
@@ -32,7 +31,7 @@ class Reader:
         self._epoch, self._order = -1, list(self._starts)
 
     def next(self) -> Batch:
-        """The next windows; the inputs noisy, the targets as they are."""
+        """Return the next windows. Inputs are noisy, targets are not."""
         windows = torch.stack([self._window(self.position + index) for index in range(self._batch)])
         self.position += self._batch
         inputs = windows[:, :-1].contiguous()
@@ -50,7 +49,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """``rank`` ends within the step ``step``, at ``moment`` of it, a number between 0 and 1."""
+    """A kill of ``rank`` during step ``step``, at ``moment``, a fraction of the step between 0 and 1."""
 
     rank: int
     step: int
@@ -58,8 +57,9 @@ class Kill:
 
 
 def planned_kill(seed: int, attempt: int, start: int, every: int, world_size: int) -> Kill | None:
-    """What befalls the attempt that begins at step ``start``: some rank after ``every`` steps in the mean, or nobody
-    where ``every`` is 0. The same on every rank.
+    """Draw the kill of the attempt that begins at step ``start``, the same on every rank.
+
+    A random rank is killed after ``every`` steps on average. If ``every`` is 0, no rank is killed.
     """
     chance = random.Random(f"kill/{seed}/{attempt}")
     if not every:
@@ -68,14 +68,14 @@ def planned_kill(seed: int, attempt: int, start: int, every: int, world_size: in
 
 
 class Killer:
-    """Ends this process by SIGKILL as planned, from a thread, so that it can happen anywhere in the step."""
+    """Kills this process by SIGKILL as planned. It uses a thread, so that the kill may come anywhere in the step."""
 
     def __init__(self, kill: Kill | None, rank: int) -> None:
         self._kill = kill if kill is not None and kill.rank == rank else None
         self._began = time.perf_counter()
 
     def begin_step(self, step: int) -> None:
-        """Takes the step to last as long as the one before it."""
+        """Begin a step, which is assumed to take as long as the previous one."""
         seconds = time.perf_counter() - self._began
         self._began = time.perf_counter()
         if self._kill is not None and step == self._kill.step:
@@ -90,7 +90,7 @@ class Killer:
 
 
 class Journal:
-    """The steps that were done, those that are lost included: a line each, which a kill cannot take back."""
+    """A file with one line per finished step, including steps that a kill undid. Lines survive a kill."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -100,5 +100,5 @@ class Journal:
             file.write(f"{step}\n")
 
     def steps(self) -> list[int]:
-        """In the order in which they were done."""
+        """Return the steps in the order in which they were done."""
         return [int(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []

@@ -1,4 +1,4 @@
-"""What every program here does before and after its own work: process group, device, exit code."""
+"""Starts and ends the example programs: process group, device, exit code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PROGRAM = Path(sys.argv[0]).name
 
 
 def launch(run: Callable[[], int], make_parser: Callable[[], argparse.ArgumentParser]) -> int:
-    """``run`` in a process group of all ranks; the result is the exit code. 2: it could not start."""
+    """Call ``run`` in a process group of all ranks, and return the exit code; 2 means that it could not start."""
     if "RANK" not in os.environ:
         return _explain(make_parser)
     accelerator = usable_accelerator()
-    # Both backends where there is an accelerator: checkpoints and offloaded gradients talk from the CPU.
+    # An accelerator needs both backends: checkpoints and offloaded gradients communicate from the CPU.
     backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}" if accelerator else "gloo"
     store, rank, world_size = next(dist.rendezvous("env://"))
-    # The store of torchrun outlives a restart, and gloo would find there the addresses of processes that are gone.
+    # The store of torchrun survives a restart, so gloo would find addresses of processes that have ended in it.
     store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     try:
@@ -35,16 +35,16 @@ def launch(run: Callable[[], int], make_parser: Callable[[], argparse.ArgumentPa
         if dist.get_rank() == 0:
             print(f"{PROGRAM}: {error}", file=sys.stderr, flush=True)
         code = 2
-    # torchrun stops all ranks once one has failed, so they leave together, after rank 0 has spoken. Not with a
-    # collective on a tensor: gloo's thread may let go of it only when Python is ending, which aborts the process.
-    # And on gloo, since ranks that found no usable device can not meet on one.
+    # torchrun stops all ranks when one has failed, so they end together, after the output of rank 0. The barrier has no
+    # tensor, because gloo's thread might release it while Python ends, which aborts the process. It uses gloo, because
+    # ranks without a usable device cannot communicate on one.
     dist.barrier(dist.new_group(backend="gloo"))
     dist.destroy_process_group()
     return code
 
 
 def _explain(make_parser: Callable[[], argparse.ArgumentParser]) -> int:
-    """Without torchrun there is no process group; ``--help`` works all the same."""
+    """Make the process group. Without torchrun there is none, so that ``--help`` works."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         make_parser().print_help()
         return 0
@@ -54,13 +54,13 @@ def _explain(make_parser: Callable[[], argparse.ArgumentParser]) -> int:
 
 
 def usable_accelerator() -> str | None:
-    """The accelerator's device type, or None where there is none that process groups can use."""
+    """Return the accelerator's device type, or None if process groups cannot use one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and found.type != "mps" else None
 
 
 def choose_device(name: str) -> torch.device:
-    """This rank's device; an accelerator becomes the current device."""
+    """Return this rank's device, and make an accelerator the current device."""
     accelerator = usable_accelerator()
     wanted = (accelerator or "cpu") if name == "auto" else name
     if wanted == "cpu":
@@ -79,7 +79,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def from_rank_0(look: Callable[[], T]) -> T:
-    """What ``look`` returns or raises on rank 0, on every rank: only one of them touches files."""
+    """Call ``look`` on rank 0 only, because it accesses files. All ranks return its result or raise its error."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

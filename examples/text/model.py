@@ -1,4 +1,4 @@
-"""A decoder-only transformer over bytes: RMSNorm, rotary embeddings, SwiGLU. It knows nothing about sharding."""
+"""A decoder-only transformer over bytes: RMSNorm, rotary embeddings, SwiGLU. It does not depend on sharding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of the model. ``dim`` is a multiple of ``2 * heads``, since rotary embeddings turn pairs."""
+    """Sizes of the model. ``dim`` is a multiple of ``2 * heads``, since rotary embeddings rotate pairs."""
 
     layers: int = 6
     dim: int = 384
@@ -26,7 +26,7 @@ class ModelShape:
 
 
 class Rotary(nn.Module):
-    """Turns pairs of features by an angle that grows with the position (Su et al. 2021, RoFormer, section 3.2)."""
+    """Rotates pairs of features by an angle that grows with the position (Su et al. 2021, RoFormer, section 3.2)."""
 
     cos: Tensor
     sin: Tensor
@@ -40,7 +40,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: (batch, heads, seq, head_dim), any float dtype, which the result keeps."""
+        """Rotate ``x``: (batch, heads, seq, head_dim), any float dtype, which the result has too."""
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         left, right = x.float().chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1).to(x.dtype)
@@ -79,7 +79,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and beside a residual connection."""
+    """One layer: attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, shape: ModelShape, seq: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes (batch, seq), int64, to logits (batch, seq, 256).
+    """Maps bytes (batch, seq), int64, to logits (batch, seq, 256).
 
     Args:
         shape: the sizes.
@@ -115,7 +115,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def _initialize(self, shape: ModelShape) -> None:
-        """Normal weights; those that write into the residual stream shrink with depth (GPT-2, section 2.3)."""
+        """Draw normal weights. The scale of projections into the residual stream shrinks with depth (GPT-2, 2.3)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 writes = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
@@ -133,5 +133,5 @@ class Transformer(nn.Module):
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats per byte, computed in float32 whatever the precision of ``logits``."""
+    """Return the cross-entropy in nats per byte, computed in float32 for any precision of ``logits``."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

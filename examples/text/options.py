@@ -1,4 +1,4 @@
-"""The command line, as frozen values."""
+"""The command line as frozen values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .model import ModelShape
 
 
 class UsageError(Exception):
-    """Something that the user can put right. Always raised on every rank alike, so that no rank waits for another."""
+    """An error that the user can correct. All ranks raise it together, so that no rank waits for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for.
+    """The options of the user.
 
-    Invariant: every value is legal by itself; whether it suits the number of ranks is checked by ``check_ranks``.
+    Invariant: every value is valid by itself; ``check_ranks`` compares it with the number of ranks.
     """
 
     steps: int
@@ -55,7 +55,7 @@ class Options:
                 raise UsageError(sentence)
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise ``UsageError`` where the choices do not suit ``world_size`` ranks."""
+        """Raise ``UsageError`` if the options do not fit ``world_size`` ranks."""
         if world_size % self.hybrid:
             raise UsageError(
                 f"--hybrid {self.hybrid} does not divide the {world_size} ranks: "
@@ -72,7 +72,7 @@ class Options:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as ``UsageError``, so that one rank says it, instead of every rank at once."""
+    """Reports an invalid command line as ``UsageError``, so that one rank prints it instead of all ranks at once."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists all flags)")
@@ -96,7 +96,7 @@ def _reshard(text: str) -> bool | int | None:
 
 
 def new_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """A parser without flags."""
+    """Return a parser without flags."""
     return _Parser(
         prog=program,
         description=description,
@@ -106,7 +106,7 @@ def new_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def add_training_flags(parser: argparse.ArgumentParser, *, steps: int) -> argparse._ArgumentGroup:
-    """How to train, but for seeds; ``steps`` is the default."""
+    """Add the options of training, except for seeds. ``steps`` is the default number of steps."""
     run = parser.add_argument_group("training")
     run.add_argument("--steps", type=_positive, default=steps, help="optimizer steps, at least 2")
     run.add_argument("--batch", type=_positive, default=4, help="sequences per rank and step")
@@ -118,7 +118,7 @@ def add_training_flags(parser: argparse.ArgumentParser, *, steps: int) -> argpar
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The sizes of the model."""
+    """Add the options for the sizes of the model."""
     shape = parser.add_argument_group("model")
     shape.add_argument("--layers", type=_positive, default=6)
     shape.add_argument("--dim", type=_positive, default=384)
@@ -132,7 +132,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser, with the defaults of ``make demo``."""
+    """Return the parser, with the defaults of ``make demo``."""
     parser = new_parser(
         "train_text.py", "Train a byte-level transformer on the sources of Python's standard library, fully sharded."
     )
@@ -178,12 +178,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """The options in ``arguments`` (default: the command line's). Raises ``UsageError`` for what makes no sense."""
+    """Return the options in ``arguments`` (default: the command line). Raises ``UsageError`` for invalid options."""
     return options_from(vars(make_parser().parse_args(arguments)))
 
 
 def options_from(values: dict[str, Any]) -> Options:
-    """Options from flags by name; those that are missing have the defaults of ``make_parser``."""
+    """Return options from flags by name. Missing flags have the defaults of ``make_parser``."""
     chosen = {**vars(make_parser().parse_args([])), **values}
     shape = ModelShape(**{each.name: chosen.pop(each.name) for each in fields(ModelShape) if each.name in chosen})
     return Options(shape=shape, **chosen)

@@ -1,4 +1,4 @@
-"""What the run shows: progress, a table of groups, the loss curve. Only rank 0 says anything."""
+"""Prints progress, a table of groups and the loss curve. Only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .sharding import Group
 from .training import History
 from .verify import Differences
 
-WIDTH = 100  # of tables and lines where there is no terminal to ask
+WIDTH = 100  # the width of tables and lines without a terminal
 MIB = 2**20
 
 
 class Watcher(Protocol):
-    """Is told about steps. ``step`` counts from 0."""
+    """An object that is called after each step. ``step`` counts from 0."""
 
     def step_done(self, step: int) -> None: ...
 
@@ -35,7 +35,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """The watcher of all ranks but one."""
+    """A watcher that does nothing, for all ranks but one."""
 
     def step_done(self, step: int) -> None:
         pass
@@ -49,7 +49,7 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A line per report, for a log file or a pipe."""
+    """Prints a line per report, for a log file or a pipe."""
 
     title: str
     total: int
@@ -66,7 +66,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A progress bar, for a terminal."""
+    """Shows a progress bar, for a terminal."""
 
     progress: Progress
     task: TaskID
@@ -82,7 +82,7 @@ class Bar:
 
 
 class Reporter:
-    """Prints on rank 0 and is silent elsewhere, so that its callers need not ask which rank they are."""
+    """Prints on rank 0 and does nothing elsewhere, so that callers need not check the rank."""
 
     def __init__(self, rank: int) -> None:
         self._speaks = rank == 0
@@ -96,7 +96,7 @@ class Reporter:
         self._console.print(table)
 
     def watchdog(self, title: str, total: int) -> Watcher:
-        """Something to tell about ``total`` steps."""
+        """Return a watcher for ``total`` steps."""
         if not self._speaks:
             return Silence()
         if not self._console.is_terminal:
@@ -112,7 +112,7 @@ class Reporter:
         return Bar(progress, progress.add_task(title, total=total, text=""))
 
     def show_groups(self, groups: Sequence[Group], dtype: torch.dtype) -> None:
-        """A row per group, and their sum."""
+        """Print a table with a row per group and the sum."""
         table = Table(title="groups", title_justify="left", show_footer=True)
         total = _sum(groups)
         table.add_column("group", footer="all")
@@ -153,19 +153,19 @@ class Reporter:
 
 
 def progress_text(loss: float, bytes_per_second: float, device: torch.device) -> str:
-    """Loss, speed over all ranks (a token is a byte), and this rank's memory."""
+    """Return loss, speed over all ranks (a token is a byte), and this rank's memory."""
     return f"loss {loss:.3f}  {bytes_per_second:,.0f} tokens/s  {memory_in_use(device)}"
 
 
 def memory_in_use(device: torch.device) -> str:
-    """The most that was allocated on the accelerator, or what this process occupies now."""
+    """Return the peak memory allocated on the accelerator, or the current memory of this process."""
     if device.type == "cpu":
         return f"{psutil.Process().memory_info().rss / MIB:,.0f} MiB resident"
     return f"{torch.get_device_module(device).max_memory_allocated() / MIB:,.0f} MiB at peak"
 
 
 def outcome(check: str, found: Differences, allowed: Differences) -> str:
-    """One line for one check."""
+    """Return one line for one check."""
     verdict = "ok" if found.within(allowed) else "FAILED"
     pairs = {
         "loss": (found.loss, allowed.loss),

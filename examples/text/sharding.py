@@ -1,4 +1,4 @@
-"""The only part of the example that shards: which modules become groups, on which mesh, with which policies."""
+"""The only file of the example that shards: it chooses groups, mesh and policies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .options import Options
 
 
 def make_mesh(options: Options, device: torch.device, world_size: int) -> DeviceMesh:
-    """All ranks in one row, or in a table of copies (axis 0) by shards (axis 1)."""
+    """Return a 1-d mesh of all ranks, or a 2-d mesh of copies (axis 0) by shards (axis 1)."""
     if options.hybrid == 1:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     shape = (options.hybrid, world_size // options.hybrid)
@@ -32,17 +32,17 @@ def make_mesh(options: Options, device: torch.device, world_size: int) -> Device
 
 
 def compute_dtype(options: Options) -> torch.dtype:
-    """The dtype in which parameters are gathered and used; they rest, and are stepped, in float32."""
+    """Return the dtype in which parameters are gathered and used. They are stored and updated in float32."""
     return torch.bfloat16 if options.bf16 else torch.float32
 
 
 def build_sharded_model(
     options: Options, mesh: DeviceMesh, *, seed: int, communication: CommunicationPolicy | None = None
 ) -> Transformer:
-    """The model of ``seed``, one group per block and one for the rest, on the mesh's device.
+    """Build the model of ``seed`` on the mesh's device, with one group per block and one for the rest.
 
-    Every rank makes the same full model on the CPU and keeps its part; the blocks go first, since a call takes the
-    parameters that no earlier call took.
+    Every rank builds the same full model on the CPU and keeps its shards. The blocks are sharded first, because a group
+    contains all parameters that are in no earlier group.
     """
     torch.manual_seed(seed)
     model = Transformer(options.shape, options.seq, activation_checkpointing=options.activation_checkpointing)
@@ -61,7 +61,7 @@ def build_sharded_model(
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free what a forward without a backward left unsharded, so that the parameters are DTensors again."""
+    """Free parameters that a forward without backward left unsharded, so that they are DTensors again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -69,10 +69,10 @@ def reshard_all(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One group, in numbers.
+    """The sizes of one group.
 
-    ``bytes_at_rest``: what this rank keeps of its parameters. ``bytes_gathered``: size of what the all-gathers of one
-    step put together, in the dtype that they carry.
+    ``bytes_at_rest`` are the bytes of this rank's shards. ``bytes_gathered`` are the bytes of the outputs of all
+    all-gathers in one step, in their dtype.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Group:
 
 
 def groups_of(model: nn.Module, mesh: DeviceMesh, options: Options) -> list[Group]:
-    """The groups of a sharded model at rest, the root first."""
+    """Return the groups of a sharded model, the root first."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     return [
         _describe(name, module, compute_dtype(options), _gathers_per_step(options, mesh, is_root=not name))
@@ -104,7 +104,7 @@ def _describe(name: str, module: nn.Module, dtype: torch.dtype, gathers: int) ->
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters under ``module`` that belong to no group nested in it."""
+    """Return the parameters under ``module`` that belong to no group inside it."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not isinstance(child, FSDPModule):
@@ -112,8 +112,8 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _gathers_per_step(options: Options, mesh: DeviceMesh, *, is_root: bool) -> int:
-    """Forward gathers; backward does so again, unless the parameters were kept in between."""
+    """Return the number of all-gathers per step: one in forward, and one in backward unless parameters were kept."""
     if mesh.size(-1) == 1:
-        return 0  # every rank has the whole model
+        return 0  # every rank has the full model
     kept = is_root if options.reshard is None else options.reshard is False
     return 1 if kept else 2

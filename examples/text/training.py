@@ -23,10 +23,10 @@ REPORT_EVERY = 10
 
 @dataclass(slots=True)
 class History:
-    """Loss (nats per byte, mean over the ranks) and gradient norm before clipping, of every step from ``start`` on.
+    """Records the loss (nats per byte, mean over ranks) and the gradient norm before clipping of steps from ``start``.
 
-    Steps are recorded as tensors and turned into numbers by ``settle``, now and then: reading a number after each step
-    would make an accelerator wait for the host.
+    Steps are recorded as tensors, and ``settle`` converts them to numbers from time to time: reading a number after
+    each step would make the host wait for the accelerator.
     """
 
     start: int = 0
@@ -38,7 +38,7 @@ class History:
         self._pending.append(torch.stack((loss.detach().double(), norm.double().to(loss.device))))
 
     def settle(self, world_size: int) -> None:
-        """Average what was recorded over ``world_size`` ranks; every one of them calls this at the same step."""
+        """Average the recorded values over ``world_size`` ranks. All ranks must call it after the same step."""
         if not self._pending:
             return
         sums = torch.stack(self._pending)
@@ -50,32 +50,32 @@ class History:
             self.norms.append(norm)
 
     def settle_alone(self) -> None:
-        """Turn what was recorded into numbers, without asking another rank."""
+        """Convert the recorded values to numbers without communication."""
         self.settle(world_size=1)
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.AdamW:
-    """AdamW over the parameters as they are now: call it after sharding. Fused, so that DTensors cost one dispatch."""
+    """Return fused AdamW, which needs one dispatch for all DTensors. Call it after sharding."""
     return torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
 
 def learning_rate(options: Options, step: int) -> float:
-    """Grows during warm-up, then stays: it does not depend on ``--steps``, so that a resumed run may train longer."""
+    """Return the learning rate, with a warm-up. It does not depend on ``--steps``, so a run can be extended."""
     return options.lr * min(1.0, (step + 1) / WARM_UP_STEPS)
 
 
 def is_reported(step: int, steps: range) -> bool:
-    """Whether a step's loss is shown: every tenth, the first and the last."""
+    """Return whether the loss of a step is shown: every tenth, the first and the last."""
     return (step + 1) % REPORT_EVERY == 0 or step in (steps[0], steps[-1])
 
 
 def batch_key(options: Options, step: int, rank: int) -> str:
-    """What the batch of one rank in one step is drawn from."""
+    """Return the key from which the batch of one rank in one step is drawn."""
     return f"train/{options.seed}/{step}/{rank}"
 
 
 def apply_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> Tensor:
-    """Clip, step and drop the gradients; their norm before clipping comes back as a 0-d tensor."""
+    """Clip the gradients, step and drop them. Returns their norm before clipping as a 0-d tensor."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT_NORM)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -86,7 +86,7 @@ def apply_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, lr: floa
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """One model in training on this rank."""
+    """A model in training on this rank."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -94,7 +94,7 @@ class Trainer:
     device: torch.device
 
     def step(self, text: Text, step: int, history: History) -> None:
-        """One optimizer step on this rank's batch; averaging over the ranks is the sharded model's own business."""
+        """Run one optimizer step on this rank's batch. A sharded model averages gradients over the ranks itself."""
         key = batch_key(self.options, step, dist.get_rank())
         batch = text.batch(key, batch=self.options.batch, seq=self.options.seq).to(self.device)
         loss = mean_loss(self.model(batch.inputs), batch.targets)
@@ -109,8 +109,13 @@ class Trainer:
         on_report: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
         after_step: Callable[[int], None] = lambda done: None,
     ) -> History:
-        """Train ``steps``. ``on_report`` gets a step, its loss, and seconds per step since the last report;
-        ``after_step`` gets the number of steps that the model has had."""
+        """Train ``steps``.
+
+        Args:
+            steps: the numbers of the steps.
+            on_report: a function of a step, its loss, and the seconds per step since the last report.
+            after_step: a function of the number of finished steps.
+        """
         history = History(start=steps.start)
         busy, unreported = 0.0, 0
         for step in steps:
@@ -127,7 +132,7 @@ class Trainer:
         return history
 
     def validate(self, text: Text) -> float:
-        """Loss in nats per byte over fixed batches, averaged over all ranks."""
+        """Return the loss in nats per byte over fixed batches, averaged over all ranks."""
         self.model.eval()
         losses = [self._loss_of(each) for each in self._validation_batches(text)]
         self.model.train()

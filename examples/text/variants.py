@@ -1,4 +1,4 @@
-"""How parameters and gradients may travel: the variants that ``quantized_text.py`` compares, and what each sends."""
+"""The variants of communication that ``quantized_text.py`` compares, and the bytes that each sends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 from composable_fsdp import Cast, CommunicationPolicy, ErrorFeedback, Int4, Int8, communication_report
 
-PLAIN = "fp32"  # what the others are compared with
+PLAIN = "fp32"  # the variant with which others are compared
 
-# Variants with ``-ef`` differ from their namesakes in the gradients only: parameters are sent anew each time.
+# Variants with ``-ef`` encode parameters like the variants without it: parameters are sent again in each step.
 VARIANTS = {
     PLAIN: CommunicationPolicy(),
     "bf16": CommunicationPolicy(all_gather=Cast(torch.bfloat16), reduce_scatter=Cast(torch.bfloat16)),
@@ -24,13 +24,13 @@ VARIANTS = {
 
 @dataclass(frozen=True, slots=True)
 class WireBytes:
-    """Bytes that one rank sends in one training step, and those that it would send without codecs."""
+    """The bytes that one rank sends in one training step, and the bytes without codecs."""
 
     sent: int
     plain: int
 
 
 def traffic_of(model: nn.Module) -> WireBytes:
-    """What a rank of a sharded model sends in one step of training."""
+    """Return the bytes that a rank of a sharded model sends in one training step."""
     report = communication_report(model)
     return WireBytes(sent=report.bytes, plain=report.plain_bytes)

@@ -1,4 +1,4 @@
-"""The same training without sharding, in one process, and how far two trainings are from each other."""
+"""Trains without sharding in one process, and compares two trainings."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from .training import History, Trainer, apply_gradients, batch_key, learning_rat
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """How far two trainings are apart: losses in nats per byte and parameters absolutely, gradient norms relatively."""
+    """Differences of two trainings: absolute for losses (nats per byte) and parameters, relative for gradient norms."""
 
     loss: float
     norm: float
     parameter: float
 
     def within(self, allowed: Differences) -> bool:
-        """Whether none exceeds its counterpart; NaN does."""
+        """Return whether no difference exceeds its limit. NaN exceeds any limit."""
         return self.loss <= allowed.loss and self.norm <= allowed.norm and self.parameter <= allowed.parameter
 
 
 def allowed_differences(options: Options) -> Differences:
-    """What rounding alone may do.
+    """Return the differences that rounding alone may cause.
 
-    AdamW divides a gradient by its own size, so that a weight moves by about the learning rate in every step, however
-    small its gradient is. A gradient that is wrong in one step, of whatever size, thus leaves a difference of about one
-    learning rate, and a tenth of that tells it from rounding. AdamW hides one kind of mistake: gradients that are wrong
-    by a factor. The gradient norm, taken before clipping, shows that one; it stands relative to its size.
+    AdamW divides a gradient by its own size, so that a weight moves by about the learning rate in every step, even if
+    its gradient is small. So a wrong gradient in one step leaves a difference of about one learning rate, and a tenth
+    of that distinguishes it from rounding. AdamW hides gradients that are wrong by a factor. The gradient norm before
+    clipping detects those; its difference is relative.
 
-    Measured: the reference with each initial weight moved by half a rounding, over 160 steps at the default learning
-    rate. float32: loss 6e-6, parameters 8e-6 (a 37th of the learning rate). bfloat16: a weight that crosses a rounding
-    boundary changes by 2**-8, so gradients differ in their third digit, and near-zero ones in sign, which AdamW turns
-    into whole steps: loss 4e-4, parameters 2e-4 (0.6 of the learning rate).
+    The tolerances were measured with a reference whose initial weights were changed by half a rounding, over 160 steps
+    at the default learning rate. In float32, the loss differed by 6e-6 and parameters by 8e-6 (a 37th of the learning
+    rate). In bfloat16, a weight that crosses a rounding boundary changes by 2**-8, so gradients differ in their third
+    digit, and gradients near zero in sign, which AdamW turns into steps of the learning rate: the loss differed by 4e-4
+    and parameters by 2e-4 (0.6 of the learning rate).
 
-    Training itself multiplies differences, slowly at the default learning rate. At three times that one (1e-3) it is
-    chaotic: the same experiment ended at a loss difference of 5e-2. There no tolerance can tell right from wrong.
+    Training amplifies differences, slowly at the default learning rate. At three times this rate (1e-3) it is chaotic:
+    the same experiment ended with a loss difference of 5e-2, so no tolerance can detect errors there.
     """
     if options.bf16:
         return Differences(loss=1e-2, norm=5e-2, parameter=2 * options.lr)
@@ -55,11 +56,11 @@ def allowed_differences(options: Options) -> Differences:
 
 
 class Reference:
-    """One unsharded model that takes every rank's batch in turn and steps on the mean of their gradients."""
+    """An unsharded model that computes every rank's batch in turn and steps on the mean of the gradients."""
 
     def __init__(self, options: Options, device: torch.device, world_size: int) -> None:
         torch.manual_seed(options.seed)
-        # Without activation checkpointing, which only decides when a value is computed, not what it is.
+        # Without activation checkpointing, which does not change values.
         self.model = Transformer(options.shape, options.seq).to(device)
         self._optimizer = make_optimizer(self.model, options)
         self._options = options
@@ -67,7 +68,7 @@ class Reference:
         self._world_size = world_size
 
     def step(self, text: Text, step: int, history: History) -> None:
-        """One optimizer step, recorded as the sharded run records it."""
+        """Run one optimizer step, recorded as in the sharded run."""
         losses = [self._accumulate(text, step, rank) for rank in range(self._world_size)]
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -82,7 +83,7 @@ class Reference:
         return loss.detach()
 
     def _loss_of(self, batch: Batch) -> Tensor:
-        """Runs on copies in the compute dtype, whose gradients are summed in float32: the rule of mixed precision."""
+        """Compute with copies in the compute dtype, whose gradients are summed in float32, as in mixed precision."""
         used = {name: parameter.to(compute_dtype(self._options)) for name, parameter in self.model.named_parameters()}
         return mean_loss(functional_call(self.model, used, (batch.inputs,)), batch.targets)
 
@@ -90,10 +91,10 @@ class Reference:
 def compare_with_reference(
     sharded: Trainer, history: History, text: Text, on_step: Callable[[int, float], None]
 ) -> Differences:
-    """Train a reference on rank 0 through all steps that ``sharded`` has had; every rank gets the differences.
+    """Train a reference on rank 0 for all steps of ``sharded``, and return the differences on every rank.
 
-    The ranks meet after every step, so that those which wait do so for a step's time, not for a whole training.
-    ``on_step`` gets each step and its loss.
+    All ranks synchronize after every step, so that none waits for longer than a step. ``on_step`` is called with each
+    step and its loss.
     """
     options, world_size, is_first = sharded.options, dist.get_world_size(), dist.get_rank() == 0
     reference = Reference(options, sharded.device, world_size) if is_first else None
@@ -110,7 +111,7 @@ def compare_with_reference(
 
 
 def compare_runs(model: nn.Module, history: History, other: nn.Module, again: History) -> Differences:
-    """The differences between two sharded trainings, over the steps of ``again``; the same on every rank."""
+    """Return the differences between two sharded trainings over the steps of ``again``, the same on every rank."""
     loss, norm = _history_differences(history, again)
     apart = max(
         _largest(one.to_local() - two.to_local())
@@ -123,7 +124,7 @@ def compare_runs(model: nn.Module, history: History, other: nn.Module, again: Hi
 
 
 def _history_differences(history: History, other: History) -> tuple[float, float]:
-    """Largest absolute difference of losses, and largest relative one of norms, over the steps of both."""
+    """Return the largest absolute difference of losses and relative difference of norms, over common steps."""
     start = max(history.start, other.start)
     losses = _aligned(history.losses[start - history.start :], other.losses[start - other.start :])
     norms = _aligned(history.norms[start - history.start :], other.norms[start - other.start :])
@@ -137,7 +138,7 @@ def _aligned(values: Sequence[float], others: Sequence[float]) -> tuple[Tensor, 
 
 
 def _largest_parameter_difference(sharded: nn.Module, reference: nn.Module | None) -> float:
-    """Every rank takes part, since it gathers one parameter after the other; only one with a reference compares."""
+    """Compare the parameters. All ranks take part, because parameters are gathered one by one."""
     expected = dict(reference.named_parameters()) if reference is not None else {}
     largest = 0.0
     for name, parameter in sharded.named_parameters():
@@ -148,7 +149,7 @@ def _largest_parameter_difference(sharded: nn.Module, reference: nn.Module | Non
 
 
 def _largest(difference: Tensor) -> float:
-    """The largest magnitude; infinite for NaN, which would get lost in a comparison."""
+    """Return the largest magnitude, or infinity for NaN, which a comparison would ignore."""
     magnitudes = difference.detach().abs().nan_to_num(nan=float("inf"))
     return magnitudes.max().item() if magnitudes.numel() else 0.0
 
@@ -161,10 +162,10 @@ def _from_rank_0(value: float) -> float:
 
 @contextmanager
 def _threads_of_waiting_ranks() -> Iterator[None]:
-    """Lets this rank use the cores of those that wait beside it, where its threads do not spin while they wait.
+    """Let this rank use the cores of waiting ranks, if its threads do not spin while they wait.
 
-    By default OpenMP's do: on two cores that other programs used as well, steps with two threads took 5 to 10 times
-    as long as with one. With OMP_WAIT_POLICY=passive they took as long as with one, and half of it on idle cores.
+    By default the threads of OpenMP spin: on two cores with other load, steps with two threads took 5 to 10 times as
+    long as with one. With OMP_WAIT_POLICY=passive they took as long as with one, and half as long on idle cores.
     """
     before = torch.get_num_threads()
     if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
