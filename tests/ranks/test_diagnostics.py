@@ -28,6 +28,7 @@ from tests._internals import (
     sequences,
     waits,
 )
+from tests.helpers.fresh_process import run_module
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 from tests.helpers.two_layers import FAULTS, build, sgd, step
@@ -226,7 +227,6 @@ def test_a_waiting_rank_ends_on_a_signal(job: list[subprocess.Popen[str]], tmp_p
 
 
 def shown(folder: Path) -> str:
-    command = [sys.executable, "-m", "composable_fsdp.diagnostics", "merge", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_module("composable_fsdp.diagnostics", "merge", folder)
     assert done.returncode == 1, done.stderr
     return done.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from composable_fsdp.checkpoint import load, save, save_safetensors
+from tests.helpers.fresh_process import run_module, run_program
 from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate
 
 pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
@@ -227,8 +226,7 @@ def test_exit_codes_say_whose_fault_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_runs_as_a_module(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "composable_fsdp.checkpoint", "inspect", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_module("composable_fsdp.checkpoint", "inspect", tmp_path)
     assert done.returncode == 1
     assert done.stderr == f"error: {tmp_path} is not a checkpoint, and no complete checkpoint is in it.\n"
 
@@ -237,6 +235,6 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize("absent", ["typer", "rich"])
 def test_a_missing_package_is_named(absent: str) -> None:
     script = f"import sys; sys.modules[{absent!r}] = None\nfrom composable_fsdp.checkpoint.__main__ import main\nmain()"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    done = run_program(script)
     assert done.returncode == 1
     assert f'this command needs {absent}, which is not installed: pip install "composable-fsdp[cli]"' in done.stderr

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from composable_fsdp.checkpoint import latest
 from tests._internals import MANIFEST, PartialCheckpoint, complete
+from tests.helpers.fresh_process import run_program
 
 
 def make(folder: Path, name: str, *, finished: bool = True) -> Path:
@@ -74,9 +73,7 @@ def test_a_partial_checkpoint_of_another_process_is_not_removed(tmp_path: Path) 
         "try: PartialCheckpoint(Path(sys.argv[1]), 2)\n"
         "except CheckpointError as error: print(error)\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert f"{tmp_path} is being written to by process " in text
+    assert f"{tmp_path} is being written to by process " in run_program(script, tmp_path).stdout
     assert names(tmp_path) == ["step-00000001.partial"]
     writing.abandon()
     writing.abandon()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.helpers.fresh_process import run_program
 
 
 @pytest.mark.multiprocess
@@ -16,5 +15,5 @@ def test_importing_the_package_imports_no_checkpoint_dependencies() -> None:
         "import composable_fsdp\n"
         "print(sorted(names & set(sys.modules)))"
     )
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+    done = run_program(script)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +26,7 @@ from composable_fsdp import (
     register_fsdp_forward_method,
 )
 from tests._internals import default_mesh
+from tests.helpers.fresh_process import run_program
 from tests.helpers.refusals import assert_refused
 from tests.helpers.sharding import sharded, single_rank
 
@@ -70,7 +69,7 @@ except composable_fsdp.MeshError as error:
     assert isinstance(error, ValueError)
     print(error)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = run_program(code)
     assert run.returncode == 0, run.stderr
     for part in ("no mesh", "no default process group", "torchrun", "init_process_group", "init_device_mesh", "mesh="):
         assert part in run.stdout, run.stdout

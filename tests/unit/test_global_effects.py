@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.helpers.fresh_process import run_program
 
 EFFECTS = """
 import atexit, os, signal, sys, threading
@@ -53,12 +52,7 @@ model = composable_fsdp.fully_shard(torch.nn.Linear(2, 2))
 
 
 def run(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{EFFECTS}\n{program}\nprint(changes(begin))"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_program(f"{EFFECTS}\n{program}\nprint(changes(begin))")
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

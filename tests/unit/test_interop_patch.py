@@ -19,6 +19,7 @@ from torch import nn
 
 import composable_fsdp as ours
 from composable_fsdp.interop import patch_torch
+from composable_fsdp.interop.__main__ import main
 from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
@@ -150,11 +151,8 @@ def test_an_unchanged_torch_program_runs_on_this_library(tmp_path: Path, flags: 
     assert done.stdout == "__main__ --steps 3 composable_fsdp._api.fsdp_module torch.distributed.fsdp\n", done.stderr
 
 
-@pytest.mark.multiprocess
-def test_without_a_program_the_command_says_how_it_is_used() -> None:
-    command = [sys.executable, "-m", "composable_fsdp.interop"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        1,
-        "usage: python -m composable_fsdp.interop (script.py | -m module) [argument ...]",
-    )
+def test_without_a_program_the_command_says_how_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["composable_fsdp.interop"])
+    with pytest.raises(SystemExit) as ended:  # Python prints a text that is the exit code, and ends with 1
+        main()
+    assert ended.value.code == "usage: python -m composable_fsdp.interop (script.py | -m module) [argument ...]"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +30,7 @@ from composable_fsdp import (
 )
 from tests._internals import data_parallel_axes, explanation_of, warn_without_cpu_backend
 from tests._internals import lazy_init as assemble
+from tests.helpers.fresh_process import run_program
 from tests.helpers.sharding import single_rank
 
 X = torch.ones(2, 4)
@@ -131,7 +130,7 @@ model[0](torch.ones(1, 4))
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("H-02")
 def test_an_uncaught_error_has_the_explanation() -> None:
-    ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=120, check=False)
+    ended = run_program(UNCAUGHT)
     assert ended.returncode == 1
     mixed, advice = (
         ended.stderr.index("got mixed torch.Tensor and DTensor"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -37,6 +36,7 @@ from tests._internals import (
     order_check_from,
 )
 from tests._internals import watchdog as watchdog
+from tests.helpers.fresh_process import run_program
 from tests.helpers.threads import run_in_threads
 
 OWN = OperationId((0, 1, 2), 7, "all-gather of layers.2 in forward")
@@ -252,7 +252,7 @@ print(sorted(watchdogs[1].collect_reports([0])))
 @pytest.mark.multiprocess
 def test_store_threads_have_ended_when_python_exits() -> None:
     """Otherwise C++ aborts the process with SIGABRT. Many threads run so that some are always inside the store."""
-    done = subprocess.run([sys.executable, "-c", BUSY_TO_THE_END], capture_output=True, text=True, timeout=60)
+    done = run_program(BUSY_TO_THE_END)
     assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
 
 
