@@ -1,4 +1,4 @@
-"""accelerate with ``fsdp_version=2``: accumulation, clipping, mixed precision or loading from rank 0 alone."""
+"""Train with accelerate and ``fsdp_version=2``: accumulation, clipping, mixed precision, or loading from rank 0."""
 
 import argparse
 import os

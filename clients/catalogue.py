@@ -1,4 +1,4 @@
-"""The programs of other libraries that are run, and what is to be known about each."""
+"""The list of programs of other libraries, with their options and notes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Client:
     """A program below ``clients/``.
 
     Attributes:
-        command: file and options.
-        package: whose version counts.
-        launcher: more options for torchrun.
-        note: what is not as its users have it, and why.
+        command: the file and its options.
+        package: the package whose version is shown.
+        launcher: additional options for torchrun.
+        note: differences from normal use, with reasons.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""torchrun restarts the job after rank 1 has been killed; it goes on from a ``torch.distributed.checkpoint``."""
+"""Continue from a ``torch.distributed.checkpoint`` after rank 1 was killed and torchrun has restarted the job."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Lightning Fabric with ``ModelParallelStrategy``: from meta, accumulation without communication, clipping, saving."""
+"""Train with Lightning Fabric's ``ModelParallelStrategy``: from meta, accumulation, clipping, saving."""
 
 import os
 from pathlib import Path

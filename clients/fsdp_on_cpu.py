@@ -1,8 +1,8 @@
 """accelerate, told to use its FSDP plugin on CPU as it does on accelerators.
 
-``AcceleratorState`` sets ``DistributedType.FSDP`` for the types named ``MULTI_GPU``, ``MULTI_XPU`` and so on, and drops
-the plugin without a word for ``MULTI_CPU``. That decision is made here, the same for either library; all else is as
-accelerate has it.
+``AcceleratorState`` sets ``DistributedType.FSDP`` for the types named ``MULTI_GPU``, ``MULTI_XPU`` and so on, and
+silently drops the plugin for ``MULTI_CPU``. This module sets it instead, in the same way for both libraries. Everything
+else is unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["allow_fsdp_on_cpu"]
 
 
 def allow_fsdp_on_cpu() -> None:
-    """For every ``Accelerator`` made from now on."""
+    """Enable the plugin for every ``Accelerator`` that is made later."""
     original = AcceleratorState.__init__
 
     @functools.wraps(original)

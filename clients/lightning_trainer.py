@@ -1,4 +1,4 @@
-"""The ``Trainer`` of Lightning with ``ModelParallelStrategy``: ``configure_model`` shards."""
+"""Train with Lightning's ``Trainer`` and ``ModelParallelStrategy``. ``configure_model`` shards the model."""
 
 import os
 

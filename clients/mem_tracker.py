@@ -1,4 +1,4 @@
-"""torch's ``FSDPMemTracker`` around the first step; the others follow without it."""
+"""Run torch's ``FSDPMemTracker`` around the first step. Later steps run without it."""
 
 import torch
 import torch.distributed as dist

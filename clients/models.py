@@ -11,7 +11,7 @@ VOCABULARY, SEQ = 64, 16
 
 
 def blocks(width: int = 64, depth: int = 3) -> nn.Sequential:
-    """Residual-free blocks of two matrices each."""
+    """Blocks of two matrices without residual connections."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(depth))
@@ -19,12 +19,12 @@ def blocks(width: int = 64, depth: int = 3) -> nn.Sequential:
 
 
 def vectors(step: int, rank: int, batch: int = 32, width: int = 64) -> Tensor:
-    """``(batch, width)``, other ones in every step and on every rank."""
+    """Return ``(batch, width)`` inputs, different in every step and on every rank."""
     return torch.randn(batch, width, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def llama(*, tied: bool = False) -> Any:
-    """A Llama of transformers: two layers, four heads of 16, keys and values shared by two."""
+    """A Llama of transformers with two layers and four heads of 16. Keys and values are shared by two heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -46,6 +46,6 @@ def llama(*, tied: bool = False) -> Any:
 
 
 def tokens(step: int, rank: int, batch: int = 4) -> Tensor:
-    """``(batch, SEQ)``, int64: counting up from other numbers in every step and on every rank."""
+    """Return ``(batch, SEQ)`` int64 tokens that count up from different numbers in every step and on every rank."""
     starts = torch.randint(VOCABULARY, (batch, 1), generator=torch.Generator().manual_seed(100 * step + rank))
     return 3 + (starts + torch.arange(SEQ)) % (VOCABULARY - 3)

@@ -1,4 +1,4 @@
-"""What every client tells the runner: its losses, and whose ``fully_shard`` made its modules."""
+"""Reports the results of a client to the runner: losses, and the library that sharded its modules."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ STEPS = 10
 def tell(
     models: Sequence[nn.Module], losses: Sequence[float], shown: Mapping[str, Any] | None = None, **same: Any
 ) -> None:
-    """Ends a client: writes what came out on this rank, and leaves the process group together with the others.
+    """End a client: write the results of this rank, and leave the process group together with the other ranks.
 
     Args:
-        models: those that were trained; modules that ``fully_shard`` was applied to are counted, by library.
-        losses: of every step, on this rank.
-        shown: what else is worth a place in the table, of rank 0.
-        same: what else must be the same on both libraries, as JSON holds it.
+        models: the trained models. Their sharded modules are counted by library.
+        losses: the losses of all steps on this rank.
+        shown: other values of rank 0 for the table.
+        same: other values that must be the same on both libraries, as JSON.
     """
     sharded = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
     rank = dist.get_rank()
     counts = Counter(map(library_of, sharded))
     outcome = {"losses": list(losses), "sharded": counts, "same": same, "shown": shown or {}}
     Path(os.environ["CLIENT_OUT"], f"rank-{rank}.json").write_text(json.dumps(outcome))
-    dist.barrier()  # or gloo's threads may still hold tensors when Python ends, and abort it
+    dist.barrier()  # otherwise gloo's threads may still hold tensors when Python ends, and abort it
     dist.destroy_process_group()
 
 

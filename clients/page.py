@@ -1,4 +1,4 @@
-"""``RESULTS.md``: what the runs came to, as a table."""
+"""Makes ``RESULTS.md``, the table of results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = ("client", "version", "ranks", "sharded modules", "last loss", "ours a
 
 
 def page_of(rows: Sequence[Mapping[str, Any]], source: str) -> str:
-    """Markdown of ``rows``, which are in the file ``source``."""
+    """Return Markdown of ``rows``, which are in the file ``source``."""
     notes = {client.name: client.note for client in CLIENTS}
     lines = [COLUMNS, ("---",) * len(COLUMNS), *(_cells(row, notes[row["client"]]) for row in rows)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -30,7 +30,7 @@ def page_of(rows: Sequence[Mapping[str, Any]], source: str) -> str:
 
 def _cells(row: Mapping[str, Any], note: str) -> tuple[str, ...]:
     ours = row["ours"]
-    last = next((f"{losses[-1]:.4f}" for losses in ours["losses"] if losses), "–")  # stages before the last have none
+    last = next((f"{losses[-1]:.4f}" for losses in ours["losses"] if losses), "–")  # earlier stages have no losses
     shown = [f"{key}: {value}" for key, value in ours["shown"].items()]
     return (
         row["client"],

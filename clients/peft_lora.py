@@ -1,4 +1,4 @@
-"""LoRA of peft on a Llama: adapters added before and, on request, after sharding."""
+"""Train LoRA adapters of peft on a Llama, added before sharding or, as an option, after it."""
 
 import argparse
 

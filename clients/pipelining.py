@@ -1,4 +1,4 @@
-"""torch's pipelining over 2 ranks times 2 data-parallel ones, with four microbatches."""
+"""Train with torch's pipelining: 2 stages, 2 data-parallel ranks, four microbatches."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""torch's profiler: labels with the names of groups, which tools look for."""
+"""Check torch's profiler for labels with the names of groups, which tools read."""
 
 import re
 

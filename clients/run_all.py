@@ -1,11 +1,12 @@
-"""Runs programs of other libraries on torch's FSDP2 and on ours, the same files both times, and compares.
+"""Runs the same programs of other libraries on torch's FSDP2 and on ours, and compares the results.
 
     make clients                                     # all; makes .venv-clients first
-    python clients/run_all.py --only peft,trl        # those whose names contain one of these
+    python clients/run_all.py --only peft,trl        # programs whose names contain one of these
 
-Nothing in a program knows which library it runs on: ``python -m composable_fsdp.interop program.py`` makes torch's
-``fully_shard`` ours. What came out is kept in ``clients/results/DATE.json``, where a later run of the same day replaces
-what it ran again, and ``clients/RESULTS.md`` is made of that. The exit code is 1 if a program fails or differs on ours.
+The programs do not depend on the library: ``python -m composable_fsdp.interop program.py`` replaces torch's
+``fully_shard`` by ours. Results are stored in ``clients/results/DATE.json``. A later run on the same day replaces the
+results of its programs. ``clients/RESULTS.md`` is made from the file. The exit code is 1 if a program fails or differs
+on ours.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 LAST_LINES = 60
-"""Of the output of a program that failed, which are shown and kept."""
+"""The number of last output lines of a failed program that are shown and kept."""
 ALLOWED = 1e-5
-"""Relative difference of two numbers that counts as the rounding of sums taken in another order."""
+"""The relative difference of two numbers up to which it is attributed to the rounding of sums in another order."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one program did on one library.
+    """The result of one program on one library.
 
     Attributes:
-        problem: why there is nothing more; empty if the program ended well.
-        losses: of each rank, of each step.
-        sharded: how many modules each library has sharded on rank 0.
-        same: of each rank, what else must be the same on both libraries.
-        shown: of rank 0, what need not.
+        problem: the reason of a failure; empty if the program succeeded.
+        losses: the losses of each rank and step.
+        sharded: the number of modules that each library sharded on rank 0.
+        same: other values of each rank that must be the same on both libraries.
+        shown: other values of rank 0 that may differ.
     """
 
     seconds: float
@@ -65,7 +66,7 @@ class Run:
 
 
 def run(client: Client, library: str) -> Run:
-    """Runs ``client``, for as long as it may take. No process of it is left."""
+    """Run ``client`` with a timeout. Afterwards none of its processes is left."""
     script, *options = shlex.split(client.command)
     switch = ["-m", "composable_fsdp.interop"] if library == "ours" else []
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(client.ranks)]
@@ -99,7 +100,7 @@ def run(client: Client, library: str) -> Run:
 
 
 def verdict(peer: Run, ours: Run) -> str:
-    """``same``, ``rounding``, ``differs`` or ``fails``, and what there is to say about it."""
+    """Return ``same``, ``rounding``, ``differs`` or ``fails``, and an explanation."""
     for name, each in (("fsdp2", peer), ("ours", ours)):
         if each.problem:
             return f"fails on {name}: {each.problem.splitlines()[0]}"
@@ -117,8 +118,7 @@ def verdict(peer: Run, ours: Run) -> str:
 
 
 def difference(one: object, other: object) -> float:
-    """The largest relative difference of numbers in two values made of lists, numbers and others; infinite if one of
-    the others differs."""
+    """Return the largest relative difference of numbers in two nested values, or infinity if other values differ."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return max((difference(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
     if isinstance(one, float) and isinstance(other, float):
@@ -127,7 +127,7 @@ def difference(one: object, other: object) -> float:
 
 
 def compare(client: Client) -> dict[str, Any]:
-    """A row of the results."""
+    """Return a row of the results."""
     peer, ours = (run(client, library) for library in ("fsdp2", "ours"))
     row = {"client": client.name, "version": client.version(), "verdict": verdict(peer, ours)}
     print(f"{client.name}: {row['verdict']} ({peer.seconds:.0f} s, {ours.seconds:.0f} s)", flush=True)
@@ -138,7 +138,7 @@ def compare(client: Client) -> dict[str, Any]:
 
 
 def store(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Puts ``rows`` into the file in place of those of the same clients; all rows, in the order of the catalogue."""
+    """Replace the rows of these clients in the file, and return all rows in the order of the catalogue."""
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     by_name = {row["client"]: row for row in (*kept, *rows)}
     merged = [by_name[client.name] for client in CLIENTS if client.name in by_name]

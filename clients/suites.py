@@ -1,13 +1,13 @@
-"""Runs tests of other projects on torch's FSDP2 and on ours, the same files both times, and compares test by test.
+"""Runs the same tests of other projects on torch's FSDP2 and on ours, and compares the results of each test.
 
     make suites                                     # all; makes .venv-clients first
-    python clients/suites.py --only torchao,torchft # those whose names contain one of these
+    python clients/suites.py --only torchao,torchft # suites whose names contain one of these
 
-Pip downloads each project's release from PyPI into ``.suites``; the tests in it are copied, told to run on CPU
-(`Suite.changes`), and run by pytest. Nothing of it is kept in this repository. What a process of a suite does first,
-`suites_overlay/sitecustomize.py`, makes torch's ``fully_shard`` ours, and notes whose ``fully_shard`` was applied.
-What came out is kept in ``clients/results/suites-DATE.json``, and ``clients/SUITES.md`` is made of that. The exit code
-is 1 if a test that passes on torch's FSDP2 fails on ours, unless ``Suite.differs`` says why it has to.
+Pip downloads each project's release from PyPI into ``.suites``. Its tests are copied, changed to run on CPU
+(`Suite.changes`), and run by pytest. This repository contains none of their code. Every process of a suite first runs
+`suites_overlay/sitecustomize.py`, which replaces torch's ``fully_shard`` by ours and records the library that shards.
+Results are stored in ``clients/results/suites-DATE.json``, from which ``clients/SUITES.md`` is made. The exit code is 1
+if a test that passes on torch's FSDP2 fails on ours, unless ``Suite.differs`` gives a reason.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ COLUMNS = ("suite", "release", "what the tests check", "tests", "pass on fsdp2",
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests out of one release of one project.
+    """Tests from one release of one project.
 
     Attributes:
-        release: what pip downloads. Its wheel if that has the tests, else its source distribution.
-        path: of the file with the tests, in the release.
-        tests: what ``pytest -k`` takes.
-        ranks: how many ``torchrun`` starts; the tests start their own processes if it is 0.
-        changes: regular expressions, each with what takes the place of its matches in the test file, first to last.
-        differs: which tests may fail on ours although they pass on torch's FSDP2, and why.
-        checks: what the tests look at, for the table.
+        release: the release for pip: its wheel if that has the tests, else its source distribution.
+        path: the path of the test file in the release.
+        tests: the argument of ``pytest -k``.
+        ranks: the number of ranks that ``torchrun`` starts. With 0, the tests start their own processes.
+        changes: regular expressions with replacements of their matches in the test file, applied in order.
+        differs: tests that may fail on ours although they pass on torch's FSDP2, with reasons.
+        checks: the subject of the tests, for the table.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Suite:
 
 
 TO_CPU = (
-    # Torch's FSDPTest runs on CPU as it is, but skips where there are fewer accelerators than ranks.
+    # Torch's FSDPTest runs on CPU unchanged, but skips if there are fewer accelerators than ranks.
     (r"import FSDPTest\n", r"\g<0>\ntorch.accelerator.device_count = lambda: 8\n\n"),
     (r"@skip_if_lt_x_gpu\(.*\)\n", "\n"),
     (r"@pytest\.mark\.skipif\(not torch\.cuda.*\)\n", "\n"),
@@ -136,11 +136,11 @@ SUITES = (
 
 
 def release_folder(suite: Suite) -> Path:
-    """The unpacked release, which pip downloads if it is not there yet."""
+    """Return the unpacked release. Pip downloads it if it is missing."""
     folder = CACHE / suite.release
     if not folder.exists():
         with tempfile.TemporaryDirectory() as download:
-            # Without build isolation, as the metadata of a source distribution may want torch, and would get another.
+            # Without build isolation, because a source distribution might require another torch for its metadata.
             form = ["--no-binary", ":all:", "--no-build-isolation"] if suite.source else ["--only-binary", ":all:"]
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *form, "--dest", download]
             subprocess.run([*pip, suite.release], check=True)
@@ -153,7 +153,7 @@ def release_folder(suite: Suite) -> Path:
 
 
 def run(suite: Suite, library: str) -> dict[str, Any]:
-    """Runs ``suite`` on ``library``: what became of each test, and whose ``fully_shard`` was applied."""
+    """Run ``suite`` on ``library``, and return the result of each test and the libraries that sharded modules."""
     with tempfile.TemporaryDirectory() as scratch:
         tests, out = Path(scratch, "tests"), Path(scratch, "out")
         out.mkdir()
@@ -163,7 +163,7 @@ def run(suite: Suite, library: str) -> dict[str, Any]:
         for pattern, replacement in suite.changes:
             text = re.sub(pattern, replacement, text)
         (tests / suite.path).write_text(text)
-        # The conftest files of these projects want the rest of their test environments.
+        # The conftest files of these projects require the rest of their test environments.
         options = [f"--rootdir={tests}", "--noconftest", "--override-ini=addopts=", "-qs", "-pno:cacheprovider"]
         pytest = [sys.executable, "-m", "pytest", str(tests / suite.path), *options, "-k", suite.tests]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(suite.ranks), "--no-python"]
@@ -185,7 +185,7 @@ def run(suite: Suite, library: str) -> dict[str, Any]:
             try:
                 output, _ = process.communicate(timeout=60 * MINUTES)
             finally:
-                if process.poll() is None:  # its ranks are of its session
+                if process.poll() is None:  # its ranks belong to its session
                     os.killpg(process.pid, signal.SIGKILL)
         reports = sorted(out.glob("rank-*.xml"))
         if len(reports) < max(suite.ranks, 1):
@@ -203,7 +203,7 @@ def run(suite: Suite, library: str) -> dict[str, Any]:
 
 
 def outcome_of(test: ElementTree.Element) -> str:
-    """``passed``, ``skipped: reason`` or ``failed: the last line of the error``."""
+    """Return ``passed``, ``skipped: reason`` or ``failed: the last line of the error``."""
     for kind in ("failure", "error", "skipped"):
         found = test.find(kind)
         if found is not None:
@@ -216,7 +216,7 @@ def outcome_of(test: ElementTree.Element) -> str:
 
 
 def compare(suite: Suite) -> dict[str, Any]:
-    """A row of the results."""
+    """Return a row of the results."""
     ran = {library: run(suite, library) for library in LIBRARIES}
     row = {"suite": suite.name, "release": suite.release, "path": suite.path}
     row |= {library: ran[library]["outcomes"] for library in LIBRARIES}
@@ -235,7 +235,7 @@ def tally(row: Mapping[str, Any]) -> str:
 
 
 def worse(row: Mapping[str, Any]) -> list[str]:
-    """The tests that pass on torch's FSDP2 and not on ours."""
+    """Return the tests that pass on torch's FSDP2 but not on ours."""
     peer, ours = (row[library] for library in LIBRARIES)
     return [name for name in peer if peer[name] == "passed" != ours.get(name)]
 
@@ -246,7 +246,7 @@ def unexpected(row: Mapping[str, Any]) -> list[str]:
 
 
 def store(path: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Puts ``rows`` into the file in place of those of the same suites; all rows, in the order of `SUITES`."""
+    """Replace the rows of these suites in the file, and return all rows in the order of `SUITES`."""
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     by_name = {row["suite"]: row for row in (*kept, *rows)}
     merged = [by_name[suite.name] for suite in SUITES if suite.name in by_name]
@@ -257,7 +257,7 @@ def store(path: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def page_of(rows: Sequence[Mapping[str, Any]], source: str) -> str:
-    """Markdown of ``rows``, which are in the file ``source``."""
+    """Return Markdown of ``rows``, which are in the file ``source``."""
     suites = {suite.name: suite for suite in SUITES}
     lines = [COLUMNS, ("---",) * len(COLUMNS)]
     for row in rows:

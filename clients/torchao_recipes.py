@@ -1,4 +1,4 @@
-"""torchao: the 8-bit AdamW, float8 all-gathers, int8 training and a frozen NF4 base with adapters."""
+"""Train with torchao: 8-bit AdamW, float8 all-gathers, int8 training, and a frozen NF4 base with adapters."""
 
 import argparse
 
@@ -14,11 +14,11 @@ from torchao.prototype.quantized_training import int8_mixed_precision_training, 
 from torchao.quantization import quantize_
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
-WIDTH = 256  # NF4 wants 64 * 256 values in every shard
+WIDTH = 256  # NF4 needs 64 * 256 values in every shard
 
 
 class Adapted(nn.Module):
-    """A frozen NF4 matrix with an adapter of low rank beside it."""
+    """A frozen NF4 matrix with a low-rank adapter."""
 
     def __init__(self, linear):
         super().__init__()
@@ -56,7 +56,7 @@ def main() -> None:
         fully_shard(block)
     fully_shard(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Int8 weights lack the product in place with which AdamW decays them.
+    # Int8 weights do not support the in-place product of AdamW's weight decay.
     optimizer = AdamW8bit(trained, lr=1e-3) if recipe == "adamw8bit" else torch.optim.Adam(trained, lr=1e-3)
     losses = []
     for step in range(STEPS):
@@ -72,6 +72,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # torchao compiles the 8-bit step, and torch 2.13 on CPU then runs a graph made for matrices on vectors.
+    # torchao compiles the 8-bit step. On CPU, torch 2.13 then runs a graph compiled for matrices on vectors.
     with torch.compiler.set_stance("force_eager"):
         main()

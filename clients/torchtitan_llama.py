@@ -1,5 +1,8 @@
-"""``parallelize_llama`` of torchtitan on its debug model: from meta, bf16 with fp32 reduction, selective
-checkpointing, gradients summed instead of averaged as its trainer does it, its own gradient clipping."""
+"""Train torchtitan's debug model with its ``parallelize_llama``.
+
+The model starts on meta, and uses bf16 with fp32 reduction, selective checkpointing, and torchtitan's own gradient
+clipping. Gradients are summed, not averaged, as in its trainer.
+"""
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs, parallelize_llama
 
 SEQ, BATCH = 32, 2
-parallel_dims.device_type = "cpu"  # torchtitan takes "cuda" where there is no accelerator
+parallel_dims.device_type = "cpu"  # torchtitan uses "cuda" if there is no accelerator
 
 
 def build():
@@ -34,7 +37,7 @@ def build():
         dump_folder="",
     )
     model.to_empty(device="cpu")
-    torch.manual_seed(dist.get_rank())  # on CPU every rank draws its shards by itself: one seed would make them equal
+    torch.manual_seed(dist.get_rank())  # with one seed, all ranks would draw equal shards on CPU
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
     return model.train()
@@ -46,7 +49,7 @@ def main() -> None:
     disable_fsdp_gradient_division(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # torch's FSDP2 asks gloo for PREMUL_SUM otherwise
+            module.set_force_sum_reduction_for_comms(True)  # otherwise torch's FSDP2 would use gloo with PREMUL_SUM
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4)
     losses, norms = [], []
     for step in range(STEPS):

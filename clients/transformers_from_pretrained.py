@@ -1,4 +1,4 @@
-"""``from_pretrained(distributed_config=...)``: transformers shards the model while it loads it."""
+"""Load with ``from_pretrained(distributed_config=...)``. Transformers shards the model during loading."""
 
 import argparse
 import os

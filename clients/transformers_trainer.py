@@ -1,4 +1,4 @@
-"""The ``Trainer`` of transformers with ``fsdp_config={"version": 2}``; saves at the end and resumes from that."""
+"""Train with the ``Trainer`` of transformers and ``fsdp_config={"version": 2}``, save at the end, and resume."""
 
 import os
 from pathlib import Path

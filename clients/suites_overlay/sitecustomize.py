@@ -1,4 +1,4 @@
-"""What Python runs first in every process of a suite: chooses the library, and notes which one shards modules.
+"""Runs first in every process of a suite: chooses the library, and records the library that shards modules.
 
 Both libraries make a class for each type of module that they shard, and both kinds of class inherit from torch's
 ``FSDPModule``. So its ``__init_subclass__`` sees them all.
@@ -15,7 +15,7 @@ LIBRARY = os.environ.get("SUITE_LIBRARY")
 
 
 def note_use() -> None:
-    """Leaves a file ``used-LIBRARY`` for each library that shards a module from now on."""
+    """Write a file ``used-LIBRARY`` for each library that shards a module from now on."""
     from torch.distributed.fsdp import FSDPModule
 
     def __init_subclass__(cls: type, **kwargs: Any) -> None:
