@@ -57,6 +57,7 @@ class GatherLayout:
     """
 
     shards: tuple[TensorShards, ...]
+    num_shards: int
     store: FlatLayout
     places: FlatLayout
     zero_copy: tuple[int, ...]
@@ -69,10 +70,6 @@ class GatherLayout:
     all_reduced: tuple[int, ...] = ()
     spans: tuple[range, ...] = ()
     """Ranges of the unsharded buffer with aligned bounds."""
-
-    @property
-    def num_shards(self) -> int:
-        return self.shards[0].num_shards
 
     @property
     def wire_numel(self) -> int:
@@ -186,7 +183,17 @@ def plan_gather(
     in_chunks = all(shards[i].concatenates and shards[i].padded_numel == w for i, w in zip(packed, widths, strict=True))
     spans = _spans([(places.offsets[i], shards[i].numel) for i in all_reduced], itemsize)
     return GatherLayout(
-        tuple(shards), store, places, zero_copy, packed, widths, sum(widths), in_chunks, tuple(all_reduced), spans
+        tuple(shards),
+        shards[0].num_shards,
+        store,
+        places,
+        zero_copy,
+        packed,
+        widths,
+        sum(widths),
+        in_chunks,
+        tuple(all_reduced),
+        spans,
     )
 
 

@@ -166,6 +166,12 @@ class BucketPlan:
     reduce: ReduceLayout
     wire_dtype: torch.dtype
     """dtype of gradients on the wire, unless they are encoded or were accumulated in ``sum_dtype`` before."""
+    sum_dtype: torch.dtype
+    """dtype in which gradients are summed."""
+    encodes_reduce_scatter: bool
+    """True if gradients are sent over the shard axis in an all-to-all and summed by the receiver."""
+    gradient_is_encoded: bool
+    """True if gradients are encoded over any axis, and so are summed in fp32."""
     unsharded_storage: UnshardedStorage
 
     @property
@@ -212,21 +218,6 @@ class BucketPlan:
     @property
     def shard_bytes(self) -> int:
         return self.gather.store.numel * self.dtype.itemsize
-
-    @property
-    def encodes_reduce_scatter(self) -> bool:
-        """True if gradients are sent over the shard axis in an all-to-all and summed by the receiver."""
-        return self.gradient_codecs.shard is not None or self.gradient_extended
-
-    @property
-    def gradient_is_encoded(self) -> bool:
-        """True if gradients are encoded over any axis, and so are summed in fp32."""
-        return self.gradient_codecs != PLAIN or self.gradient_extended
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are summed."""
-        return torch.float32 if self.gradient_is_encoded else self.reduce_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +388,9 @@ def _plan_bucket(
         gather,
         reduce,
         wire_dtype,
+        sum_dtype,
+        first.gradient_codecs.shard is not None or first.gradient_extended,
+        encoded,
         _unsharded_storage(first, axes, shards),
     )
 

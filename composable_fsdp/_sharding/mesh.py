@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -51,7 +52,7 @@ class DataParallelAxes:
     shard: Communicator
     replicate: Communicator = field(default_factory=LoopbackCommunicator)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """The number of data-parallel ranks, by which the mean of gradients divides."""
         return self.shard.size * self.replicate.size

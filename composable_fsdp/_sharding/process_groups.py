@@ -33,6 +33,8 @@ class ProcessGroups:
         self.gather: Communicator = axes.shard
         self.scatter: Communicator = axes.shard
         self.exchange: Communicator = axes.shard
+        self.averages = axes.shard.averages and axes.replicate.averages
+        """True if every axis can compute averages itself."""
         self._custom_gather: object = None
         self._custom_scatter: object = None
         self._separate: Communicator | None = None
@@ -77,11 +79,6 @@ class ProcessGroups:
     def gathers_over(self) -> Communicator:
         """The communicator of the next all-gather."""
         return self.smaller or self.gather
-
-    @property
-    def averages(self) -> bool:
-        """True if every axis can compute averages itself."""
-        return self.scatter.averages and self.replicate.averages
 
     def plan_options(self, *, offloaded: bool) -> PlanOptions:
         """Return the options of the group's plan."""
@@ -151,6 +148,7 @@ class ProcessGroups:
         if self._custom_scatter is not None:
             scatter = customize(scatter, self._custom_scatter, "set_custom_reduce_scatter")
         self.gather, self.scatter = gather, scatter
+        self.averages = scatter.averages and self.replicate.averages
 
     def _all_gather_options(self) -> dict[str, bool]:
         return {"async_op": self.unshard_async_op}

@@ -156,12 +156,10 @@ class BucketReduceScatter:
         if any(map(is_, gradients, repeat(None))):
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
         wire_dtype = sum_dtype if were_summed else plan.wire_dtype
-        message = (
-            None if plan.encodes_reduce_scatter else self._packed_message(gradients, present, reduction, wire_dtype)
-        )
         if plan.encodes_reduce_scatter:
             output = torch.empty(layout.output.numel, dtype=sum_dtype, device=self.device)
             return ReduceScatterBuffers([], output, present, encoded=self._encoded_message(gradients, output, present))
+        message = self._packed_message(gradients, present, reduction, wire_dtype)
         output = self.pgs.scatter.allocate(layout.output.numel, sum_dtype, self.device)
         scatter = ReduceScatterBuffers([], output, present)
         for k in layout.zero_copy:
