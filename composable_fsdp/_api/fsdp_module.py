@@ -23,7 +23,6 @@ from composable_fsdp._api.group_setters import (
 )
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._consistency.order_check import order_check_from
-from composable_fsdp._runtime.groups.profiling import ask_logger
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state_of
 from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import call_as_forward, is_being_called
@@ -79,7 +78,6 @@ class FSDPModule(TorchFSDPModule):
         """
         state = _state(self)
         state.drain_before_changes()
-        ask_logger()
         with state.group.unshard_async_op(async_op):
             iteration_of(state).unshard_explicitly(state)
         handle = UnshardHandle(state)

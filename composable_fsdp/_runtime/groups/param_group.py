@@ -15,9 +15,9 @@ from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
 from composable_fsdp._runtime.collectives.all_gather import launch_gather
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._runtime.collectives.wire_bytes import all_gather_wire_bytes, smaller_mesh_wire_bytes
+from composable_fsdp._runtime.groups import profiling
 from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets, shard_parameters
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
-from composable_fsdp._runtime.groups.profiling import describe_groups, labelled
 from composable_fsdp._runtime.groups.state_machine import (
     HELD_GRADIENTS,
     PARAMETER_TRANSITIONS,
@@ -255,12 +255,14 @@ class ParamGroup:
             self._note_memory()
             trace.emit(trace.Operation.WAIT, self.name, 0, "", begin)
 
-    @labelled("all_gather_copy_out", lambda self: self.name)
     def _end_gather(self) -> None:
         if self._pending_gather is not None:
             pending, self._pending_gather = self._pending_gather, None
+            wait = pending.wait
+            if profiling.active:
+                wait = profiling.label("all_gather_copy_out", self.name)(wait)
             try:
-                pending.wait()
+                wait()
             except BaseException:
                 self._may_be_written = not pending.has_arrived
                 raise
@@ -352,18 +354,14 @@ class ParamGroup:
 def unshard_together(groups: Sequence[ParamGroup], streams: CommStreams, label: str) -> None:
     """Launch one all-gather for those of ``groups`` that need it, called ``label`` in errors."""
     needed = [group for group in groups if group._needs_gather(streams)]
-    if any(group.buckets for group in needed):
-        _launch(needed, streams, label)
-    else:  # e.g. a root whose parameters all belong to nested modules
-        for group in needed:
-            group._begin_gather(None, streams.gather.name, None)
-
-
-@labelled("all_gather", lambda groups, streams, label: describe_groups([group.name for group in groups]))
-def _launch(needed: Sequence[ParamGroup], streams: CommStreams, label: str) -> None:
-    begin = trace.now() if trace.listeners else None
     buckets = [bucket for group in needed for bucket in group.tensors.buckets]
-    pending = launch_gather(streams, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
+    pending, begin = None, None
+    if buckets:  # not, for example, a root whose parameters all belong to nested modules
+        begin = trace.now() if trace.listeners else None
+        launch = launch_gather
+        if profiling.active:
+            launch = profiling.label("all_gather", profiling.describe_groups([group.name for group in needed]))(launch)
+        pending = launch(streams, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
     for group in needed:
         group._begin_gather(pending, streams.gather.name, begin)
 

@@ -7,24 +7,36 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from torch.autograd import profiler
 
-__all__ = ["ask_logger", "describe_groups", "labelled"]
+__all__ = ["describe_groups", "label", "labelled", "look_for_readers"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger("torch.distributed.fsdp.fully_shard")
-_logs = _log.isEnabledFor(logging.DEBUG)
+
+active = False
+"""True if a profiler or the log shows labels. Every hook has several, so it is looked up once per pass."""
 
 
-def ask_logger() -> None:
-    """Read whether the logger is enabled. Called once per pass, since every hook has several labels."""
-    global _logs
-    _logs = _log.isEnabledFor(logging.DEBUG)
+def look_for_readers() -> None:
+    """Set ``active``: look whether a profiler runs, or the logger is enabled. Called at the beginning of each pass."""
+    global active
+    active = profiler._is_profiler_enabled or _log.isEnabledFor(logging.DEBUG)
+
+
+@contextmanager
+def label(operation: str, name: str) -> Iterator[None]:
+    """Label what runs in this context, or a function that it decorates, ``operation`` of the group ``name``."""
+    text = f"FSDP::{operation} ({name})"
+    _log.debug("%s", text)
+    with profiler.record_function(text):
+        yield
 
 
 def labelled(operation: str, name_of: Callable[..., str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -33,11 +45,9 @@ def labelled(operation: str, name_of: Callable[..., str]) -> Callable[[Callable[
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not profiler._is_profiler_enabled and not _logs:
+            if not active:
                 return function(*args, **kwargs)
-            label = f"FSDP::{operation} ({name_of(*args, **kwargs)})"
-            _log.debug("%s", label)
-            with profiler.record_function(label):
+            with label(operation, name_of(*args, **kwargs)):
                 return function(*args, **kwargs)
 
         return run

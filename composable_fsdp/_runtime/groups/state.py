@@ -191,6 +191,11 @@ class ForwardCall:
         """The first call of the run."""
         return self.first or self
 
+    @property
+    def name(self) -> str:
+        """The name of the group, for labels."""
+        return self.state.group.name
+
     def end(self) -> Sequence[InputView]:
         """End the call: release what belongs to its Python frame. Return the views of its inputs."""
         inputs, self.inputs = self.inputs, ()

@@ -25,8 +25,8 @@ from torch.autograd import Variable
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._memory.streams import CommStreams, Work
+from composable_fsdp._runtime.groups import profiling
 from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.profiling import ask_logger, labelled
 from composable_fsdp._runtime.groups.state import Accumulation, BoundActions, ForwardCall, FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import (
     HELD_GRADIENTS,
@@ -127,10 +127,7 @@ class Iteration:
         """
         self.check_not_lent()
         thread = self._thread
-        if self._pass is Pass.IDLE:
-            ask_logger()
-            return
-        if thread is None or thread is threading.current_thread():
+        if self._pass is Pass.IDLE or thread is None or thread is threading.current_thread():
             return
         recomputes = torch._C._current_graph_task_id() != -1  # autograd has one thread for each device
         if self._pass is Pass.FORWARD or (self._passes.runs_backward and not recomputes):
@@ -141,7 +138,6 @@ class Iteration:
         if self.lent is not None:
             self.lent.check_can_unshard()
 
-    @labelled("pre_forward", lambda _, state: state.name)
     def pre_forward(self, state: FSDPState) -> None:
         """Run the actions for the pre-forward of a module of ``state``."""
         self._check_alive(state)
@@ -149,7 +145,6 @@ class Iteration:
             return  # another module of the same group ran before
         self._run(Hook.PRE_FORWARD, state)
 
-    @labelled("post_forward", lambda _, call, module: call.state.name)
     def post_forward(self, call: ForwardCall, module: nn.Module) -> bool:
         """Run the actions for the post-forward of ``module``. Return whether a backward may come back to ``call``."""
         run = call.state.run or call  # each recomputation is a run of its own
@@ -184,6 +179,8 @@ class Iteration:
 
     def pre_backward(self, call: ForwardCall) -> None:
         """Run the actions for the pre-backward of ``call``: a gradient reached one of its outputs."""
+        if self._pass is Pass.BACKWARD and call.entered == self._backward.number:
+            return  # one reached another output before
         self._run(Hook.PRE_BACKWARD, call)
 
     def post_backward(self, call: ForwardCall) -> None:
@@ -207,7 +204,15 @@ class Iteration:
     # -- actions
 
     def _run(self, hook: Hook, subject: Any) -> None:
-        for action in ACTIONS_OF_HOOKS[self._pass, hook]:
+        if self._pass is Pass.IDLE:
+            profiling.look_for_readers()
+        actions = ACTIONS_OF_HOOKS[self._pass, hook]
+        if profiling.active and hook in _LABELS:
+            with profiling.label(_LABELS[hook], subject.name):
+                for action in actions:
+                    action(self, subject)
+            return
+        for action in actions:
             action(self, subject)
 
     def _begin_forward(self, state: FSDPState) -> None:
@@ -312,7 +317,6 @@ class Iteration:
 
     def _begin_backward(self, _: object) -> None:
         self.check_not_lent()
-        ask_logger()
         self._pass_around_backward, self._pass = self._pass, Pass.BACKWARD
         self._thread = threading.current_thread()
         self._backward.begin()
@@ -322,12 +326,7 @@ class Iteration:
         self._reductions.begin_backward()
 
     def _enter_backward(self, call: ForwardCall) -> None:
-        """Unshard the group of ``call``, at the first gradient of its outputs in this backward."""
-        if call.entered != self._backward.number:
-            self._enter(call)
-
-    @labelled("pre_backward", lambda _, call: call.state.name)
-    def _enter(self, call: ForwardCall) -> None:
+        """Unshard the group of ``call``."""
         state, run = call.state, call.run
         self._passes.reach(state)
         self._backward.enter(call)
@@ -376,7 +375,6 @@ class Iteration:
             return False
         return self._backward.is_outermost
 
-    @labelled("root_post_backward_callback", lambda self, _: self.root.name)
     def _end_backward(self, _: object) -> None:
         """Complete a backward: reduce what is left, reshard, and wait if this is the last backward of the step."""
         if self._unused_modules is not None:
@@ -451,6 +449,7 @@ class Iteration:
         Parameters in shared memory are copied to memory of this rank at once: other ranks may change their shards, and
         may not run the forwards that use the copy.
         """
+        profiling.look_for_readers()
         self._verify_ranks()
         is_new = self._runner.unshard_explicitly(state)
         awaited = dict.fromkeys(c.axes.shard for c in state.group.process_groups if c.awaits_epoch_end)
@@ -605,6 +604,14 @@ ACTIONS_OF_HOOKS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Any], No
     (_P.IDLE, Hook.END_BACKWARD): (_I._end_backward,),  # pipelining ends the last of several backwards by hand
 }
 """The actions of each hook in each pass. Their argument is a state, or a call for the hooks that a call has itself."""
+
+_LABELS = {
+    Hook.PRE_FORWARD: "pre_forward",
+    Hook.POST_FORWARD: "post_forward",
+    Hook.PRE_BACKWARD: "pre_backward",
+    Hook.END_BACKWARD: "root_post_backward_callback",
+}
+"""The labels of hooks in profiles."""
 
 
 _sharing: tuple[ref[Iteration], ...] = ()
