@@ -55,13 +55,11 @@ def _group_of(label: str) -> str:
 
 
 def notify_comm_debug(label: str) -> None:
-    """Report the collective ``label`` to an active dispatch mode such as ``CommDebugMode``.
+    """Report the collective ``label`` to an active dispatch mode such as ``CommDebugMode``. Call it if there is one.
 
     Calls torch's collective of the kind that the first word of ``label`` names, on one element in a process group of
     one rank. The mode then counts it for the running module.
     """
-    if not torch._C._len_torch_dispatch_stack():
-        return
     group, element = _single_rank_group(), torch.ones(1)
     kind = label.partition(" ")[0]
     if kind == "all-gather":

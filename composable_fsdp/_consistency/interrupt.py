@@ -1,12 +1,14 @@
 """Detect Ctrl-C while the main thread waits in C++, where Python cannot run its signal handler.
 
 The interpreter writes the number of a signal to a file descriptor at once, so another thread can read it and end the
-wait. Nothing is installed if that descriptor is in use, as by asyncio, or if the user handles Ctrl-C.
+wait. Nothing is installed if that descriptor is in use, as by asyncio, and nothing is reported if the user handles
+Ctrl-C.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from contextlib import suppress
@@ -16,50 +18,58 @@ __all__ = ["arrived", "listen", "stop_listening"]
 _NO_DESCRIPTOR = -1
 
 
-_lock = threading.Lock()
-_ends: tuple[int, int] | None = None
+class _Pipe:
+    """A pipe from the interpreter to the watchdog thread. The main thread makes it."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        for end in (self.reader, self.writer):
+            os.set_blocking(end, False)
+        self._unread = select.poll()
+        self._unread.register(self.reader, select.POLLIN)
+
+    def clear(self) -> None:
+        """Drop what is in the pipe; for the main thread. Reading an empty pipe would cost an exception."""
+        if self._unread.poll(0):
+            self.read()
+
+    def read(self) -> bytes:
+        """Return all that is in the pipe."""
+        with suppress(BlockingIOError):
+            return os.read(self.reader, 4096)
+        return b""
 
 
-def _pipe() -> tuple[int, int]:
-    """Return the reading end and the writing end of a pipe, which the first call makes."""
-    global _ends
-    with _lock:
-        if _ends is None:
-            _ends = os.pipe()
-            for end in _ends:
-                os.set_blocking(end, False)
-    return _ends
+_pipe: _Pipe | None = None
 
 
-def listen() -> None:
-    """Start listening if this is the main thread, and forget earlier signals, which were handled."""
+def listen() -> bool:
+    """Start listening if this is the main thread, and forget earlier signals, which were handled.
+
+    Returns:
+        True if this listens, until :func:`stop_listening`.
+    """
+    global _pipe
     if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return
-    reader, writer = _pipe()
-    other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if other not in (_NO_DESCRIPTOR, writer):
+        return False
+    pipe = _pipe = _pipe or _Pipe()
+    other = signal.set_wakeup_fd(pipe.writer, warn_on_full_buffer=False)
+    if other not in (_NO_DESCRIPTOR, pipe.writer):
         signal.set_wakeup_fd(other)
-    else:
-        _has_signal(reader)
+        return False
+    pipe.clear()
+    return True
 
 
 def stop_listening() -> None:
-    """Stop listening. The main thread runs Python again."""
-    if threading.current_thread() is threading.main_thread():
-        other = signal.set_wakeup_fd(_NO_DESCRIPTOR)
-        if other not in (_NO_DESCRIPTOR, _pipe()[1]):
-            signal.set_wakeup_fd(other)
+    """Stop listening, after :func:`listen` returned True. The main thread runs Python again."""
+    other = signal.set_wakeup_fd(_NO_DESCRIPTOR)
+    if _pipe is None or other not in (_NO_DESCRIPTOR, _pipe.writer):
+        signal.set_wakeup_fd(other)
 
 
 def arrived() -> bool:
-    """Return whether Ctrl-C was pressed since the last call, while listening."""
-    return _has_signal(_pipe()[0])
-
-
-def _has_signal(reader: int) -> bool:
-    """Read all signals from ``reader`` and return whether one of them was Ctrl-C."""
-    with suppress(BlockingIOError):
-        return signal.SIGINT in os.read(reader, 4096)
-    return False
+    """Return whether Ctrl-C was pressed since the last call, while listening, and the user does not handle it."""
+    if _pipe is None or signal.SIGINT not in _pipe.read():
+        return False
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -74,15 +74,19 @@ class InFlight(Generic[T]):
         self._event: Any = None
         self._current_stream: Callable[[], Any] | None = None
 
-    @without_grad
     def start(self) -> None:
-        """Launch work that had to wait for other work. On null streams this blocks while that is still in flight."""
+        """Launch the work, after the work that it had to wait for. On null streams this blocks until that is done."""
         if self._owned is None or self._work is not None:
             return
         if self._after is not None:
             self._after.wait()
             self._after = None
-        self._work = self._owned[0]()
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            self._work = self._owned[0]()
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
 
     def wait(self) -> T:
         """Return the result. The current stream (on null streams: the host) continues only once the work is done."""
@@ -109,15 +113,19 @@ class InFlight(Generic[T]):
         self._complete()
         self._event, self._current_stream = stream.record_event(), current_stream
 
-    @without_grad
     def _complete(self) -> None:
         if self._work is None:
             self.start()
         assert self._owned is not None
         assert self._work is not None
-        self._work.wait()
-        self.has_arrived = True
-        self._result = self._owned[1]()
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            self._work.wait()
+            self.has_arrived = True
+            self._result = self._owned[1]()
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
         self._done = True
 
 

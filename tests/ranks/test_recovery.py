@@ -191,8 +191,10 @@ def close_connections_before_raising() -> None:
 
     with mock.patch.object(GlooConnection, "_close", watched):
         line = new_connection()
+        operation = OperationId(line.ranks, 1, "all-gather")
+        line.keep(operation, [Interrupted()])
         with pytest.raises(KeyboardInterrupt):
-            line.wait(OperationId(line.ranks, 1, "all-gather"), [Interrupted()])
+            line.wait(operation)
         assert line.position == "broken"
         launched = new_connection()
         with pytest.raises(MemoryError), launched.launching(OperationId(launched.ranks, 1, "all-gather")):

@@ -112,16 +112,16 @@ class GlooConnection:
         """
         if self._broken:
             raise PeerError(f"ranks {list(self.ranks)} cannot go on together, since {self._broken}")
-        sizes = tuple(transfer.input.numel() * transfer.input.itemsize for transfer in transfers)
+        sizes = tuple([transfer.input.nbytes for transfer in transfers])
+        nbytes = sum(sizes)
         self._label = label
         operation = OperationId(self.ranks, self._order_checker.number + 1, label, self._id)
-        notify_comm_debug(label)
+        if torch._C._len_torch_dispatch_stack():
+            notify_comm_debug(label)
         if trace.listeners:
-            trace.emit(trace.Operation.COLLECTIVE, label, sum(sizes), position=self._position_of(operation))
+            trace.emit(trace.Operation.COLLECTIVE, label, nbytes, position=self._position_of(operation))
         try:
-            self._order_checker.begin(
-                f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})"
-            )
+            self._order_checker.begin(f"{label} ({nbytes} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})")
         except DivergenceError as error:
             trace.emit_fault(error, str(operation), self._position_of(operation))
             raise
@@ -130,13 +130,25 @@ class GlooConnection:
     def _position_of(self, operation: OperationId) -> trace.Position:
         return trace.Position(self._name, self.ranks, self._generation, operation.number)
 
-    def wait(self, operation: OperationId, works: Sequence[Work]) -> None:
-        """Wait for ``works`` of ``operation``. The watchdog can abort the wait; gloo's errors are translated.
+    def keep(self, operation: OperationId, works: Sequence[Work]) -> None:
+        """Keep ``works`` of ``operation`` alive until they are waited for."""
+        self._kept[operation] = works
+
+    def wait(self, operation: OperationId) -> None:
+        """Wait for the kept works of ``operation``. Call it once per operation.
+
+        The watchdog can abort the wait; gloo's errors are translated.
 
         Raises:
-            PeerError: a rank failed, is gone, or did not answer within the timeout of the process group.
+            PeerError: a rank failed, is gone, or did not answer within the timeout of the process group; or the
+                connection is broken or was reopened: gloo itself would wait for the full timeout.
             DivergenceError: a rank is about to run a different operation.
         """
+        if self._broken:
+            raise PeerError(f"{operation} cannot be done, since {self._broken}")
+        works = self._kept.get(operation)
+        if works is None:
+            raise PeerError(f"{operation} was given up when the ranks connected anew. Begin the step again.")
         begin = time.monotonic()
         if self._watchdog is not None:
             self._watchdog.begin_wait(operation, self._give_up)
@@ -153,28 +165,11 @@ class GlooConnection:
         finally:
             if self._watchdog is not None:
                 self._watchdog.end_wait(done=done)
+        del self._kept[operation]
 
     def tag(self, operation: OperationId) -> int:
         """Return the tag of the messages of ``operation``, so that they cannot be matched with those of another one."""
         return _DATA + operation.number % _DATA_TAGS
-
-    def keep(self, operation: OperationId, works: Sequence[Work]) -> None:
-        """Keep ``works`` of ``operation`` alive until they are waited for."""
-        self._kept[operation] = works
-
-    def wait_for(self, operation: OperationId) -> None:
-        """Wait, as :meth:`wait` does, for the kept works of ``operation``. Call it once per operation.
-
-        Raises:
-            PeerError: also if the connection is broken or was reopened. Gloo itself would wait for the full timeout.
-        """
-        if self._broken:
-            raise PeerError(f"{operation} cannot be done, since {self._broken}")
-        works = self._kept.get(operation)
-        if works is None:
-            raise PeerError(f"{operation} was given up when the ranks connected anew. Begin the step again.")
-        self.wait(operation, works)
-        del self._kept[operation]
 
     def launching(self, operation: OperationId) -> Launching:
         """Return a context for launching ``operation``, which translates gloo's errors, such as a closed connection."""
@@ -232,8 +227,8 @@ class GlooConnection:
     def _exchange_control(self, sent: torch.Tensor, received: Sequence[torch.Tensor], tag: int) -> None:
         operation = OperationId(self.ranks, self._order_checker.number, self._label, self._id)
         with self.launching(operation):
-            works = exchange(self.backend, self.rank, [sent] * self.size, received, tag)
-        self.wait(operation, works)
+            self.keep(operation, exchange(self.backend, self.rank, [sent] * self.size, received, tag))
+        self.wait(operation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class GlooWork:
             DivergenceError: a rank is about to run a different operation.
         """
         if not self._is_done:
-            self._connection.wait_for(self._operation)
+            self._connection.wait(self._operation)
             self._is_done = True
         self._finish()
         self._finish = _noop

@@ -145,7 +145,8 @@ class ShmEngine:
         self._check_working()
         running = _Running(self._launched, operation, NO_BLOCK, None)
         self._launched += 1
-        notify_comm_debug(operation.label)
+        if torch._C._len_torch_dispatch_stack():
+            notify_comm_debug(operation.label)
         if trace.listeners:
             position = self._position(running.sequence)
             trace.emit(trace.Operation.COLLECTIVE, operation.label, operation.nbytes, position=position)
