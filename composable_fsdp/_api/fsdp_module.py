@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state_of
 from composable_fsdp._runtime.groups.version_check import VersionCheck
-from composable_fsdp._runtime.hooks import call_as_forward, is_being_called
+from composable_fsdp._runtime.hooks import hooked_forward
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp._runtime.schedule.schedule import Schedule
@@ -501,24 +500,12 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
         body: dict[str, Any] = {"__module__": original.__module__, "__doc__": original.__doc__}
         body.update(explained_methods(original))
         if original.forward is not nn.Module.forward:
-            body["forward"] = _hooked_forward(original.forward)
+            body["forward"] = hooked_forward(original.forward)
         made = types.new_class(
             f"FSDP{original.__name__}", (FSDPModule, original), exec_body=lambda namespace: namespace.update(body)
         )
         _classes.setdefault(original, made)  # another thread may have been first
     return _classes[original]
-
-
-def _hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``original`` to unshard parameters also when ``forward`` is called directly, without ``__call__``."""
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_being_called(state_of(self)):
-            return original(self, *args, **kwargs)
-        return call_as_forward(state_of(self), self, functools.partial(original, self), args, kwargs)
-
-    return forward
 
 
 def _state(module: object) -> FSDPState:

@@ -25,7 +25,14 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._runtime.compile import DynamoDisabled, calling_frame, frame_of_call
 from composable_fsdp._runtime.groups.param_group_buckets import shard_full_tensor
-from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, InputView, ModuleReference, PassHooks
+from composable_fsdp._runtime.groups.state import (
+    ForwardCall,
+    FSDPState,
+    InputView,
+    ModuleReference,
+    PassHooks,
+    state_of,
+)
 from composable_fsdp._runtime.lazy_init import assemble
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.pytree import map_tensors, tensors_in
@@ -33,7 +40,7 @@ from composable_fsdp.errors import ConfigurationError
 
 __all__ = [
     "HookHandles",
-    "call_as_forward",
+    "hooked_forward",
     "hooks_for_clients",
     "install_hooks",
     "is_being_called",
@@ -104,10 +111,22 @@ class _ForwardMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         method = MethodType(self._method, module) if self._is_bound else self._method
-        return call_as_forward(self._state, module, method, args, kwargs)
+        return _call_as_forward(self._state, module, method, args, kwargs)
 
 
-def call_as_forward(
+def hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``original`` to unshard parameters also when ``forward`` is called directly, without ``__call__``."""
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_being_called(state_of(self)):
+            return original(self, *args, **kwargs)
+        return _call_as_forward(state_of(self), self, functools.partial(original, self), args, kwargs)
+
+    return forward
+
+
+def _call_as_forward(
     state: FSDPState, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return ``method(*args, **kwargs)``, called with unsharded parameters of ``state``, as in a call of ``module``."""

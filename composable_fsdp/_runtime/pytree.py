@@ -36,8 +36,10 @@ def map_tensors(function: Map, tree: Any) -> Any:
     if kind in _ATOMS:
         return tree
     if kind is tuple or kind is list:
-        mapped = [map_tensors(function, child) for child in tree]
-        return tree if _same(mapped, tree) else kind(mapped)
+        mapped = [
+            function(child) if isinstance(child, torch.Tensor) else map_tensors(function, child) for child in tree
+        ]
+        return tree if all(map(is_, mapped, tree)) else kind(mapped)
     if kind is dict:
         return tree | changed if tree and (changed := _changed(function, tree)) else tree
     if _is_dataclass_value(tree):
@@ -46,7 +48,7 @@ def map_tensors(function: Map, tree: Any) -> Any:
     if len(leaves) == 1 and leaves[0] is tree:
         return _with_items(tree, _changed(function, dict(tree))) if isinstance(tree, MutableMapping) else tree
     mapped = [map_tensors(function, leaf) for leaf in leaves]
-    return tree if _same(mapped, leaves) else tree_unflatten(mapped, spec)
+    return tree if all(map(is_, mapped, leaves)) else tree_unflatten(mapped, spec)
 
 
 def _children(tree: Any) -> Any:
@@ -60,10 +62,6 @@ def _children(tree: Any) -> Any:
     if len(leaves) == 1 and leaves[0] is tree:
         return tree.values() if isinstance(tree, Mapping) else ()
     return leaves
-
-
-def _same(mapped: list[Any], originals: Any) -> bool:
-    return all(map(is_, mapped, originals))
 
 
 def _changed(function: Map, items: dict[Any, Any]) -> dict[Any, Any]:

@@ -32,9 +32,9 @@ from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["ParamGroup", "unshard_together"]
+__all__ = ["UNSHARD_STARTED", "ParamGroup", "unshard_together"]
 
-_UNSHARD_STARTED = frozenset(
+UNSHARD_STARTED = frozenset(
     before
     for (before, operation), after in PARAMETER_TRANSITIONS.items()
     if operation is ParameterOperation.UNSHARD and after is before
@@ -203,12 +203,12 @@ class ParamGroup:
     @property
     def is_gathered(self) -> bool:
         """True if the all-gather is in flight or done."""
-        return self.parameter_state in _UNSHARD_STARTED
+        return self.parameter_state in UNSHARD_STARTED
 
     @property
     def unshard_started(self) -> bool:
         """True if the all-gather is in flight or done, and :meth:`unshard` has nothing else to do."""
-        return self.is_gathered and self.gradients.state not in HELD_GRADIENTS
+        return self.parameter_state in UNSHARD_STARTED and self.gradients.state not in HELD_GRADIENTS
 
     def _needs_gather(self, streams: CommStreams) -> bool:
         """Apply changes to the parameters, and return True if no all-gather is in flight or done."""
@@ -218,7 +218,7 @@ class ParamGroup:
             self.refresh()
         if not self.tensors.are_on_rest_device:
             raise self.tensors.device_error(self.name)
-        return self.parameter_state not in _UNSHARD_STARTED
+        return self.parameter_state not in UNSHARD_STARTED
 
     def _begin_gather(self, pending: InFlight[None] | None, stream: str, begin: float | None) -> None:
         """Record the all-gather ``pending``, or ``None`` for a group without parameters."""

@@ -241,25 +241,20 @@ class Iteration:
         if state.version_check is not None and self._leads_to_backward:
             call.seen = state.version_check.in_forward()
 
-    def _join_skipped_inside(self, call: ForwardCall) -> None:
-        if self._unused_modules is not None:
-            self._unused_modules.end(call.state)
-
-    def _record_end(self, call: ForwardCall) -> None:
-        """Record the end of the first module in a run."""
-        run, state = call.run, call.state
-        if run.is_recorded:
-            return
-        run.is_recorded = True
-        leads_to_backward = self._leads_to_backward and bool(state.group.parameters)
-        run.position = self._record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
-        if leads_to_backward:
-            run.record = self._record
-            self._backward.count(state, self._record)
-
     def _end_run(self, call: ForwardCall) -> None:
-        """Perform the actions after the last module of a run, and end the forward after the outermost one."""
+        """Record the end of the first module in a run. After the last one perform the scheduled actions.
+
+        After the outermost one end the forward.
+        """
         state, run = call.state, call.run
+        if self._unused_modules is not None:
+            self._unused_modules.end(state)
+        if not run.is_recorded:
+            run.is_recorded = True
+            run.position = self._record_end(state)
+            if run.position >= 0:
+                run.record = self._record
+                self._backward.count(state, self._record)
         is_outermost = state is self._outermost
         if run.remaining and not is_outermost:
             return
@@ -268,10 +263,14 @@ class Iteration:
         if is_outermost:
             self._run(Hook.END_FORWARD, state)
 
+    def _record_end(self, state: FSDPState) -> int:
+        """Record the end of a run of ``state``. Return its position, or -1 if no backward comes back to it."""
+        leads_to_backward = self._leads_to_backward and bool(state.group.tensors.parameters)
+        return self._record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
+
     def end_skipped(self, state: FSDPState) -> None:
         """Do the work of the post-forward hook for a state that only other ranks may run."""
-        leads_to_backward = self._leads_to_backward and bool(state.group.parameters)
-        self._record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
+        self._record_end(state)
         self._reshard_after_forward(state)
 
     def gather_in_forward(self, state: FSDPState) -> None:
@@ -588,7 +587,7 @@ ACTIONS_OF_HOOKS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Any], No
     (_P.IDLE, Hook.PRE_FORWARD): (_I._begin_forward, _I._unshard_in_forward),
     (_P.FORWARD, Hook.PRE_FORWARD): (_I._unshard_in_forward,),
     (_P.BACKWARD, Hook.PRE_FORWARD): (_I._unshard_for_recomputation,),
-    (_P.FORWARD, Hook.POST_FORWARD): (_I._join_skipped_inside, _I._record_end, _I._end_run),
+    (_P.FORWARD, Hook.POST_FORWARD): (_I._end_run,),
     (_P.BACKWARD, Hook.POST_FORWARD): (),  # the backward that asked for recomputation still needs the parameters
     (_P.FORWARD, Hook.END_FORWARD): (_I._end_forward, _I._end_epoch_after_forward),
     (_P.IDLE, Hook.PRE_BACKWARD): (_I._begin_backward, _I._enter_backward),

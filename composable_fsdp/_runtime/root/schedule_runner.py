@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 from composable_fsdp._memory.streams import CommStreams
-from composable_fsdp._runtime.groups.param_group import ParamGroup, unshard_together
+from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup, unshard_together
 from composable_fsdp._runtime.groups.param_group_gradients import PendingReduction
 from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
@@ -271,7 +271,7 @@ class ScheduleRunner:
     def in_forward(self, state: FSDPState) -> Sequence[BoundAction] | None:
         """Perform the pre-forward event of ``state``. Return the ``after`` of its row."""
         event = state.group.pre_forward_event
-        self.record.begin(event)
+        self.record.events.append(event)
         forward = self._forward.forward if self._forward is not None else ()
         at = self._cursor
         if at < len(forward) and forward[at].event is event:
@@ -320,7 +320,7 @@ class ScheduleRunner:
             if known is not record:
                 rows = self._compile(record.order_of_backward(), record.unseen, record, leads_to_backward=True).backward
                 self._backward = record, rows
-            if position < len(rows) and rows[position].event.group == state.name:
+            if position < len(rows) and rows[position].event.group == state.group.name:
                 return rows[position]
         return self._eager_row(state, Hook.PRE_BACKWARD)
 
@@ -361,14 +361,14 @@ class ScheduleRunner:
 
     def fusion_of(self, state: FSDPState) -> tuple[FSDPState, ...]:
         """Return the states whose collectives are fused with those of ``state``, itself included."""
-        return tuple(self._states[name] for name in self._fused.get(state.name, ()))
+        return tuple(self._states[name] for name in self._fused.get(state.group.name, ()))
 
     # -- actions
 
     def _perform(self, row: Row) -> None:
         gathers, waits = row.gathers, row.waits
         if row.waits_first:
-            missing = [target[1] for _, target in waits if not target[0].is_gathered]
+            missing = [gather for _, (group, gather) in waits if group.parameter_state not in UNSHARD_STARTED]
             if not missing:
                 gathers, waits = waits, gathers
             else:  # the schedule expected them to be in flight
@@ -380,9 +380,9 @@ class ScheduleRunner:
 
     def _gather(self, target: tuple[Sequence[ParamGroup], str]) -> None:
         groups, label = target
-        if all(group.unshard_started for group in groups):
-            return
         if not self.runs_on_all_ranks:
+            if all(group.unshard_started for group in groups):
+                return
             self.runs_on_all_ranks = True
             self._fused = self.record.fused
         unshard_together(groups, self.streams, label)
@@ -395,7 +395,7 @@ class ScheduleRunner:
 
     def _wait(self, target: tuple[ParamGroup, BoundAction]) -> None:
         group, (gather, missing) = target
-        if not group.is_gathered:
+        if group.parameter_state not in UNSHARD_STARTED:
             gather(self, missing)
         group.wait()
 

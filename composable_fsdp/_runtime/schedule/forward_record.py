@@ -13,7 +13,7 @@ class ForwardRecord:
     """The events of one forward. The autograd graph of that forward keeps it alive.
 
     Attributes:
-        events: the pre-forward and post-forward events, in order.
+        events: the pre-forward events, which the runner appends, and the post-forward events, in order.
         ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
         fused: the fusions of groups in this forward and its backward.
         unsharded: the groups that were unsharded when it began.
@@ -31,10 +31,6 @@ class ForwardRecord:
         self._without_backward: list[int] = []
         self._backward = -1
         self._lowest = 0
-
-    def begin(self, event: Event) -> None:
-        """Append the pre-forward event of a group."""
-        self.events.append(event)
 
     def end(self, event: Event, *, leads_to_backward: bool) -> int:
         """Append the post-forward event of a group. Return its position, or -1 if no backward comes back to it."""
