@@ -75,11 +75,6 @@ class ProcessGroups:
         """True if callables of the user move bytes."""
         return self._custom_gather is not None or self._custom_scatter is not None
 
-    @property
-    def gathers_over(self) -> Communicator:
-        """The communicator of the next all-gather."""
-        return self.smaller or self.gather
-
     def plan_options(self, *, offloaded: bool) -> PlanOptions:
         """Return the options of the group's plan."""
         return PlanOptions(

@@ -32,7 +32,7 @@ class ProcessGroups:
     smaller = None
 
     def __init__(self, wire: ShmSocket) -> None:
-        self.gather = self.gathers_over = wire
+        self.gather = wire
 
 
 class Bucket:

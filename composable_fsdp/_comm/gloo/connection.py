@@ -28,7 +28,7 @@ from composable_fsdp._consistency.watchdog import Watchdog
 from composable_fsdp._consistency.world_store import world_store
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["GlooConnection", "exchange"]
+__all__ = ["GlooConnection"]
 
 _NUMBER, _TEXT, _CLOSE, _DATA = 0x46534451, 0x46534452, 0x46534453, 0x46540000
 """Tags of our messages: digests to compare, texts that explain a difference, a tag that is never sent, and the first of
@@ -171,6 +171,15 @@ class GlooConnection:
         """Return the tag of the messages of ``operation``, so that they cannot be matched with those of another one."""
         return _DATA + operation.number % _DATA_TAGS
 
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int) -> list[Work]:
+        """Exchange ``sent[r]`` for ``received[r]`` with each rank r, zero-copy. Neighbors first, to spread the load."""
+        works: list[Work] = []
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            works.append(self.backend.recv([received[source]], source, tag))
+            works.append(self.backend.send([sent[target]], target, tag))
+        return works
+
     def launching(self, operation: OperationId) -> Launching:
         """Return a context for launching ``operation``, which translates gloo's errors, such as a closed connection."""
         return Launching(self, operation)
@@ -227,7 +236,7 @@ class GlooConnection:
     def _exchange_control(self, sent: torch.Tensor, received: Sequence[torch.Tensor], tag: int) -> None:
         operation = OperationId(self.ranks, self._order_checker.number, self._label, self._id)
         with self.launching(operation):
-            self.keep(operation, exchange(self.backend, self.rank, [sent] * self.size, received, tag))
+            self.keep(operation, self.exchange([sent] * self.size, received, tag))
         self.wait(operation)
 
 
@@ -252,16 +261,3 @@ class Launching:
             raise self.connection.translate_error(self.operation, error, 0.0) from error
         if error is not None:  # part of the operation may be in flight
             self.connection._give_up(f"{type(error).__name__} ended the launch of {self.operation}")
-
-
-def exchange(
-    backend: Backend, rank: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int
-) -> list[Work]:
-    """Exchange ``sent[r]`` for ``received[r]`` with every rank r, zero-copy; neighbors first, to spread the load."""
-    size = len(sent)
-    works: list[Work] = []
-    for distance in range(1, size):
-        source, target = (rank - distance) % size, (rank + distance) % size
-        works.append(backend.recv([received[source]], source, tag))
-        works.append(backend.send([sent[target]], target, tag))
-    return works

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from composable_fsdp._comm.comm_debug import profiled
 from composable_fsdp._comm.communicator import Transfer, Work
-from composable_fsdp._comm.gloo.connection import GlooConnection, exchange
+from composable_fsdp._comm.gloo.connection import GlooConnection
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp, add_up
@@ -38,10 +38,6 @@ _MIN_BYTES_PER_RANK = 1 << 16
 """The cost in bytes of posting a message. Estimated, not measured."""
 
 
-def _noop() -> None:
-    pass
-
-
 class GlooWork:
     """The work of one operation: gloo's works and a ``finish`` step. Waiting again does nothing.
 
@@ -54,7 +50,7 @@ class GlooWork:
         connection: GlooConnection,
         operation: OperationId,
         works: Sequence[Work],
-        finish: Callable[[], None] = _noop,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._connection, self._operation, self._finish = connection, operation, finish
         self._is_done = False
@@ -70,8 +66,9 @@ class GlooWork:
         if not self._is_done:
             self._connection.wait(self._operation)
             self._is_done = True
-        self._finish()
-        self._finish = _noop
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
 
 class GlooCommunicator:
@@ -119,37 +116,37 @@ class GlooCommunicator:
 
     @profiled
     def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
-        operation = self._connection.begin(label, transfers)
+        connection, operation = self._connection, self._connection.begin(label, transfers)
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with self._connection.launching(operation):
+        with connection.launching(operation):
+            tag = connection.tag(operation)
             for output, shard in transfers:
                 rows = output.view(self.size, shard.numel()).unbind(0)
-                works += exchange(
-                    self._connection.backend, self.rank, [shard] * self.size, rows, self._connection.tag(operation)
-                )
+                works += connection.exchange([shard] * self.size, rows, tag)
                 own.append((rows[self.rank], shard))
         _copy(own)  # overlaps with the messages
-        return GlooWork(self._connection, operation, works)
+        return GlooWork(connection, operation, works)
 
     @profiled
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
         _check_sum(op)
         messages = [(outputs, full.unbind(0), self._summands(full)) for outputs, full in self._messages(transfers)]
-        operation = self._connection.begin(label, transfers)
+        connection, operation = self._connection, self._connection.begin(label, transfers)
         works: list[Work] = []
-        with self._connection.launching(operation):
+        with connection.launching(operation):
+            tag = connection.tag(operation)
             for _, parts, summands in messages:
-                works += exchange(self._connection.backend, self.rank, parts, summands, self._connection.tag(operation))
+                works += connection.exchange(parts, summands, tag)
 
         def finish() -> None:
             for outputs, _, summands in messages:
                 widths = [output.numel() for output in outputs]
-                columns = zip(*(summand.split(widths) for summand in summands), strict=True)
+                columns = zip(*[summand.split(widths) for summand in summands], strict=True)
                 for output, column in zip(outputs, columns, strict=True):
                     add_up(column, output)
 
-        return GlooWork(self._connection, operation, works, finish)
+        return GlooWork(connection, operation, works, finish)
 
     def _summands(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return a buffer for each rank's contribution to our part. Ours is used in place."""
@@ -173,16 +170,17 @@ class GlooCommunicator:
 
     @profiled
     def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
-        operation = self._connection.begin(label, transfers)
+        connection, operation = self._connection, self._connection.begin(label, transfers)
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with self._connection.launching(operation):
+        with connection.launching(operation):
+            tag = connection.tag(operation)
             for output, full in transfers:
                 rows, parts = self._rows(output).unbind(0), self._rows(full).unbind(0)
-                works += exchange(self._connection.backend, self.rank, parts, rows, self._connection.tag(operation))
+                works += connection.exchange(parts, rows, tag)
                 own.append((rows[self.rank], parts[self.rank]))
         _copy(own)  # overlaps with the messages
-        return GlooWork(self._connection, operation, works)
+        return GlooWork(connection, operation, works)
 
     @profiled
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:

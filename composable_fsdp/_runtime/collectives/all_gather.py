@@ -16,6 +16,7 @@ from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, Transfer
 from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp._layout.grad_scaling import ReduceOp
+from composable_fsdp._memory.buffers import cast_and_move
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
 from composable_fsdp._sharding.process_groups import group_by_key
@@ -87,26 +88,27 @@ class _AllGather:
         self._await_readers()
         self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
         works: list[Work] = []
-        for communicator, gathers in group_by_key([b.pgs.gathers_over for b in self._buckets], self._gathers):
+        communicators = [bucket.pgs.smaller or bucket.pgs.gather for bucket in self._buckets]
+        for communicator, gathers in group_by_key(communicators, self._gathers):
             transfers = [transfer for gather in gathers for transfer in gather.zero_copy]
-            transfers += pack_messages(gathers, communicator, self._device)
             all_reduced = [bits for gather in gathers for bits in gather.all_reduced]
+            writes_to_places = bool(transfers or all_reduced)
+            transfers += pack_messages(gathers, communicator, self._device)
             if all_reduced:
                 works.append(communicator.all_reduce(all_reduced, ReduceOp.SUM, self._label))
             if communicator.aliases and not transfers:  # all shards are in place once every rank reaches the barrier
                 works.append(cast(AliasingCommunicator, communicator).barrier(self._label))
             elif transfers or not all_reduced:
                 works.append(communicator.all_gather(transfers, self._label))
-            self.writes_to_places = self.writes_to_places or any(
-                gather.zero_copy or gather.all_reduced for gather in gathers
-            )
+            self.writes_to_places = self.writes_to_places or writes_to_places
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
     def _await_readers(self) -> None:
         """Block until no rank reads shared memory that this all-gather overwrites."""
-        axes = dict.fromkeys(bucket.pgs.axes.shard for bucket in self._buckets if bucket.awaits_readers)
-        for meeting in [cast(AliasingCommunicator, axis).barrier("release before an all-gather") for axis in axes]:
-            meeting.wait()
+        awaited = [bucket.pgs.axes.shard for bucket in self._buckets if bucket.awaits_readers]
+        axes = [cast(AliasingCommunicator, axis) for axis in dict.fromkeys(awaited)]
+        for work in [axis.barrier("release before an all-gather") for axis in axes]:
+            work.wait()
 
     def finish(self) -> None:
         self.writes_to_places = False
@@ -197,6 +199,7 @@ class CachedGather:
         self._packed = [part.packed for part in parts]
         self._numel = sum(packed.numel() for packed in self._packed)
         self._dtype = parts[0].dtype
+        self._device = self._packed[0].device
         self._buffers = [part.buffer for part in parts]
         self._places = [place for part in parts for place in part.places]
         self._widths = [width for part in parts for width in part.widths]
@@ -212,12 +215,12 @@ class CachedGather:
         """Launch, and return the work, the sent message and the received rows. The caller keeps both until they are
         read.
         """
-        numel, size, device = self._numel, self._communicator.size, self._packed[0].device
+        numel, size, device = self._numel, self._communicator.size, self._device
         allocate = self._communicator.allocate
         if len(self._packed) > 1:
             sent = torch.cat(self._packed, out=allocate(numel, self._dtype, device))
         else:
-            sent = self._packed[0].to(self._dtype)
+            sent = cast_and_move(self._packed[0], self._dtype, device)
         received = allocate(size * numel, self._dtype, device)
         work = self._communicator.all_gather([Transfer(received, sent)], label)
         return work, sent, received.view(size, numel)

@@ -167,13 +167,14 @@ class Bucket:
         """Set if ``plan.unsharded_storage`` is ``SHARED``."""
         self._is_shared = store.is_shared or common is not None
         """True if ranks share the memory of the full parameters."""
+        self._is_gathered = plan.is_gathered
         self.buffer: UnshardedBuffer = (
             OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
-            if plan.is_gathered
+            if self._is_gathered
             else AliasedBuffer(store.flat if common is None else common)
         )
-        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if plan.is_gathered else []
-        self._runs = self._runs_worth_while(plan.gather) if plan.is_gathered else ()
+        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if self._is_gathered else []
+        self._runs = self._runs_worth_while(plan.gather) if self._is_gathered else ()
         self._run_places = [self._run_place(run) for run in self._runs]
         self._versions: list[int] = []
         """Versions of full parameters in shared memory, recorded after the first all-gather."""
@@ -200,18 +201,14 @@ class Bucket:
     @property
     def payload_bytes(self) -> list[int]:
         layout, codec = self.plan.gather, self.plan.codec
-        if not self.plan.is_gathered or not layout.packed_numel:
+        if not self._is_gathered or not layout.packed_numel:
             return []
         return [layout.packed_numel * self._itemsize if codec is None else codec.payload_bytes(layout.packed_numel)]
 
     @property
     def zero_copy_bytes(self) -> int:
         layout = self.plan.gather
-        return (
-            sum(layout.shards[i].padded_numel for i in layout.zero_copy) * self._itemsize
-            if self.plan.is_gathered
-            else 0
-        )
+        return sum(layout.shards[i].padded_numel for i in layout.zero_copy) * self._itemsize if self._is_gathered else 0
 
     @property
     def awaits_readers(self) -> bool:
@@ -221,7 +218,7 @@ class Bucket:
     def cached_part(self) -> CachedPart | None:
         plan, layout, flat = self.plan, self.plan.gather, self.store.flat
         alone = layout.packed_numel and not layout.zero_copy and not layout.all_reduced
-        if not (plan.is_gathered and alone and plan.codec is None and flat.device == self._device):
+        if not (self._is_gathered and alone and plan.codec is None and flat.device == self._device):
             return None
         packed, dtype = flat[: layout.packed_numel], plan.compute_dtype
         if self._runs:
@@ -232,7 +229,7 @@ class Bucket:
 
     def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[int], int]:
         """Return the payload bytes and zero-copy bytes of an all-gather from a smaller mesh."""
-        if not self.plan.is_gathered:
+        if not self._is_gathered:
             return [], 0
         layout = plan_smaller_mesh(self.plan, num_shards, zero_copy_min_bytes)
         zero_copy = sum(layout.shards[i].padded_numel for i in layout.zero_copy) * self._itemsize
@@ -303,7 +300,7 @@ class Bucket:
         """Return the inputs of the all-gather: the shards, encoded if there is a codec, or a smaller mesh's slice."""
         if self._shared_buffer is not None:
             self._shared_buffer.fill()
-        if not self.plan.is_gathered:
+        if not self._is_gathered:
             return AllGatherBuffers([], [])
         self._decodes = self._slice is None and self.plan.codec is not None
         if self._slice is not None:
@@ -328,7 +325,7 @@ class Bucket:
 
     def _fill_spans(self, layout: GatherLayout, wire: torch.Tensor) -> list[torch.Tensor]:
         """Write this rank's rows of all-reduced parameters in place and zeros elsewhere; return the bits of both."""
-        rank = self.pgs.gathers_over.rank
+        rank = (self.pgs.smaller or self.pgs.gather).rank
         spans = [self.buffer.region(span.start, len(span)) for span in layout.spans]
         torch._foreach_zero_(spans)
         for i in layout.all_reduced:
@@ -406,7 +403,7 @@ class Bucket:
         """Keep the slice of ``rank`` on a smaller mesh of ``num_shards``, the input of the all-gather in backward."""
         if self._shared_buffer is not None:
             self._shared_buffer.is_kept = True
-        if not self.plan.is_gathered:
+        if not self._is_gathered:
             return
         layout = plan_smaller_mesh(self.plan, num_shards, zero_copy_min_bytes)
         kept = torch.empty(layout.store.numel, dtype=self.plan.compute_dtype, device=self._device)

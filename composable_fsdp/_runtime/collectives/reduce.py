@@ -63,7 +63,7 @@ def launch_reduction(
     reduce = _HybridReduce(reductions, device, name)
     if partial:
         return streams.reduce.run(reduce.scatter, reduce.keep_partial)
-    if all(each.bucket.pgs.replicate.size == 1 for each in reductions):
+    if all(each.bucket.pgs.axes.replicate.size == 1 for each in reductions):
         return streams.reduce.run(reduce.scatter, reduce.finish_unreplicated)
     scattered = streams.reduce.run(reduce.scatter, reduce.finish_scatter)
     if not any(each.bucket.plan.gradient_codecs.replicate for each in reductions):
@@ -86,26 +86,21 @@ class _HybridReduce:
         messages = [
             (each.bucket.pgs.exchange, each.scatter.encoded) for each in reductions if each.scatter.encoded is not None
         ]
-        self._encoded_scatters = self._encoded_reduce_scatters(messages)
+        self._encoded_scatters = self._encoded_reduce_scatters(messages) if messages else []
         self._encoded_sums: list[EncodedReduceScatter] = []
         self._all_reduces: list[tuple[Communicator, EncodedAllReduce]] = []
 
     def scatter(self) -> Work:
         label = f"reduce-scatter of {self._name}"
-        plain = [each for each in self._reductions if each.scatter.transfers]
-        works: list[Work] = [
-            communicator.reduce_scatter([t for each in reductions for t in each.scatter.transfers], op, label)
-            for (communicator, op), reductions in group_by_key(
-                [(each.bucket.pgs.scatter, each.reduction.op) for each in plain], plain
-            )
-        ]
-        all_reduced = [each for each in self._reductions if each.scatter.all_reduced]
-        works += [
-            communicator.all_reduce([message for each in reductions for message in each.scatter.all_reduced], op, label)
-            for (communicator, op), reductions in group_by_key(
-                [(each.bucket.pgs.scatter, each.reduction.op) for each in all_reduced], all_reduced
-            )
-        ]
+        works: list[Work] = []
+        keys = [(each.bucket.pgs.scatter, each.reduction.op) for each in self._reductions]
+        for (communicator, op), reductions in group_by_key(keys, self._reductions):
+            transfers = [transfer for each in reductions for transfer in each.scatter.transfers]
+            all_reduced = [message for each in reductions for message in each.scatter.all_reduced]
+            if transfers:
+                works.append(communicator.reduce_scatter(transfers, op, label))
+            if all_reduced:
+                works.append(communicator.all_reduce(all_reduced, op, label))
         works += [encoded.launch(label) for encoded in self._encoded_scatters]
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 

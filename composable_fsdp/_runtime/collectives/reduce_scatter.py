@@ -236,13 +236,14 @@ class BucketReduceScatter:
         # The fused operation casts while it copies on accelerators; on CPU the cast needs a temporary.
         casts_well = dtype == rows.dtype or not self._on_host or rows.nbytes <= SMALL_BYTES
         if layout.in_chunks and present is self._all_indices and casts_well and _are_alike(packed):
-            pieces = self._with_gaps(packed, len(rows))
+            num_shards = self._shard.size
+            pieces = self._with_gaps(packed, num_shards) if layout.has_padding or self._has_empty else packed
             if layout.flags_width:
-                pieces.append(torch.ones(len(rows) * layout.flags_width, dtype=dtype, device=self.device))
+                pieces.append(torch.ones(num_shards * layout.flags_width, dtype=dtype, device=self.device))
             if self._on_host and dtype != rows.dtype:  # one cast of all takes a fifth of the time of one for each
-                rows.copy_(torch._chunk_cat(pieces, 0, len(rows)))
+                rows.copy_(torch._chunk_cat(pieces, 0, num_shards))
             else:
-                torch._chunk_cat(pieces, 0, len(rows), out=rows)
+                torch._chunk_cat(pieces, 0, num_shards, out=rows)
             return
         if layout.has_padding:
             rows.zero_()
@@ -252,8 +253,6 @@ class BucketReduceScatter:
     def _with_gaps(self, packed: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
         """Return ``packed`` without empty tensors, which ``torch._chunk_cat`` rejects, and with zeros for the gaps."""
         layout = self.plan.reduce
-        if not (layout.has_padding or self._has_empty):
-            return packed
         zeros = {gap: packed[0].new_zeros(num_rows * gap) for gap in {*layout.gaps} - {0}}
         pieces = []
         for gradient, gap in zip(packed, layout.gaps, strict=True):
