@@ -185,7 +185,7 @@ def check_identity_of_a_shared_parameter() -> None:
     assert loss.dtype is torch.float64
     loss.backward()
     assert isinstance(model.head.weight.grad, DTensor)
-    assert state_of(model.embedding).user_is_running is False
+    assert state_of(model.embedding).is_in_use is False
 
 
 @pytest.mark.behaviour("A-10")

@@ -37,10 +37,9 @@ class GatherCache:
 
     def of(self, buckets: Sequence[AnyBucket]) -> CachedGather | None:
         """Return the cached all-gather of all ``buckets``, or ``None`` if their shards cannot be sent unchanged."""
-        process_groups = [bucket.pgs for bucket in buckets]
-        if process_groups and process_groups[0].smaller is not None:
+        if buckets and buckets[0].pgs.smaller is not None:
             return None  # the smaller mesh sends slices that forward has kept
-        communicators = [pgs.gather for pgs in process_groups]
+        communicators = [bucket.pgs.gather for bucket in buckets]
         if buckets != self._buckets or communicators != self._communicators:
             self._gather = None
             self._buckets, self._communicators = buckets, communicators

@@ -395,8 +395,10 @@ class FSDPState:
         return bool(self.calls_under_way) or self.run is not None
 
     @property
-    def user_is_running(self) -> bool:
-        """True while a forward of another state uses parameters of this one."""
+    def is_in_use(self) -> bool:
+        """True while a forward runs that uses parameters of the group: of this state or of another one."""
+        if self.calls_under_way or self.run is not None:
+            return True
         return bool(self.user_states) and any(user.is_running for user in alive(self.user_states))
 
     @property

@@ -125,7 +125,8 @@ class Iteration:
         Raises:
             LifecycleError: another thread is inside a pass, and the text names both threads; or a group is LENT.
         """
-        self.check_not_lent()
+        if self.lent is not None:
+            self.check_not_lent()
         thread = self._thread
         if self._pass is Pass.IDLE or thread is None or thread is threading.current_thread():
             return
@@ -246,12 +247,12 @@ class Iteration:
 
         After the outermost one end the forward.
         """
-        state, run = call.state, call.run
+        state, run, leads_to_backward = call.state, call.run, self._leads_to_backward
         if self._unused_modules is not None:
             self._unused_modules.end(state)
         if not run.is_recorded:
             run.is_recorded = True
-            run.position = self._record_end(state)
+            run.position = self._record_end(state, leads_to_backward=leads_to_backward)
             if run.position >= 0:
                 run.record = self._record
                 self._backward.count(state, self._record)
@@ -259,19 +260,20 @@ class Iteration:
         if run.remaining and not is_outermost:
             return
         state.run = None
-        self._reshard_after_forward(state, run.after)
+        self._reshard_after_forward(state, run.after, leads_to_backward=leads_to_backward)
         if is_outermost:
             self._run(Hook.END_FORWARD, state)
 
-    def _record_end(self, state: FSDPState) -> int:
+    def _record_end(self, state: FSDPState, *, leads_to_backward: bool) -> int:
         """Record the end of a run of ``state``. Return its position, or -1 if no backward comes back to it."""
-        leads_to_backward = self._leads_to_backward and bool(state.group.tensors.parameters)
+        leads_to_backward = leads_to_backward and bool(state.group.tensors.parameters)
         return self._record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
 
     def end_skipped(self, state: FSDPState) -> None:
         """Do the work of the post-forward hook for a state that only other ranks may run."""
-        self._record_end(state)
-        self._reshard_after_forward(state)
+        leads_to_backward = self._leads_to_backward
+        self._record_end(state, leads_to_backward=leads_to_backward)
+        self._reshard_after_forward(state, None, leads_to_backward=leads_to_backward)
 
     def gather_in_forward(self, state: FSDPState) -> None:
         """Unshard ``state``, as the pre-forward hook does."""
@@ -294,9 +296,8 @@ class Iteration:
         if state.unshard_in_backward:
             self._runner.in_backward(state, record, position, reduces_grad_buckets=False)
 
-    def _reshard_after_forward(self, state: FSDPState, after: BoundActions | None = None) -> None:
+    def _reshard_after_forward(self, state: FSDPState, after: BoundActions | None, *, leads_to_backward: bool) -> None:
         """Perform the scheduled actions ``after`` a forward of ``state``, or eager ones."""
-        leads_to_backward = self._leads_to_backward
         if leads_to_backward is not self._grad_mode:
             after = None  # the schedule is for the grad mode of the outermost forward
         self._runner.after_forward(state, after, leads_to_backward=leads_to_backward)
@@ -311,7 +312,7 @@ class Iteration:
         for other in self.states.values():
             if other.run is not None:  # some modules of the group did not run
                 other.run = None
-                self._reshard_after_forward(other)
+                self._reshard_after_forward(other, None, leads_to_backward=self._leads_to_backward)
         self._runner.end_forward()
 
     def _begin_backward(self, _: object) -> None:

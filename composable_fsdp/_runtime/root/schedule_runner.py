@@ -400,16 +400,16 @@ class ScheduleRunner:
         group.wait()
 
     def _free(self, state: FSDPState) -> None:
-        if not state.is_running and not state.user_is_running:
+        if not state.is_in_use:
             state.group.reshard()
 
     def _keep(self, state: FSDPState) -> None:
-        if not state.is_running and not state.user_is_running:
+        if not state.is_in_use:
             state.note_kept(self.seen_steps)
 
     def _shrink(self, target: tuple[FSDPState, int]) -> None:
         state, mesh_size = target
-        if not state.is_running and not state.user_is_running:
+        if not state.is_in_use:
             state.note_kept(self.seen_steps)
             state.group.shrink(mesh_size)
 
