@@ -8,7 +8,7 @@ every run. All-reduce is gloo's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -154,16 +154,20 @@ class GlooCommunicator:
         summands.insert(self.rank, full[self.rank])
         return summands
 
-    def _messages(self, transfers: Sequence[Transfer]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        """Yield outputs and inputs, ``(size, numel)``, that share a message. Small tensors are copied in."""
-        small = [transfer for transfer in transfers if transfer.input.nbytes < self.zero_copy_min_bytes]
-        for dtype in dict.fromkeys(transfer.input.dtype for transfer in small):
-            same_dtype = [transfer for transfer in small if transfer.input.dtype == dtype]
-            rows = [self._rows(full) for _, full in same_dtype]
-            yield [output for output, _ in same_dtype], rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+    def _messages(self, transfers: Sequence[Transfer]) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
+        """Return outputs and inputs, ``(size, numel)``, that share a message. Small tensors are copied in."""
+        small: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        large: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         for output, full in transfers:
+            rows = self._rows(full)
             if full.nbytes >= self.zero_copy_min_bytes:
-                yield [output], self._rows(full)
+                large.append(([output], rows))
+            else:
+                outputs, inputs = small.setdefault(full.dtype, ([], []))
+                outputs.append(output)
+                inputs.append(rows)
+        packed = [(outputs, r[0] if len(r) == 1 else torch.cat(r, dim=1)) for outputs, r in small.values()]
+        return packed + large
 
     def _rows(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(self.size, full.numel() // self.size)
