@@ -75,6 +75,28 @@ def test_the_log_of_torchs_fsdp_shows_ours(caplog: pytest.LogCaptureFixture) -> 
     assert "FSDP::pre_backward (1)" in caplog.messages
 
 
+class Halves(nn.Module):
+    """A module with two outputs, both of which get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.linear(x).chunk(2, dim=1))
+
+
+def test_a_profile_that_begins_with_backward_has_its_labels_once_for_each_module() -> None:
+    model = ours.fully_shard(Halves())
+    first, second = model(torch.ones(2, 4))
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        (first.sum() + second.exp().sum()).backward()
+    labels = [event.name for event in recorded.events() if event.name.startswith("FSDP::")]
+    assert labels.count("FSDP::pre_backward (root)") == 1
+    assert labels.count("FSDP::root_post_backward_callback (root)") == 1
+    assert labels.count("FSDP::post_backward_reduce (root)") == 1
+
+
 PROGRAM = """
 import torch, torch.distributed as dist
 from composable_fsdp import fully_shard

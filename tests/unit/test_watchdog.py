@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -235,6 +236,43 @@ def test_a_handled_interrupt_ends_no_later_wait() -> None:
         assert not interrupt.arrived()
     finally:
         interrupt.stop_listening()
+
+
+def test_an_interrupt_that_the_user_handles_ends_no_wait() -> None:
+    handled: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: handled.append(number))
+    try:
+        assert interrupt.listen()
+        signal.raise_signal(signal.SIGINT)
+        assert not interrupt.arrived()
+        interrupt.stop_listening()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert handled == [signal.SIGINT]
+
+
+def test_an_interrupt_of_a_wait_is_seen_once() -> None:
+    assert interrupt.listen()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert interrupt.arrived()
+        assert not interrupt.arrived()
+    finally:
+        interrupt.stop_listening()
+
+
+def test_a_wait_leaves_the_file_descriptor_of_another_library_alone() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        assert not interrupt.listen()
+        assert signal.set_wakeup_fd(before) == writer
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
 
 
 BUSY_TO_THE_END = """
