@@ -43,29 +43,25 @@ class _Pipe:
 _pipe: _Pipe | None = None
 
 
-def listen() -> bool:
-    """Start listening if this is the main thread, and forget earlier signals, which were handled.
-
-    Returns:
-        True if this listens, until :func:`stop_listening`.
-    """
+def listen() -> None:
+    """Start listening if this is the main thread, and forget earlier signals, which were handled."""
     global _pipe
     if threading.current_thread() is not threading.main_thread():
-        return False
+        return
     pipe = _pipe = _pipe or _Pipe()
     other = signal.set_wakeup_fd(pipe.writer, warn_on_full_buffer=False)
     if other not in (_NO_DESCRIPTOR, pipe.writer):
         signal.set_wakeup_fd(other)
-        return False
-    pipe.clear()
-    return True
+    else:
+        pipe.clear()
 
 
 def stop_listening() -> None:
-    """Stop listening, after :func:`listen` returned True. The main thread runs Python again."""
-    other = signal.set_wakeup_fd(_NO_DESCRIPTOR)
-    if _pipe is None or other not in (_NO_DESCRIPTOR, _pipe.writer):
-        signal.set_wakeup_fd(other)
+    """Stop listening. The main thread runs Python again."""
+    if threading.current_thread() is threading.main_thread():
+        other = signal.set_wakeup_fd(_NO_DESCRIPTOR)
+        if _pipe is None or other not in (_NO_DESCRIPTOR, _pipe.writer):
+            signal.set_wakeup_fd(other)
 
 
 def arrived() -> bool:

@@ -70,8 +70,6 @@ class _LocalStatus:
     passes: dict[RunningPass, None] = field(default_factory=dict)
     """The running passes, in order."""
     interrupt: Callable[[str], None] | None = None
-    listens: bool = False
-    """True while the wait listens for Ctrl-C."""
 
     @property
     def left(self) -> str:
@@ -117,14 +115,15 @@ class Watchdog:
         """Record a wait for ``operation``, ``seconds`` so far. The watchdog thread may abort it by ``end(reason)``."""
         here = self.here
         here.since, here.interrupt, here.waiting = time.monotonic() - seconds, end, operation
-        here.listens = end is not None and interrupt.listen()
+        if end is not None:
+            interrupt.listen()
 
     def end_wait(self, *, done: bool) -> None:
         here = self.here
-        if here.listens:
+        if here.interrupt is not None:
             interrupt.stop_listening()
         here.last = here.waiting if done else here.last
-        here.waiting, here.interrupt, here.listens = None, None, False
+        here.waiting = here.interrupt = None
 
     def begin_pass(self, begun: RunningPass) -> None:
         """Record that a pass begins. A forward clears earlier failures."""
