@@ -69,6 +69,7 @@ BENCHMARKS = [
     Benchmark("construction", "construction.py"),
     Benchmark("describe", "describe.py"),
     Benchmark("exposure", "exposure.py"),
+    Benchmark("schedule-sweep", "schedule_sweep.py"),
     Benchmark("host-overhead", "host_overhead.py"),
     Benchmark("host-overhead-alone", "host_overhead.py --alone"),
     Benchmark("optimizer-step", "optimizer_step.py"),

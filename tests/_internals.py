@@ -96,9 +96,10 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.root.recovery import timeout_of as timeout_of_group
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
     from composable_fsdp._runtime.schedule import passes, schedule
+    from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings, choose
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
     from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
-    from composable_fsdp._runtime.schedule.simulate import CollectiveCost, Costs, simulate
+    from composable_fsdp._runtime.schedule.simulate import Timeline, simulate
     from composable_fsdp._runtime.schedule.unused_groups import UnusedGroups
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._sharding.mesh import (

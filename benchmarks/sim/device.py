@@ -47,6 +47,10 @@ class Event:
     def synchronize(self) -> None:
         self._device.host = max(self._device.host, self.time)
 
+    def elapsed_time(self, end: Event) -> float:
+        """Return the milliseconds from this moment to ``end``."""
+        return (end.time - self.time) / 1e3
+
     def query(self) -> bool:
         return self._device.host >= self.time
 

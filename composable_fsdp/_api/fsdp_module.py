@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -26,7 +27,10 @@ from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state
 from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import hooked_forward
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
+from composable_fsdp._runtime.root.model_check import check_costs
 from composable_fsdp._runtime.root.recovery import set_order_check
+from composable_fsdp._runtime.schedule.choose import Choice
+from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.schedule import Schedule
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp._torch_compat.fsdp_state import client_state
@@ -216,20 +220,21 @@ class FSDPModule(TorchFSDPModule):
         for state in _states(self, recurse):
             state.reductions_in_flight = max_input_buffers
 
-    def set_prefetch_limit(self, limit: int) -> None:
+    def set_prefetch_limit(self, limit: int | None) -> None:
         """Set how many groups are prefetched ahead of the running one, in forward and backward. Call it on the root.
 
         The default is 1, which hides communication as long as an all-gather takes less time than the module before it
         computes. If it takes longer, higher limits help, at the cost of the memory of each prefetched group. On
         accelerators, the same number of the last groups of forward stays unsharded for backward. 0 prefetches nothing.
         ``set_max_unsharded_bytes`` and explicit prefetch lists still apply. Small groups that share one all-gather
-        (``set_max_fused_bytes``) count as one. The limit must be the same on every rank.
+        (``set_max_fused_bytes``) count as one. The limit must be the same on every rank. ``None`` goes back to the
+        default, or to a choice by costs (:meth:`calibrate`).
 
         Raises:
-            ConfigurationError: not an int of at least 0, or this module is not the root of modules that have already
-                run.
+            ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of modules that
+                have already run.
         """
-        check_count("limit", limit)
+        check_count("limit", limit, or_none=True)
         set_root_option(_state(self), "prefetch_limit", limit)
 
     def set_max_unsharded_bytes(self, max_unsharded_bytes: int | None) -> None:
@@ -254,19 +259,68 @@ class FSDPModule(TorchFSDPModule):
         """
         return iteration_of(_state(self)).schedule()
 
-    def set_max_fused_bytes(self, max_fused_bytes: int) -> None:
-        """Set how many bytes of full parameters of small, adjacent groups share one all-gather and one reduction.
+    def set_costs(self, costs: Costs | str | PathLike[str] | None) -> None:
+        """Choose how collectives are divided, fused and prefetched by a table of their costs. Call it on the root.
 
-        The default is 1 MiB; 0 fuses nothing. Groups of up to 512 KiB count as small. Groups are adjacent in the
-        recorded order of the last forward, so fusion begins with the second forward. The unsharded parameters of a
-        module are still registered only while it runs, but the memory of all fused groups is allocated when the first
-        of them is gathered. Call it on the root, with the same number on every rank.
+        The settings are chosen by simulation when the next forward begins that may be followed by a backward, and again
+        when the order of the modules, an option or the costs change. They are the maximum number of gradient buckets of
+        a group, whether large parameters have messages of their own, ``set_prefetch_limit`` and
+        ``set_max_fused_bytes``. What the user has set is kept. The predicted memory is at most that of one message per
+        group and direction. All ranks must call this together, with the same costs.
+
+        Args:
+            costs: the table, a file that ``Costs.save`` wrote, or ``None`` for the defaults of each backend.
 
         Raises:
-            ConfigurationError: not an int of at least 0, or this module is not the root of modules that have already
-                run.
+            ConfigurationError: the file has no table of costs; or this module is not the root of modules that have
+                already run.
+            DivergenceError: the costs differ between ranks.
         """
-        check_count("max_fused_bytes", max_fused_bytes)
+        chosen = Costs.load(costs) if isinstance(costs, str | PathLike) else costs
+        check_costs(list(_states(self, recurse=True)), chosen)
+        set_root_option(_state(self), "costs", chosen)
+
+    def calibrate(self, steps: int = 2) -> None:
+        """Measure the costs of collectives and computation in the next training steps, and choose by them.
+
+        The next forward measures the collectives of each mesh axis, for about as long as a step. The next ``steps``
+        forwards and backwards measure the computation of each group: with events on the device, or on the host's clock
+        where waits block the host. Then all ranks agree on the medians, which take effect as if they had been given to
+        ``set_costs``, and :meth:`costs` returns them. All ranks must call this together. Call it on the root.
+
+        Raises:
+            ConfigurationError: ``steps`` is less than 1.
+        """
+        check_count("steps", steps, least=1)
+        iteration_of(_state(self)).calibrate(steps)
+
+    def costs(self) -> Costs | None:
+        """Return the table by which settings are chosen: that of ``set_costs``, or the one that was measured last."""
+        return _state(self).costs
+
+    def schedule_choice(self) -> Choice | None:
+        """Return the settings that were chosen by costs, with the predicted time and memory of a step.
+
+        ``print(model.schedule_choice())`` shows them. It is ``None`` before the first forward after ``set_costs``. Call
+        it on the root.
+        """
+        return iteration_of(_state(self)).choice
+
+    def set_max_fused_bytes(self, max_fused_bytes: int | None) -> None:
+        """Set how many bytes of full parameters of small, adjacent groups share one all-gather and one reduction.
+
+        The default is 1 MiB; 0 fuses nothing. Groups of up to 512 KiB, or half of the limit if that is more, count as
+        small. Groups are adjacent in the
+        recorded order of the last forward, so fusion begins with the second forward. The unsharded parameters of a
+        module are still registered only while it runs, but the memory of all fused groups is allocated when the first
+        of them is gathered. Call it on the root, with the same number on every rank. ``None`` goes back to the default,
+        or to a choice by costs (:meth:`calibrate`).
+
+        Raises:
+            ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of modules that
+                have already run.
+        """
+        check_count("max_fused_bytes", max_fused_bytes, or_none=True)
         set_root_option(_state(self), "max_fused_bytes", max_fused_bytes)
 
     def set_order_check(self, level: str) -> None:

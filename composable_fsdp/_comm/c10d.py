@@ -76,12 +76,13 @@ class ProcessGroupCommunicator:
         self.aliases = False
         self.averages = self._backend == "nccl"
         self.widens = False
+        self.coalesces = self._backend == "nccl"
         self.zero_copy_min_bytes = self._zero_copy_bytes()
         self.all_reduce_bytes = _ALL_REDUCE_PADDING_BYTES
         self.grad_bucket_bytes = self._grad_bucket_bytes()
 
     def _zero_copy_bytes(self) -> int:
-        if self._backend == "nccl":
+        if self.coalesces:
             return _COALESCED_LAUNCH_BYTES
         return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
 
@@ -132,7 +133,7 @@ class ProcessGroupCommunicator:
     def _launch(self, label: str, calls: Sequence[_Call]) -> Work:
         if trace.listeners:
             _emit_collective(self.group, label, calls)
-        if len(calls) > 1 and self._backend == "nccl":
+        if len(calls) > 1 and self.coalesces:
             with self._coalesced() as works:
                 for collective, tensors, options in calls:
                     collective(*tensors, group=self.group, **options)

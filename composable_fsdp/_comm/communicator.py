@@ -61,6 +61,11 @@ class Communicator(Protocol):
         ...
 
     @property
+    def coalesces(self) -> bool:
+        """True if all transfers of a call are one launch, with one latency."""
+        ...
+
+    @property
     def zero_copy_min_bytes(self) -> int:
         """Unsharded bytes from which a zero-copy transfer of a tensor is faster than copying it into a packed one."""
         ...

@@ -30,6 +30,7 @@ class LoopbackCommunicator:
     averages: bool = True
     widens: bool = True
     aliases: bool = True
+    coalesces: bool = True
     zero_copy_min_bytes: int = 0
     all_reduce_bytes: int = NEVER_ZERO_COPY
     grad_bucket_bytes: int = 1 << 19

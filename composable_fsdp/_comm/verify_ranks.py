@@ -30,6 +30,7 @@ __all__ = [
     "gather_objects",
     "gather_rows",
     "gather_texts",
+    "multi_rank_axes",
     "verify_same",
     "verify_same_lines",
 ]
@@ -69,7 +70,7 @@ def verify_same(
     Raises:
         DivergenceError: the lines differ. All ranks raise it with the same text.
     """
-    axes = _multi_rank_axes(communicators)
+    axes = multi_rank_axes(communicators)
     if not axes:
         return {}
     text = _ADDRESS.sub("", "\n".join(own)).encode()
@@ -85,8 +86,13 @@ def verify_same(
 @torch.inference_mode(False)
 @torch.no_grad()
 def gather_texts(own: str, communicators: Iterable[Communicator], device: torch.device, subject: str) -> dict[int, str]:
-    """Return the texts of all ranks along ``communicators``, by rank. All of them must call it together."""
-    axes, label, packed = _multi_rank_axes(communicators), f"comparison of {subject}", zlib.compress(own.encode())
+    """Return the texts of all ranks along ``communicators``, by rank. All of them must call it together.
+
+    The result is empty if there is nothing to compare with.
+    """
+    axes, label, packed = multi_rank_axes(communicators), f"comparison of {subject}", zlib.compress(own.encode())
+    if not axes:
+        return {}
     sent = torch.tensor([dist.get_rank(), len(packed)], device=device)
     rows = gather_rows(sent, axes, label).tolist()
     length = max(length for _, length in rows)
@@ -95,7 +101,7 @@ def gather_texts(own: str, communicators: Iterable[Communicator], device: torch.
     return {rank: text for (rank, _), text in zip(rows, texts, strict=True)}
 
 
-def _multi_rank_axes(communicators: Iterable[Communicator]) -> list[Communicator]:
+def multi_rank_axes(communicators: Iterable[Communicator]) -> list[Communicator]:
     """Return the axes with several ranks. There are none in simulations, whose fake tensors cannot be compared."""
     if isinstance(torch.empty(0), FakeTensor):
         return []

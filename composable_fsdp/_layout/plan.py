@@ -29,6 +29,7 @@ __all__ = [
     "SMALL_BYTES",
     "BucketPlan",
     "GroupPlan",
+    "MessageSizes",
     "ParameterSpec",
     "PlanOptions",
     "UnshardedStorage",
@@ -40,14 +41,24 @@ __all__ = [
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 """Pairs of the dtype of computed gradients and the dtype of their sum."""
 
-_MAX_GRAD_BUCKETS = 4
-"""Maximum number of gradient buckets of a group. More cost more time than the memory they save is worth."""
-
 _SMALL_FRACTION = 64
 """The smallest parameters that together have less than this fraction (1/64) of a group's bytes delay no other."""
 
 SMALL_BYTES = 1 << 19
 """Size of a group's full parameters up to which latency, not bandwidth, dominates its collectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSizes:
+    """How the bytes of a group are divided into messages.
+
+    Args:
+        zero_copy: large parameters have a transfer of their own, without a copy. Otherwise all share one message.
+        grad_buckets: the maximum number of gradient buckets. More cost a launch each.
+    """
+
+    zero_copy: bool = True
+    grad_buckets: int = 4
 
 
 class UnshardedStorage(Enum):
@@ -131,6 +142,7 @@ class PlanOptions:
         grad_bucket_bytes: bytes of gradients from which a gradient bucket is worth a reduction of its own.
         all_reduce_bytes: bytes of padding in an all-gather from which an all-reduce in its place is worth a launch.
         reduce_whole_bytes: the same for a reduce-scatter.
+        max_grad_buckets: the maximum number of gradient buckets.
     """
 
     num_shards: int
@@ -142,6 +154,7 @@ class PlanOptions:
     grad_bucket_bytes: int = NEVER_ZERO_COPY
     all_reduce_bytes: int = NEVER_ZERO_COPY
     reduce_whole_bytes: int = NEVER_ZERO_COPY
+    max_grad_buckets: int = MessageSizes().grad_buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +256,36 @@ class GroupPlan:
         return sum(bucket.full_bytes for bucket in self.buckets)
 
     @property
+    def gather_messages(self) -> int:
+        """The number of transfers of one all-gather. Those that share a message count once."""
+        gathers = [bucket.gather for bucket in self.buckets if bucket.is_gathered]
+        packed, reduced = any(each.packed for each in gathers), any(each.all_reduced for each in gathers)
+        return packed + reduced + sum(len(each.zero_copy) for each in gathers)
+
+    @property
+    def gather_copied_bytes(self) -> int:
+        """The bytes of one all-gather that are copied out of a message."""
+        gathered = [bucket for bucket in self.buckets if bucket.is_gathered]
+        return sum(b.gather.num_shards * b.gather.packed_numel * b.compute_dtype.itemsize for b in gathered)
+
+    @property
+    def gradient_messages(self) -> tuple[int, ...]:
+        """The number of transfers of the reduction of each gradient bucket."""
+        counts = [0] * len(self.grad_buckets)
+        for bucket in self.buckets:
+            layout = bucket.reduce
+            counts[bucket.grad_bucket] += bool(layout.packed) + bool(layout.all_reduced) + len(layout.zero_copy)
+        return tuple(counts)
+
+    @property
+    def is_sent(self) -> bool:
+        """True if a mesh axis with several ranks shards the group."""
+        return any(bucket.gather.num_shards > 1 for bucket in self.buckets)
+
+    @property
     def is_small(self) -> bool:
         """True if the group is sent at all and is small enough to share collectives with other groups."""
-        return self.full_bytes <= SMALL_BYTES and any(bucket.gather.num_shards > 1 for bucket in self.buckets)
+        return self.full_bytes <= SMALL_BYTES and self.is_sent
 
     @property
     def unsharded_bytes(self) -> int:
@@ -290,7 +330,7 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
 def _grad_buckets(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> list[int]:
     """Return the gradient bucket of each parameter; the last parameters are in the first gradient bucket.
 
-    A gradient bucket has at least a quarter of the large parameters' bytes; the last may have half of that.
+    A gradient bucket has at least an equal share of the large parameters' bytes; the last may have half of that.
 
     Backward reaches parameters roughly in that order. Norms and biases are an exception: modules often register them
     after parameters that forward uses later. Such small ones are in the last gradient bucket, so that no other gradient
@@ -304,7 +344,7 @@ def _grad_buckets(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]
     small_bytes = _small_bytes(sizes)
     is_small = [size <= small_bytes for size in sizes]
     grad_bucket, filled, left = 0, 0, sum(size for size in sizes if size > small_bytes)
-    share = max(least, left // _MAX_GRAD_BUCKETS)
+    share = max(least, left // max(1, min(option.max_grad_buckets for option in options)))
     for index in reversed(range(len(specs))):
         if is_small[index]:
             continue

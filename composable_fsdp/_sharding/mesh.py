@@ -58,6 +58,12 @@ class DataParallelAxes:
         return self.shard.size * self.replicate.size
 
     @property
+    def names(self) -> tuple[str, str]:
+        """The names of the shard axis and of the replicate axis in the mesh, for tables of costs."""
+        known = self.mesh.mesh_dim_names or ()
+        return known[-1] if known else "shard", known[0] if len(known) > 1 else "replicate"
+
+    @property
     def shard_mesh(self) -> DeviceMesh:
         """The shard axis as a 1-d mesh."""
         if self.mesh.ndim == 1:

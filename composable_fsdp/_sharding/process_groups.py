@@ -10,7 +10,8 @@ import torch
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator
 from composable_fsdp._comm.custom import customize
 from composable_fsdp._comm.factory import duplicate
-from composable_fsdp._layout.plan import PlanOptions
+from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
+from composable_fsdp._layout.plan import MessageSizes, PlanOptions
 from composable_fsdp._sharding.mesh import DataParallelAxes
 
 __all__ = ["ProcessGroups", "group_by_key"]
@@ -51,6 +52,7 @@ class ProcessGroups:
 
         It is the same on all ranks, because they all-gather and end epochs together.
         """
+        self.message_sizes = MessageSizes()
         self.unequal_use = False
         """True if a rank may join a reduction without any gradient.
 
@@ -75,12 +77,19 @@ class ProcessGroups:
         """True if callables of the user move bytes."""
         return self._custom_gather is not None or self._custom_scatter is not None
 
-    def plan_options(self, *, offloaded: bool) -> PlanOptions:
-        """Return the options of the group's plan."""
+    @property
+    def has_separate_scatter(self) -> bool:
+        """True if reduce-scatters have a process group of their own."""
+        return self._separate is not None
+
+    def plan_options(self, *, offloaded: bool, sizes: MessageSizes | None = None) -> PlanOptions:
+        """Return the options of the group's plan, or of its plan with other message ``sizes``."""
+        sizes = MessageSizes() if self.gather.aliases else sizes or self.message_sizes
         return PlanOptions(
             num_shards=self.axes.shard.size,
-            zero_copy_min_bytes=self.gather.zero_copy_min_bytes,
-            reduce_direct_bytes=self.scatter.zero_copy_min_bytes,
+            zero_copy_min_bytes=self.gather.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
+            reduce_direct_bytes=self.scatter.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
+            max_grad_buckets=sizes.grad_buckets,
             all_reduce_bytes=self.gather.all_reduce_bytes,
             reduce_whole_bytes=self.scatter.all_reduce_bytes,
             widens=self.scatter.widens,

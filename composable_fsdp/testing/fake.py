@@ -202,6 +202,7 @@ class FakeCommunicator:
     grad_bucket_bytes = property(attrgetter("world.grad_bucket_bytes"))
     widens: ClassVar[bool] = False
     aliases: ClassVar[bool] = False
+    coalesces: ClassVar[bool] = True
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

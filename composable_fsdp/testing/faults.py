@@ -143,6 +143,7 @@ class FaultyCommunicator:
     averages = property(attrgetter("base.averages"))
     widens = property(attrgetter("base.widens"))
     aliases = property(attrgetter("base.aliases"))
+    coalesces = property(attrgetter("base.coalesces"))
     zero_copy_min_bytes = property(attrgetter("base.zero_copy_min_bytes"))
     all_reduce_bytes = property(attrgetter("base.all_reduce_bytes"))
     grad_bucket_bytes = property(attrgetter("base.grad_bucket_bytes"))

@@ -225,14 +225,14 @@ def set_limits() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     assert isinstance(model, FSDPModule)
     for bad in (-1, True, 1.5, None):
-        with pytest.raises(ConfigurationError, match=f"max_fused_bytes must be an int of at least 0, not {bad!r}"):
+        with pytest.raises(ConfigurationError, match=f"max_fused_bytes must be an int of at least 0 or None, not {bad!r}"):
             model.set_max_fused_bytes(bad)  # type: ignore[arg-type]
     for bad in (-1, True, 1.5):
         with pytest.raises(
             ConfigurationError, match=f"max_unsharded_bytes must be an int of at least 0 or None, not {bad!r}"
         ):
             model.set_max_unsharded_bytes(bad)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match=f"^limit must be an int of at least 0, not {bad!r}"):
+        with pytest.raises(ConfigurationError, match=f"^limit must be an int of at least 0 or None, not {bad!r}"):
             model.set_prefetch_limit(bad)  # type: ignore[arg-type]
     model.set_max_unsharded_bytes(10)
     assert state_of(model).max_unsharded_bytes == 10

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "trace"),
     ("policies", "codecs", "_consistency"),
-    ("_layout", "_runtime.schedule"),
-    ("_memory",),
+    ("_layout",),
+    ("_runtime.schedule", "_memory"),
     ("_comm",),
     ("_sharding",),
     ("_runtime.params",),

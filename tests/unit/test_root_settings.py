@@ -44,13 +44,13 @@ def onto_meta(layer: Any) -> None:
         ),
         (
             lambda layer: layer.set_prefetch_limit(3),
-            "the prefetch_limit of 'layers.1' (Linear) is 3, but that of 'root' (Chain), which contains it, is 1, and "
-            "one counts for all. Call set_prefetch_limit on the root only.",
+            "the prefetch_limit of 'layers.1' (Linear) is 3, but that of 'root' (Chain), which contains it, is "
+            "None, and one counts for all. Call set_prefetch_limit on the root only.",
         ),
         (
             lambda layer: layer.set_max_fused_bytes(7),
             "the max_fused_bytes of 'layers.1' (Linear) is 7, but that of 'root' (Chain), which contains it, is "
-            "1048576, and one counts for all. Call set_max_fused_bytes on the root only.",
+            "None, and one counts for all. Call set_max_fused_bytes on the root only.",
         ),
         (
             onto_meta,

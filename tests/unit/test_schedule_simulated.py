@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests._internals import CollectiveCost, Costs, GroupSpec, ScheduleOptions, passes, schedule, simulate
+from composable_fsdp import AxisCosts, CollectiveCost, Costs
+from tests._internals import GroupSpec, ScheduleOptions, passes, schedule, simulate
 from tests._internals import schedule as s
 
 MIB = 1 << 20
@@ -20,14 +21,14 @@ SECONDS = st.floats(0, 1)
 
 
 def specs_of(**options: object) -> dict[str, GroupSpec]:
-    specs = {n: GroupSpec(n, MIB, MIB, (MIB,), **options) for n in NAMES}  # type: ignore[arg-type]
+    specs = {n: GroupSpec(n, MIB, MIB, (MIB,), ranks=8, **options) for n in NAMES}  # type: ignore[arg-type]
     return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
 
 
-def costs_of(latency: float, compute: float, bandwidth: float = 1e18, *, separate_reduce: bool = False) -> Costs:
-    cost = CollectiveCost(latency, bandwidth, 8)
+def costs_of(latency: float, compute: float, bandwidth: float = 1e18) -> Costs:
+    cost = CollectiveCost(latency, bandwidth)
     times = dict.fromkeys(NAMES, compute)
-    return Costs(cost, cost, times, times, separate_reduce=separate_reduce)
+    return Costs({"": AxisCosts(cost, cost, cost)}, times, times)
 
 
 def test_a_prefetched_chain_exposes_the_first_gather_and_the_last_reduction() -> None:
@@ -38,9 +39,10 @@ def test_a_prefetched_chain_exposes_the_first_gather_and_the_last_reduction() ->
 
 
 def test_without_prefetching_every_gather_is_exposed() -> None:
-    plan = passes.eager(ORDER, specs_of(), ScheduleOptions())
-    plan = passes.bound_in_flight(plan, specs_of(), ScheduleOptions())
-    timeline = simulate(plan, specs_of(), costs_of(latency=1.0, compute=2.0, separate_reduce=True))
+    specs = specs_of(separate_reduce=True)
+    plan = passes.eager(ORDER, specs, ScheduleOptions())
+    plan = passes.bound_in_flight(plan, specs, ScheduleOptions())
+    timeline = simulate(plan, specs, costs_of(latency=1.0, compute=2.0))
     assert timeline.exposed == pytest.approx(7.0, abs=1e-6), (
         "three gathers in each pass and the last reduction are exposed"
     )
@@ -70,5 +72,6 @@ def test_a_step_takes_at_least_its_computation_and_its_wire_and_more_with_a_long
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert CollectiveCost(1.0, 1.0, 1).seconds(MIB) == 0.0
-    assert CollectiveCost(1.0, 0.5 * MIB, 2, per_rank=3.0).seconds(MIB) == 1.0 + 3.0 + 1.0
+    assert CollectiveCost(1.0, 1.0).seconds(MIB, 1) == 0.0
+    assert CollectiveCost(1.0, 0.5 * MIB, per_rank=3.0).seconds(MIB, 2) == 1.0 + 3.0 + 1.0
+    assert CollectiveCost(1.0, 0.5 * MIB, per_rank=3.0).seconds(MIB, 2, messages=2) == 2 * (1.0 + 3.0) + 1.0

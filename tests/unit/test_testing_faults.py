@@ -54,6 +54,7 @@ def test_a_faulty_communicator_without_faults_behaves_like_its_base() -> None:
         "averages",
         "widens",
         "aliases",
+        "coalesces",
         "zero_copy_min_bytes",
         "all_reduce_bytes",
         "grad_bucket_bytes",

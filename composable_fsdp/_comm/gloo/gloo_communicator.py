@@ -83,6 +83,7 @@ class GlooCommunicator:
     averages = False
     """Gloo averages in a separate pass. Dividing the sharded result is cheaper."""
     widens = True
+    coalesces = True  # all messages of a call are on their way before the first is waited for
     all_reduce_bytes = NEVER_ZERO_COPY
     """Gloo's all-reduce does not sum in rank order."""
     grad_bucket_bytes = 1 << 21

@@ -41,6 +41,7 @@ class SharedMemoryCommunicator:
 
     averages = False
     widens = True
+    coalesces = True
     zero_copy_min_bytes = _ZERO_COPY_BYTES
     all_reduce_bytes = NEVER_ZERO_COPY  # ranks of one host are few, and so is their padding
     grad_bucket_bytes = 1 << 21

@@ -19,7 +19,14 @@ from composable_fsdp._comm.verify_ranks import verify_same
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.starting_values import sample_start
 from composable_fsdp._layout.bucket_layout import FlatLayout
-from composable_fsdp._layout.plan import BucketPlan, GroupPlan, ParameterSpec, UnshardedStorage, plan_group
+from composable_fsdp._layout.plan import (
+    BucketPlan,
+    GroupPlan,
+    MessageSizes,
+    ParameterSpec,
+    UnshardedStorage,
+    plan_group,
+)
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._memory.buffers import ShardStore
 from composable_fsdp._runtime.collectives.all_gather import GatherCache
@@ -301,6 +308,11 @@ class ParamGroupBuckets:
         hooks = [hooks_of(p.local) != self._hooks.get(p, frozenset()) for p in self.parameters]
         if any(hooks) or self._compute_dtypes != [p.compute_dtype(self._precision) for p in self.parameters]:
             self.build()
+
+    def plan_with(self, sizes: MessageSizes) -> GroupPlan:
+        """Return the plan that the group would have with messages of other ``sizes``."""
+        options = [c.plan_options(offloaded=self.is_offloaded, sizes=sizes) for c in self.process_groups]
+        return plan_group(self.plan.specs, tuple(options))
 
     def _make_plan(self) -> GroupPlan:
         precision, encodable = self._precision, self._encodable()

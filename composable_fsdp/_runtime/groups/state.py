@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 from composable_fsdp._consistency.order_check import order_check_from
+from composable_fsdp._layout.plan import GroupPlan
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.version_check import Seen, VersionCheck
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_parameter
+from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-from composable_fsdp._runtime.schedule.passes import PREFETCH_LIMIT
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 
@@ -263,10 +264,12 @@ class FSDPState:
     reductions_in_flight: int | None = _setting(None)
     max_unsharded_bytes: int | None = _setting(None, of_root=True)
     """The bound for prefetching, in bytes of unsharded parameters."""
-    prefetch_limit: int = _setting(PREFETCH_LIMIT, of_root=True)
-    """The number of groups to prefetch."""
-    max_fused_bytes: int = _setting(1 << 20, of_root=True)
-    """The size up to which neighbouring small groups share an all-gather or a reduction."""
+    prefetch_limit: int | None = _setting(None, of_root=True)
+    """The number of groups to prefetch, if the user has set it."""
+    max_fused_bytes: int | None = _setting(None, of_root=True)
+    """The size up to which adjacent small groups share an all-gather or a reduction, if the user has set it."""
+    costs: Costs | None = _setting(None, of_root=True)
+    """The costs by which settings are chosen that the user has not set."""
     forward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
     """The states that the user chose to prefetch in forward."""
     backward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
@@ -416,7 +419,10 @@ class FSDPState:
         False if collectives of other states could come in between, since a rank that does not use a gradient bucket
         reduces it at the end. Also False for small groups, which are fused with others.
         """
-        plan = self.group.tensors.plan
+        return self.reduces_in_grad_buckets(self.group.tensors.plan)
+
+    def reduces_in_grad_buckets(self, plan: GroupPlan) -> bool:
+        """Return :attr:`reduces_grad_buckets` for a group with ``plan``."""
         if not plan.in_grad_buckets or plan.is_small:
             return False
         if self.has_nested_states or self.owner_states or self.user_states or self.has_several_modules:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from weakref import ref
 
+from composable_fsdp._layout.plan import SMALL_BYTES
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
+from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
 
-__all__ = ["names_of", "options_of", "spec_of"]
+__all__ = ["names_of", "options_of", "set_by_user", "settings_of", "spec_of"]
 
 
 def names_of(states: Mapping[str, FSDPState]) -> dict[FSDPState, str]:
@@ -24,12 +27,23 @@ def names_of(states: Mapping[str, FSDPState]) -> dict[FSDPState, str]:
     return names
 
 
-def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str]) -> GroupSpec:
+def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str], settings: ScheduleSettings) -> GroupSpec:
     """Return the properties of ``state``, which is in the model of ``root`` or used there.
 
-    ``names`` are those of :func:`names_of`. References to states without a name are left out.
+    Args:
+        state: the state.
+        root: the state of the outermost module.
+        names: those of :func:`names_of`. References to states without a name are left out.
+        settings: the settings of the schedule. If they have other message sizes than the group, its plan is assumed
+            to have them.
     """
-    plan = state.group.plan
+    tensors, pgs = state.group.tensors, state.group.process_groups[0]
+    is_current = settings.message_sizes == pgs.message_sizes
+    plan = tensors.plan if is_current else tensors.plan_with(settings.message_sizes)
+    reduces_grad_buckets = state.reduces_in_grad_buckets(plan)
+    is_small = plan.is_sent and plan.full_bytes <= max(SMALL_BYTES, settings.max_fused_bytes // 2)
+    shard_axis, replicate_axis = pgs.axes.names
+    buckets = plan.gradient_messages if plan.in_grad_buckets else (sum(plan.gradient_messages),)
     sizes = [size if count else 0 for size, count in zip(plan.grad_bucket_bytes, plan.grad_buckets, strict=True)]
     return GroupSpec(
         name=names[state],
@@ -38,7 +52,7 @@ def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str]) -
         gradient_bytes=tuple(sizes) if plan.in_grad_buckets else (sum(sizes),),
         has_parameters=bool(plan.specs),
         is_root=state is root,
-        is_small=plan.is_small,
+        is_small=is_small and not reduces_grad_buckets,
         can_fuse=state.can_be_fused,
         can_fuse_reduction=state.accumulation is Accumulation.REDUCE and not state.keeps_partial,
         reshard=state.reshard,
@@ -49,11 +63,29 @@ def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str]) -
         forward_prefetch=_chosen(state.forward_prefetch, names),
         backward_prefetch=_chosen(state.backward_prefetch, names),
         reduces=state.accumulation is not Accumulation.UNSHARDED,
-        reduces_grad_buckets=state.reduces_grad_buckets,
+        reduces_grad_buckets=reduces_grad_buckets,
         frees_with_last_gradient=state.frees_with_last_gradient,
         has_nested=state.has_nested_states,
         can_delay_prefetch=not state.has_several_modules and plan.num_trainable == len(plan.specs),
+        axis=shard_axis,
+        ranks=pgs.axes.shard.size,
+        replicate_axis=replicate_axis,
+        replicas=pgs.replicate.size,
+        separate_reduce=pgs.has_separate_scatter,
+        gather_messages=1 if pgs.gather.coalesces else plan.gather_messages,
+        gather_copied_bytes=plan.gather_copied_bytes,
+        gradient_messages=tuple(map(bool, buckets)) if pgs.scatter.coalesces else buckets,
     )
+
+
+def settings_of(root: FSDPState, chosen: ScheduleSettings = DEFAULT_SETTINGS) -> ScheduleSettings:
+    """Return the ``chosen`` settings with those that the user has set for ``root`` in their place."""
+    return replace(chosen, **{name: getattr(root, name) for name in set_by_user(root)})
+
+
+def set_by_user(root: FSDPState) -> frozenset[str]:
+    """Return the names of the settings that the user has set for ``root``."""
+    return frozenset(name for name in ("prefetch_limit", "max_fused_bytes") if getattr(root, name) is not None)
 
 
 def _named(states: Iterable[FSDPState], names: Mapping[FSDPState, str]) -> tuple[str, ...]:
@@ -67,6 +99,7 @@ def _chosen(chosen: Sequence[ref[FSDPState]] | None, names: Mapping[FSDPState, s
 def options_of(
     root: FSDPState,
     states: Iterable[FSDPState],
+    settings: ScheduleSettings,
     *,
     host_waits: bool,
     unequal_use: bool = False,
@@ -74,12 +107,12 @@ def options_of(
     is_last_backward: bool = True,
     has_barriers: bool = False,
 ) -> ScheduleOptions:
-    """Return the options of ``root``. The other arguments are fields of the result."""
+    """Return the options of ``root`` with ``settings``. The other arguments are fields of the result."""
     limits = [state.reductions_in_flight for state in states]
     return ScheduleOptions(
-        prefetch_limit=root.prefetch_limit,
+        prefetch_limit=settings.prefetch_limit,
         max_unsharded_bytes=root.max_unsharded_bytes,
-        max_fused_bytes=root.max_fused_bytes,
+        max_fused_bytes=settings.max_fused_bytes,
         reductions_in_flight=max(filter(None, limits), default=None),
         host_waits=host_waits,
         unequal_use=unequal_use,

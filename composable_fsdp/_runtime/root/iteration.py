@@ -36,6 +36,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     ParameterState,
 )
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
+from composable_fsdp._runtime.root.calibration import Calibration
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
 from composable_fsdp._runtime.root.model_check import check_models
@@ -45,6 +46,7 @@ from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
 from composable_fsdp._runtime.root.root_options import check_settings
 from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
 from composable_fsdp._runtime.root.unused_modules import UnusedModules
+from composable_fsdp._runtime.schedule.choose import Choice
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
 from composable_fsdp.errors import DivergenceError, PeerError
@@ -95,6 +97,8 @@ class Iteration:
             _register_sharing(self)
         self._runner = ScheduleRunner(root, states, streams, self.steps)
         self._reductions = ReductionQueue(streams, self._runner)
+        self._calibration: Calibration | None = None
+        """The measurement of costs, while there is one."""
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
         self._unused_modules: UnusedModules | None = None
@@ -208,6 +212,9 @@ class Iteration:
         if self._pass is Pass.IDLE:
             profiling.look_for_readers()
         actions = ACTIONS_OF_HOOKS[self._pass, hook]
+        if self._calibration is not None:
+            self._run_measured(hook, subject, actions)
+            return
         if profiling.active and hook in _LABELS:
             with profiling.label(_LABELS[hook], subject.name):
                 for action in actions:
@@ -215,6 +222,22 @@ class Iteration:
             return
         for action in actions:
             action(self, subject)
+
+    def _run_measured(self, hook: Hook, subject: Any, actions: Iterable[Callable[[Iteration, Any], None]]) -> None:
+        """Run ``actions`` for ``hook``, and measure the computation before them."""
+        name = subject.name
+        if self._calibration is not None:
+            self._calibration.enter(hook, name, in_backward=self._pass is Pass.BACKWARD)
+        for action in actions:
+            action(self, subject)
+        if self._calibration is not None:
+            self._calibration.leave(hook, name)
+
+    def calibrate(self, steps: int) -> None:
+        """Measure the costs of collectives at once and those of computation in the next ``steps``."""
+        axes = dict.fromkeys(pgs.axes for state in self.states.values() for pgs in state.group.process_groups)
+        names = [name for name, state in self.states.items() if state.group.parameters]
+        self._calibration = Calibration(axes, names, steps)
 
     def _begin_forward(self, state: FSDPState) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, state, threading.current_thread()
@@ -226,10 +249,24 @@ class Iteration:
         self._backward.forget_before_step()
         self.commit_residuals(begins_forward=True)
         self.drain_before_changes()
+        self._choose_settings()
         self._grad_mode = torch.is_grad_enabled()
         self._unused_modules = UnusedModules(self, state) if any(u.unequal_use for u in self.states.values()) else None
         unequal_use = self._unused_modules is not None
         self._record = self._runner.begin_forward(unequal_use=unequal_use, leads_to_backward=self._grad_mode)
+
+    def _choose_settings(self) -> None:
+        """Choose the settings of the schedule by the costs, if they have changed and nothing is under way."""
+        if not torch.is_grad_enabled():
+            return
+        if self._calibration is not None and (costs := self._calibration.begin_step()) is not None:
+            self._calibration, self.root.costs = None, costs
+        if not self._runner.awaits_choice:
+            return
+        if any(state.runs or state.group.gradients.state in HELD_GRADIENTS for state in self.states.values()):
+            return
+        self.drain()
+        self._runner.choose()
 
     def _unshard_in_forward(self, state: FSDPState) -> None:
         if self._unused_modules is not None:
@@ -461,6 +498,11 @@ class Iteration:
     def schedule(self) -> Schedule:
         """Return the schedule of the next iteration that trains."""
         return self._runner.expected(is_last_backward=self.is_last_backward, has_barriers=bool(self._aliasing))
+
+    @property
+    def choice(self) -> Choice | None:
+        """The last choice of settings by costs."""
+        return self._runner.choice
 
     def reduce_gradients(self, state: FSDPState, *, at_end: bool = False, contributes: bool = False) -> None:
         """Reduce the gradients that autograd left on ``state``, or hold them if gradient synchronization is off.

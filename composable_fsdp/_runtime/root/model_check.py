@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ from composable_fsdp._consistency.starting_values import (
 )
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp.errors import DivergenceError, ParameterError
 
-__all__ = ["check_models"]
+__all__ = ["check_costs", "check_models"]
 
 
 def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
@@ -57,6 +60,30 @@ def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
     for state in states.values():
         for parameter in state.group.parameters:
             parameter.start = None
+
+
+def check_costs(states: Collection[FSDPState], costs: Costs | None) -> None:
+    """Check that all ranks were given the same ``costs``, with one small all-gather per mesh axis.
+
+    Raises:
+        DivergenceError: the costs differ. All ranks raise it with the same text.
+    """
+    own = json.dumps(costs and asdict(costs), indent=1)
+    for axes in dict.fromkeys(pgs.axes for state in states for pgs in state.group.process_groups):
+        texts = gather_texts(own, (axes.shard, axes.replicate), axes.device, "the costs given to set_costs")
+        ranks: dict[tuple[str, ...], list[int]] = {}
+        for rank, text in sorted(texts.items()):
+            ranks.setdefault(tuple(text.splitlines()), []).append(rank)
+        if len(ranks) < 2:
+            continue
+        usual, other = sorted(ranks, key=lambda text: -len(ranks[text]))[:2]
+        one, another = next(pair for pair in zip_longest(usual, other, fillvalue="nothing") if pair[0] != pair[1])
+        raise DivergenceError(
+            f"set_costs: {ranks_text(ranks[other], SHOWN_RANKS)} was given other costs than "
+            f"{ranks_text(ranks[usual], SHOWN_RANKS)}. The first difference: {another.strip()} in place of "
+            f"{one.strip()}. Ranks that choose by other costs launch other collectives. Load one table on all "
+            "of them, or send that of one rank with torch.distributed.broadcast_object_list."
+        )
 
 
 def _check_axes(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
+from composable_fsdp._layout.plan import MessageSizes
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup, unshard_together
 from composable_fsdp._runtime.groups.param_group_gradients import PendingReduction
@@ -20,8 +21,9 @@ from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, plain_steps
-from composable_fsdp._runtime.root.group_spec import names_of, options_of, spec_of
+from composable_fsdp._runtime.root.group_spec import names_of, options_of, set_by_user, settings_of, spec_of
 from composable_fsdp._runtime.schedule import passes
+from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, Choice, ScheduleSettings, choose
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
 from composable_fsdp._runtime.schedule.schedule import (
@@ -107,6 +109,10 @@ class ScheduleRunner:
         """The record of the last forward that all ranks ran."""
         self._version = -1
         """The version of the options and plans for which the tables below hold."""
+        self.choice: Choice | None = None
+        """The last choice of settings by costs."""
+        self._chosen_for: tuple[object, ...] = ()
+        self._settings = settings_of(root)
         self._specs: dict[str, GroupSpec] = {}
         self._foreign: dict[str, ref[FSDPState]] = {}
         """The states of other roots that own tied weights or are prefetched by choice, by a name of their own."""
@@ -157,13 +163,54 @@ class ScheduleRunner:
         if self._versions() != self._version:
             names = names_of(self._states)
             self._foreign = {name: ref(state) for state, name in names.items() if name not in self._states}
-            self._specs = {name: spec_of(state, self._root, names) for state, name in names.items()}
-            for name in self._foreign:
-                self._specs[name] = replace(self._specs[name], is_foreign=True, is_root=False)
+            self._settings = settings_of(self._root, self.choice.settings if self.choice else DEFAULT_SETTINGS)
+            self._specs = self._specs_with(self._settings)
             self._version = self._versions()
             self._eager.clear()
             self._compiled.clear()
             self._candidate_for = ()
+
+    def _specs_with(self, settings: ScheduleSettings) -> dict[str, GroupSpec]:
+        names = names_of(self._states)
+        specs = {name: spec_of(state, self._root, names, settings) for state, name in names.items()}
+        foreign = {name: replace(specs[name], is_foreign=True, is_root=False) for name in self._foreign}
+        return specs | foreign
+
+    @property
+    def awaits_choice(self) -> bool:
+        """True if the costs, the options or the order have changed since the last choice of settings."""
+        if self._root.costs is None:
+            return self.choice is not None
+        return bool(self._known.events) and self._chosen_for != self._choice_depends_on
+
+    @property
+    def _choice_depends_on(self) -> tuple[object, ...]:
+        return self._known.events, self._root.costs, sum(state.settings_version for state in self._states.values())
+
+    def choose(self) -> None:
+        """Choose the settings of the schedule by the costs of the root, and rebuild the groups that they change.
+
+        Nothing may be in flight, and no group may be unsharded or hold gradients. The choice is the same on every rank.
+        """
+        costs = self._root.costs
+        self._chosen_for = self._choice_depends_on
+        if costs is None:
+            self.choice = None
+        else:
+            self._refresh_options()
+            options = self._options(leads_to_backward=True)
+            fixed = set_by_user(self._root)
+            self.choice = choose(
+                self._known.events, self._specs_with, options, costs, current=self._settings, fixed=fixed
+            )
+        sizes = self.choice.settings.message_sizes if self.choice else MessageSizes()
+        for state in self._states.values():
+            changed = state.group.process_groups[0].message_sizes != sizes
+            for pgs in state.group.process_groups:
+                pgs.message_sizes = sizes
+            if changed and state.group.tensors.plan_with(sizes) != state.group.plan:
+                state.group.rebuild()
+        self._version = -1
 
     def _versions(self) -> int:
         states = (
@@ -172,7 +219,7 @@ class ScheduleRunner:
         return sum(state.settings_version + state.group.tensors.plan_version for state in states)
 
     def _candidate_fusions(self) -> _Fused:
-        limit = self._root.max_fused_bytes
+        limit = self._settings.max_fused_bytes
         if self._candidate_for != (self._known.events, limit):
             self._candidate_for = self._known.events, limit
             self._candidate = passes.fusions(self._known.events, self._specs, limit)
@@ -201,6 +248,7 @@ class ScheduleRunner:
         return options_of(
             self._root,
             self._states.values(),
+            self._settings,
             host_waits=self.streams.block_the_host,
             unequal_use=self._unequal_use,
             leads_to_backward=leads_to_backward,

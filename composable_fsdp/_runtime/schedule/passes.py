@@ -31,6 +31,7 @@ from composable_fsdp._runtime.schedule.schedule import (
 from composable_fsdp.policies import AUTO_RESHARD, Reshard, ReshardKind
 
 __all__ = [
+    "DEFAULT_FUSED_BYTES",
     "PREFETCH_LIMIT",
     "GroupSpec",
     "ScheduleOptions",
@@ -56,6 +57,9 @@ PREFETCH_LIMIT = 1
 
 Each further one costs its unsharded size. It pays where reductions take longer than the computation of the modules.
 """
+
+DEFAULT_FUSED_BYTES = 1 << 20
+"""The default maximum size of the full parameters in one fusion, in bytes."""
 
 _MIN_BYTES_IN_FLIGHT = 1 << 20
 """On streams, the bytes of gradients that may always be in flight: small messages cost latency, not bandwidth."""
@@ -91,6 +95,12 @@ class GroupSpec:
         frees_with_last_gradient: no module needs its parameters once all of its gradients are ready.
         has_nested: its modules contain other groups.
         can_delay_prefetch: prefetches may follow one of its buckets.
+        axis: the name of the mesh axis that shards it, and ``ranks`` the number of its ranks.
+        replicate_axis: the same of the axis over which it is replicated, with ``replicas`` ranks.
+        separate_reduce: its reduce-scatters have a process group of their own, and run beside all-gathers.
+        gather_messages: the number of messages of its all-gather.
+        gather_copied_bytes: the bytes of its all-gather that are copied out of messages.
+        gradient_messages: the number of messages of the reduction of each bucket; one each by default.
     """
 
     name: str
@@ -115,6 +125,14 @@ class GroupSpec:
     frees_with_last_gradient: bool = True
     has_nested: bool = False
     can_delay_prefetch: bool = False
+    axis: str = ""
+    ranks: int = 1
+    replicate_axis: str = ""
+    replicas: int = 1
+    separate_reduce: bool = False
+    gather_messages: int = 1
+    gather_copied_bytes: int = 0
+    gradient_messages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +153,7 @@ class ScheduleOptions:
 
     prefetch_limit: int = PREFETCH_LIMIT
     max_unsharded_bytes: int | None = None
-    max_fused_bytes: int = 1 << 20
+    max_fused_bytes: int = DEFAULT_FUSED_BYTES
     reductions_in_flight: int | None = None
     host_waits: bool = False
     unequal_use: bool = False

@@ -1,16 +1,17 @@
 """Prediction of the time and memory of a schedule from a table of costs. Pure.
 
-The collectives of one mesh axis run one after the other, in the order of their launch. Computation runs beside them,
-and waits where the schedule waits.
+The collectives of one process group run one after the other, in the order of their launch, and so do those of one
+stream. Computation runs beside them, and waits where the schedule waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from composable_fsdp._runtime.schedule.passes import Specs
+from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
+from composable_fsdp._runtime.schedule.passes import GroupSpec, Specs
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
     Event,
@@ -24,55 +25,15 @@ from composable_fsdp._runtime.schedule.schedule import (
     WaitReduce,
 )
 
-__all__ = ["CollectiveCost", "Costs", "Span", "Timeline", "simulate"]
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveCost:
-    """The time of a collective: ``latency + per_rank * (ranks - 1) + nbytes / bandwidth``.
-
-    Args:
-        latency: seconds for a message without bytes between two ranks.
-        per_rank: additional seconds for each further rank, as in a ring.
-        bandwidth: bytes per second that one rank sends and receives.
-        ranks: the number of ranks.
-    """
-
-    latency: float
-    bandwidth: float
-    ranks: int
-    per_rank: float = 0.0
-
-    def seconds(self, full_bytes: int) -> float:
-        """Return the seconds for a collective whose full tensor, over all ranks, has ``full_bytes`` bytes."""
-        if self.ranks == 1:
-            return 0.0
-        sent = full_bytes * (self.ranks - 1) / self.ranks
-        return self.latency + self.per_rank * (self.ranks - 1) + sent / self.bandwidth
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """The costs of the collectives of a model and of its computation.
-
-    Args:
-        gather: of all-gathers.
-        reduce: of reduce-scatters.
-        forward: seconds of the forward of each group's own modules, without nested groups.
-        backward: the same for the backward.
-        separate_reduce: reduce-scatters have a process group of their own, and run beside all-gathers.
-    """
-
-    gather: CollectiveCost
-    reduce: CollectiveCost
-    forward: Mapping[str, float]
-    backward: Mapping[str, float]
-    separate_reduce: bool = False
+__all__ = ["Span", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of one stream (``"compute"``, ``"gather"`` or ``"reduce"``), in seconds from the first event."""
+    """An interval of one stream, in seconds from the first event.
+
+    ``stream`` is ``"compute"``, ``"gather"``, ``"reduce"`` or ``"replicate"``.
+    """
 
     stream: str
     label: str
@@ -86,7 +47,7 @@ class Timeline:
 
     Args:
         spans: the intervals of computation and of collectives, in the order of their launch.
-        memory: after each event, the bytes of unsharded parameters and of gradients in flight.
+        memory: after each event, the bytes of unsharded parameters, and of messages and gradients in flight.
     """
 
     spans: tuple[Span, ...]
@@ -123,13 +84,13 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
     memory = []
     for event, actions in schedule:
         if event.hook is Hook.GRAD_READY:
-            simulation.compute(event, costs.backward.get(event.group, 0.0) / ready.count(event.group))
+            simulation.compute(str(event), costs.backward.get(event.group, 0.0) / ready.count(event.group))
         elif event.hook is Hook.POST_BACKWARD and event.group not in ready:
-            simulation.compute(event, costs.backward.get(event.group, 0.0))
+            simulation.compute(str(event), costs.backward.get(event.group, 0.0))
         for action in actions:
             simulation.perform(action)
         if event.hook is Hook.PRE_FORWARD:
-            simulation.compute(event, costs.forward.get(event.group, 0.0))
+            simulation.compute(str(event), costs.forward.get(event.group, 0.0))
         memory.append((event, simulation.bytes))
     return Timeline(tuple(simulation.spans), tuple(memory))
 
@@ -144,49 +105,90 @@ class _Simulation:
     spans: list[Span] = field(default_factory=list)
     unsharded: dict[str, float] = field(default_factory=dict)
     """The time at which each group that is unsharded or in flight arrives."""
+    messages: dict[str, int] = field(default_factory=dict)
+    """The bytes of the messages of each group whose all-gather has not been waited for."""
     reductions: deque[tuple[float, int]] = field(default_factory=deque)
     """The end and the bytes of each reduction in flight."""
     free_from: dict[str, float] = field(default_factory=dict)
-    """The time from which each wire is free."""
+    """The time from which each stream, and each process group, is free."""
 
     @property
     def bytes(self) -> int:
-        """The bytes of unsharded parameters and of gradients in flight."""
+        """The bytes of unsharded parameters, and of messages and gradients in flight."""
         parameters = sum(self.specs[name].unsharded_bytes for name in self.unsharded if name in self.specs)
-        return parameters + sum(nbytes for _, nbytes in self.reductions)
+        return parameters + sum(self.messages.values()) + sum(nbytes for _, nbytes in self.reductions)
 
-    def compute(self, event: Event, seconds: float) -> None:
+    def compute(self, label: str, seconds: float) -> None:
         """Compute for ``seconds``."""
         if seconds:
-            self.spans.append(Span("compute", str(event), self.now, self.now + seconds))
+            self.spans.append(Span("compute", label, self.now, self.now + seconds))
             self.now += seconds
 
     def perform(self, action: Action) -> None:
         """Perform ``action`` now."""
         match action:
             case Gather(groups):
-                end = self._send("gather", str(action), self.costs.gather, self._bytes_of(groups))
-                self.unsharded.update(dict.fromkeys(groups, end))
+                self._gather([self.specs[name] for name in groups], str(action))
             case Wait(group):
                 self.now = max(self.now, self.unsharded.get(group, 0.0))
+                self.messages.pop(group, None)
             case Free(group) | Shrink(group, _):
                 self.unsharded.pop(group, None)
+                self.messages.pop(group, None)
             case Reduce(buckets):
-                nbytes = sum(self.specs[each.group].gradient_bytes[each.number] for each in buckets)
-                self.reductions.append((self._send("reduce", str(action), self.costs.reduce, nbytes), nbytes))
+                self._reduce([(self.specs[each.group], each.number) for each in buckets], str(action))
             case WaitReduce(count):
                 for _ in range(count):
                     end, _ = self.reductions.popleft()
                     self.now = max(self.now, end)
 
-    def _bytes_of(self, groups: Iterable[str]) -> int:
-        return sum(self.specs[name].full_bytes for name in groups)
+    def _gather(self, specs: Sequence[GroupSpec], label: str) -> None:
+        first = specs[0]
+        count = _messages(spec.gather_messages for spec in specs)
+        cost = self.costs.axis(first.axis).all_gather
+        end = self._send(
+            "gather", first.axis, label, cost, sum(spec.full_bytes for spec in specs), first.ranks, count, self.now
+        )
+        copied = sum(spec.gather_copied_bytes for spec in specs)
+        end = self.free_from["gather"] = end + self.costs.copy_seconds(copied)
+        for spec in specs:
+            self.unsharded[spec.name] = end
+            self.messages[spec.name] = spec.gather_copied_bytes
 
-    def _send(self, stream: str, label: str, cost: CollectiveCost, nbytes: int) -> float:
-        """Launch a collective. Return the time at which it ends."""
-        wire = stream if self.costs.separate_reduce else "wire"
-        begin = max(self.now, self.free_from.get(wire, 0.0))
-        end = begin + (cost.seconds(nbytes) if nbytes else 0.0)
-        self.free_from[wire] = end
+    def _reduce(self, buckets: Sequence[tuple[GroupSpec, int]], label: str) -> None:
+        first = buckets[0][0]
+        nbytes = sum(spec.gradient_bytes[number] for spec, number in buckets)
+        self.compute(f"copy in of {label}", self.costs.copy_seconds(nbytes))
+        count = _messages(spec.gradient_messages[number] if spec.gradient_messages else 1 for spec, number in buckets)
+        group = f"{first.axis} (reductions)" if first.separate_reduce else first.axis
+        cost = self.costs.axis(first.axis).reduce_scatter
+        end = self._send("reduce", group, label, cost, nbytes, first.ranks, count, self.now)
+        if first.replicas > 1:
+            axis = first.replicate_axis
+            cost, shard = self.costs.axis(axis).all_reduce, nbytes // first.ranks
+            end = self._send("replicate", axis, f"all-{label}", cost, shard, first.replicas, 1, end)
+        self.reductions.append((end, nbytes))
+
+    def _send(
+        self,
+        stream: str,
+        group: str,
+        label: str,
+        cost: CollectiveCost,
+        nbytes: int,
+        ranks: int,
+        messages: int,
+        ready: float,
+    ) -> float:
+        """Launch a collective of a process group that is ``ready`` at a time. Return the time at which it ends."""
+        wire = f"process group {group}"
+        begin = max(ready, self.free_from.get(wire, 0.0), self.free_from.get(stream, 0.0))
+        end = begin + (cost.seconds(nbytes, ranks, messages) if nbytes else 0.0)
+        self.free_from[wire] = self.free_from[stream] = end
         self.spans.append(Span(stream, label, begin, end))
         return end
+
+
+def _messages(counts: Iterable[int]) -> int:
+    """Return the number of messages of a fused collective: small parameters of all groups share one."""
+    return 1 + sum(max(0, count - 1) for count in counts)

@@ -1,0 +1,135 @@
+"""Choice of the settings of a schedule by simulation. Pure: equal arguments give the same choice on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from composable_fsdp._layout.plan import MessageSizes
+from composable_fsdp._runtime.schedule.costs import Costs
+from composable_fsdp._runtime.schedule.passes import DEFAULT_FUSED_BYTES, PREFETCH_LIMIT, ScheduleOptions, Specs, build
+from composable_fsdp._runtime.schedule.schedule import Event
+from composable_fsdp._runtime.schedule.simulate import Timeline, simulate
+
+__all__ = ["DEFAULT_SETTINGS", "Choice", "ScheduleSettings", "choose"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSettings:
+    """The settings that a choice varies.
+
+    Args:
+        zero_copy: large parameters have messages of their own (:class:`MessageSizes`).
+        grad_buckets: the maximum number of gradient buckets of a group.
+        prefetch_limit: the number of groups to prefetch.
+        max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
+    """
+
+    zero_copy: bool = True
+    grad_buckets: int = MessageSizes().grad_buckets
+    prefetch_limit: int = PREFETCH_LIMIT
+    max_fused_bytes: int = DEFAULT_FUSED_BYTES
+
+    @property
+    def message_sizes(self) -> MessageSizes:
+        return MessageSizes(self.zero_copy, self.grad_buckets)
+
+
+DEFAULT_SETTINGS = ScheduleSettings()
+_PLAIN = ScheduleSettings(zero_copy=False, grad_buckets=1, max_fused_bytes=0)
+"""One message per group and direction, as FSDP2 sends them. Its memory is the default limit of a choice."""
+
+_VALUES: Mapping[str, Sequence[Any]] = {
+    "zero_copy": (True, False),
+    "grad_buckets": (4, 2, 1),
+    "prefetch_limit": (1, 2, 3),
+    "max_fused_bytes": (1 << 20, 1 << 23, 1 << 26),
+}
+"""The values that are tried for each setting."""
+
+_HYSTERESIS = 0.01
+"""A change must shorten the step by this part of its time. Costs vary more than that from one measurement to another.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The settings that were chosen, and the prediction for them.
+
+    Args:
+        settings: the chosen settings.
+        seconds: the predicted time of a step.
+        peak_bytes: the predicted maximum of unsharded parameters, messages, and gradients in flight.
+        default_seconds: the predicted time of a step with the settings without costs.
+        source: the origin of the costs.
+    """
+
+    settings: ScheduleSettings
+    seconds: float
+    peak_bytes: int
+    default_seconds: float
+    source: str
+
+    def __str__(self) -> str:
+        lines = [f"{field.name:<16} {getattr(self.settings, field.name)}" for field in fields(self.settings)]
+        return "\n".join(
+            [
+                *lines,
+                f"{'predicted':<16} {1e3 * self.seconds:.2f} ms per step, {self.peak_bytes / 2**20:.0f} MiB",
+                f"{'without costs':<16} {1e3 * self.default_seconds:.2f} ms per step",
+                f"{'costs':<16} {self.source}",
+            ]
+        )
+
+
+def choose(
+    order: Sequence[Event],
+    specs_of: Callable[[ScheduleSettings], Specs],
+    options: ScheduleOptions,
+    costs: Costs,
+    *,
+    current: ScheduleSettings = DEFAULT_SETTINGS,
+    fixed: Collection[str] = (),
+) -> Choice:
+    """Return the settings with the shortest predicted step whose memory is at most that of a plain schedule.
+
+    One setting is varied at a time, beginning with the current ones and with the plain ones, until no change helps.
+
+    Args:
+        order: the events of a forward.
+        specs_of: returns the properties of all groups with given settings.
+        options: the options of the root. Those that are settings are replaced.
+        costs: the table of costs.
+        current: the settings in use, which are kept unless others are clearly faster.
+        fixed: the settings that the user has set, which keep their current values.
+    """
+    known: dict[ScheduleSettings, Timeline] = {}
+
+    def predict(settings: ScheduleSettings) -> Timeline:
+        if settings not in known:
+            chosen = {each: getattr(settings, each) for each in ("prefetch_limit", "max_fused_bytes")}
+            specs = specs_of(settings)
+            known[settings] = simulate(build(order, specs, replace(options, **chosen)), specs, costs)
+        return known[settings]
+
+    def rank(settings: ScheduleSettings) -> tuple[bool, float, int]:
+        timeline = predict(settings)
+        return timeline.peak_bytes > limit, timeline.seconds, timeline.peak_bytes
+
+    def improve(settings: ScheduleSettings) -> ScheduleSettings:
+        while True:
+            tried = [replace(settings, **{n: v}) for n, values in _VALUES.items() if n not in fixed for v in values]
+            best = min([settings, *tried], key=rank)
+            if rank(best) >= rank(settings):
+                return settings
+            settings = best
+
+    kept = {name: getattr(current, name) for name in fixed}
+    default, plain = replace(DEFAULT_SETTINGS, **kept), replace(_PLAIN, **kept)
+    limit = max(predict(plain).peak_bytes, predict(default).peak_bytes)
+    best = min((improve(current), improve(plain)), key=rank)
+    if rank(current)[0] == rank(best)[0] and predict(best).seconds > (1 - _HYSTERESIS) * predict(current).seconds:
+        best = current
+    timeline = predict(best)
+    return Choice(best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, costs.source)

@@ -1,0 +1,79 @@
+"""Tables of costs: their validation and their files."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp import AxisCosts, CollectiveCost, Costs
+from composable_fsdp.errors import ConfigurationError
+
+COST = CollectiveCost(2e-5, 5e10, per_rank=1e-7)
+AXIS = AxisCosts(COST, COST, CollectiveCost(4e-5, 5e10))
+
+
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["latency", "per_rank", "bandwidth"])
+def test_costs_are_finite_and_not_negative(name: str, value: float) -> None:
+    wanted = "positive and finite" if name == "bandwidth" else "finite and at least 0"
+    with pytest.raises(ConfigurationError, match=f"^the {name} of costs must be {wanted}, not {value}"):
+        CollectiveCost(**{"latency": 0.0, "bandwidth": 1.0, name: value})
+
+
+def test_a_bandwidth_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^the bandwidth of costs must be positive and finite, not 0"):
+        CollectiveCost(0.0, 0.0)
+    with pytest.raises(ConfigurationError, match=r"^the copy_bandwidth of costs must be positive and finite, not 0"):
+        Costs({"": AXIS}, copy_bandwidth=0.0)
+
+
+def test_a_negative_time_names_its_group() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^the time of 'layers\.0' of costs must be finite and at least 0, not -1"
+    ):
+        Costs({"": AXIS}, forward={"layers.0": -1.0})
+
+
+def test_the_time_grows_with_bytes_ranks_and_messages() -> None:
+    assert COST.seconds(0, 1) == 0.0
+    assert COST.seconds(0, 2) == pytest.approx(2.01e-5)
+    assert COST.seconds(10**9, 101) == pytest.approx(2e-5 + 1e-5 + 10**9 * 100 / 101 / 5e10)
+    assert COST.seconds(0, 2, messages=3) == pytest.approx(3 * 2.01e-5)
+
+
+def test_an_axis_without_costs_uses_those_of_all_other_axes() -> None:
+    other = AxisCosts(COST, COST, COST)
+    assert Costs({"dp": AXIS, "": other}).axis("dp") is AXIS
+    assert Costs({"dp": AXIS, "": other}).axis("ep") is other
+    message = "these costs (given) have the mesh axes ['dp'], but not 'ep'. Add it, or costs for all other axes"
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}"):
+        Costs({"dp": AXIS}).axis("ep")
+
+
+@given(st.floats(0, 1), st.floats(1, 1e12), st.none() | st.floats(1, 1e13), st.dictionaries(st.text(), st.floats(0, 1)))
+def test_a_table_survives_its_file(
+    latency: float, bandwidth: float, copy_bandwidth: float | None, times: dict[str, float]
+) -> None:
+    cost = CollectiveCost(latency, bandwidth)
+    costs = Costs({"dp": AxisCosts(cost, cost, COST)}, times, times, copy_bandwidth, "a test")
+    path = Path("/tmp") / "composable_fsdp_costs.json"
+    try:
+        costs.save(path)
+        assert Costs.load(path) == costs
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"axes": {"dp": {}}}', '{"axes": {"dp": {"all_gather": 1}}}'])
+def test_a_file_without_a_table_is_refused_with_its_name(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(
+        ConfigurationError, match=f"^{re.escape(str(path))} has no table of costs: .*Write one with Costs"
+    ):
+        Costs.load(path)
