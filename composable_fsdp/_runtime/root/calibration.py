@@ -67,18 +67,20 @@ class Calibration:
 
     def enter(self, hook: Hook, group: str, *, in_backward: bool) -> None:
         """Note that the runtime begins to work for ``hook`` of ``group``."""
-        ends_in = group if hook in (Hook.GRAD_READY, Hook.POST_BACKWARD) else self._running[-1] if self._running else ""
-        if self._left is not None and ends_in:
-            self._segments.append((in_backward, ends_in, self._left, self._clock.mark()))
+        if self._left is not None:
+            computed = group if hook in (Hook.GRAD_READY, Hook.POST_BACKWARD) else self._running[-1]
+            self._segments.append((in_backward, computed, self._left, self._clock.mark()))
         self._left = None
 
     def leave(self, hook: Hook, group: str) -> None:
         """Note that the runtime has done its work for ``hook`` of ``group``."""
+        if group in self._running and hook is not Hook.GRAD_READY:
+            self._running.remove(group)
         if hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
             self._running.append(group)
-        elif hook in (Hook.POST_FORWARD, Hook.POST_BACKWARD) and group in self._running:
-            self._running.remove(group)
-        self._left = self._clock.mark()
+        if hook in (Hook.END_FORWARD, Hook.END_BACKWARD):
+            self._running.clear()
+        self._left = self._clock.mark() if self._running else None
 
     def _end_step(self) -> None:
         """Add up the computation of the last step."""
