@@ -48,7 +48,7 @@ _VALUES: Mapping[str, Sequence[Any]] = {
 }
 """The values that are tried for each setting."""
 
-_HYSTERESIS = 0.01
+_HYSTERESIS = 0.02
 """A change must shorten the step by this part of its time. Costs vary more than that from one measurement to another.
 """
 
