@@ -272,11 +272,14 @@ class FSDPModule(TorchFSDPModule):
             costs: the table, a file that ``Costs.save`` wrote, or ``None`` for the defaults of each backend.
 
         Raises:
-            ConfigurationError: the file has no table of costs; or this module is not the root of modules that have
-                already run.
-            DivergenceError: the costs differ between ranks.
+            ArgumentTypeError: ``costs`` has another type.
+            ConfigurationError: the file has no table of costs; a mesh axis of the model has none; or this module is
+                not the root of modules that have already run.
+            DivergenceError: the costs differ between ranks of the data-parallel mesh.
         """
         chosen = Costs.load(costs) if isinstance(costs, str | PathLike) else costs
+        if not isinstance(chosen, Costs | None):
+            raise ArgumentTypeError(f"costs must be Costs, the path of a file or None, not {type(costs).__name__}.")
         check_costs(list(_states(self, recurse=True)), chosen)
         set_root_option(_state(self), "costs", chosen)
 

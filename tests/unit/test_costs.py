@@ -32,6 +32,15 @@ def test_a_bandwidth_of_zero_is_refused() -> None:
         Costs({"": AXIS}, copy_bandwidth=0.0)
 
 
+def test_other_types_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^the latency of costs must be finite and at least 0, not '1'\.$"):
+        CollectiveCost("1", 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"^the costs of all_reduce must be a CollectiveCost, not 3\.$"):
+        AxisCosts(COST, COST, 3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"^the costs of mesh axis 'dp' must be AxisCosts, not 3\.$"):
+        Costs({"dp": 3})  # type: ignore[dict-item]
+
+
 def test_a_negative_time_names_its_group() -> None:
     with pytest.raises(
         ConfigurationError, match=r"^the time of 'layers\.0' of costs must be finite and at least 0, not -1"

@@ -71,6 +71,15 @@ def test_a_step_takes_at_least_its_computation_and_its_wire_and_more_with_a_long
     assert simulate(plan, specs, costs_of(latency + more, compute)).seconds >= timeline.seconds - 1e-9
 
 
+def test_the_time_of_a_group_is_that_of_all_its_runs() -> None:
+    twice = [*ORDER[:-1], *ORDER[1:]]
+    costs = costs_of(latency=0.0, compute=1.0)
+    once, repeated = (
+        simulate(passes.build(o, specs_of(), ScheduleOptions()), specs_of(), costs) for o in (ORDER, twice)
+    )
+    assert repeated.seconds == pytest.approx(once.seconds)
+
+
 def test_one_rank_sends_nothing() -> None:
     assert CollectiveCost(1.0, 1.0).seconds(MIB, 1) == 0.0
     assert CollectiveCost(1.0, 0.5 * MIB, per_rank=3.0).seconds(MIB, 2) == 1.0 + 3.0 + 1.0

@@ -63,13 +63,15 @@ def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
 
 
 def check_costs(states: Collection[FSDPState], costs: Costs | None) -> None:
-    """Check that all ranks were given the same ``costs``, with one small all-gather per mesh axis.
+    """Check that all ranks were given the same ``costs``, by small all-gathers along each mesh axis.
 
     Raises:
+        ConfigurationError: there are none for a mesh axis of the model.
         DivergenceError: the costs differ. All ranks raise it with the same text.
     """
-    own = json.dumps(costs and asdict(costs), indent=1)
-    for axes in dict.fromkeys(pgs.axes for state in states for pgs in state.group.process_groups):
+    own = json.dumps(costs and asdict(costs), indent=1, sort_keys=True)
+    meshes = dict.fromkeys(pgs.axes for state in states for pgs in state.group.process_groups)
+    for axes in meshes:
         texts = gather_texts(own, (axes.shard, axes.replicate), axes.device, "the costs given to set_costs")
         ranks: dict[tuple[str, ...], list[int]] = {}
         for rank, text in sorted(texts.items()):
@@ -84,6 +86,10 @@ def check_costs(states: Collection[FSDPState], costs: Costs | None) -> None:
             f"{one.strip()}. Ranks that choose by other costs launch other collectives. Load one table on all "
             "of them, or send that of one rank with torch.distributed.broadcast_object_list."
         )
+    for axes in meshes:
+        for name, axis in zip(axes.names, (axes.shard, axes.replicate), strict=True):
+            if costs is not None and axis.size > 1:
+                costs.axis(name)
 
 
 def _check_axes(

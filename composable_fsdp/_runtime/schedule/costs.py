@@ -24,7 +24,7 @@ class CollectiveCost:
         per_rank: additional seconds for each further rank, as in a ring.
 
     Raises:
-        ConfigurationError: a value is negative or not finite, or the bandwidth is 0.
+        ConfigurationError: a value is no number, negative or not finite, or the bandwidth is 0.
     """
 
     latency: float
@@ -52,11 +52,21 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class AxisCosts:
-    """The costs of the collectives of one mesh axis. Those of an all-reduce are for the bytes of its tensor."""
+    """The costs of the collectives of one mesh axis. Those of an all-reduce are for the bytes of its tensor.
+
+    Raises:
+        ConfigurationError: one of them is no ``CollectiveCost``.
+    """
 
     all_gather: CollectiveCost
     reduce_scatter: CollectiveCost
     all_reduce: CollectiveCost
+
+    def __post_init__(self) -> None:
+        for kind in self.__slots__:
+            cost = getattr(self, kind)
+            if not isinstance(cost, CollectiveCost):
+                raise ConfigurationError(f"the costs of {kind} must be a CollectiveCost, not {cost!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +75,14 @@ class Costs:
 
     Args:
         axes: the costs of each mesh axis, by its name in the mesh. Those of ``""`` are for all other axes.
-        forward: seconds of the forward of each group's own modules, without nested groups, by name of the group.
+        forward: seconds of the forward of each group's own modules in a step, without nested groups, by name of the
+            group.
         backward: the same for the backward.
         copy_bandwidth: bytes per second at which a device copies its memory. ``None`` if copies take no time.
         source: the origin of the figures: a file, a measurement, or the defaults of a backend.
 
     Raises:
-        ConfigurationError: a value is negative or not finite, or a bandwidth is 0.
+        ConfigurationError: a value is no number, negative or not finite; a bandwidth is 0; or an axis has no costs.
     """
 
     axes: Mapping[str, AxisCosts]
@@ -81,6 +92,9 @@ class Costs:
     source: str = "given"
 
     def __post_init__(self) -> None:
+        for name, axis in self.axes.items():
+            if not isinstance(axis, AxisCosts):
+                raise ConfigurationError(f"the costs of mesh axis {name!r} must be AxisCosts, not {axis!r}.")
         for times in (self.forward, self.backward):
             for name, seconds in times.items():
                 _check(f"time of {name!r}", seconds)
@@ -127,7 +141,7 @@ class Costs:
             raise ConfigurationError(f"{path} has no table of costs: {error}. Write one with Costs.save.") from error
 
 
-def _check(name: str, value: float, *, positive: bool = False) -> None:
-    if not (math.isfinite(value) and (value > 0 if positive else value >= 0)):
+def _check(name: str, value: object, *, positive: bool = False) -> None:
+    if not (isinstance(value, int | float) and math.isfinite(value) and (value > 0 if positive else value >= 0)):
         wanted = "positive and finite" if positive else "finite and at least 0"
-        raise ConfigurationError(f"the {name} of costs must be {wanted}, not {value}.")
+        raise ConfigurationError(f"the {name} of costs must be {wanted}, not {value!r}.")

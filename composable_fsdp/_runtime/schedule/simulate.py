@@ -6,8 +6,8 @@ stream. Computation runs beside them, and waits where the schedule waits.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
@@ -80,17 +80,20 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
     simulation = _Simulation(specs, costs)
     for name in schedule.initially_unsharded:
         simulation.unsharded[name] = 0.0
-    ready = [event.group for event, _ in schedule if event.hook is Hook.GRAD_READY]
+    events = Counter((event.hook, event.group) for event, _ in schedule)
     memory = []
+
+    def share(seconds: Mapping[str, float], event: Event) -> float:
+        return seconds.get(event.group, 0.0) / events[event.hook, event.group]
+
     for event, actions in schedule:
-        if event.hook is Hook.GRAD_READY:
-            simulation.compute(str(event), costs.backward.get(event.group, 0.0) / ready.count(event.group))
-        elif event.hook is Hook.POST_BACKWARD and event.group not in ready:
-            simulation.compute(str(event), costs.backward.get(event.group, 0.0))
+        is_unseen = event.hook is Hook.POST_BACKWARD and not events[Hook.GRAD_READY, event.group]
+        if is_unseen or event.hook is Hook.GRAD_READY:
+            simulation.compute(event, share(costs.backward, event))
         for action in actions:
             simulation.perform(action)
         if event.hook is Hook.PRE_FORWARD:
-            simulation.compute(str(event), costs.forward.get(event.group, 0.0))
+            simulation.compute(event, share(costs.forward, event))
         memory.append((event, simulation.bytes))
     return Timeline(tuple(simulation.spans), tuple(memory))
 
@@ -118,10 +121,10 @@ class _Simulation:
         parameters = sum(self.specs[name].unsharded_bytes for name in self.unsharded if name in self.specs)
         return parameters + sum(self.messages.values()) + sum(nbytes for _, nbytes in self.reductions)
 
-    def compute(self, label: str, seconds: float) -> None:
+    def compute(self, label: object, seconds: float) -> None:
         """Compute for ``seconds``."""
         if seconds:
-            self.spans.append(Span("compute", label, self.now, self.now + seconds))
+            self.spans.append(Span("compute", str(label), self.now, self.now + seconds))
             self.now += seconds
 
     def perform(self, action: Action) -> None:
@@ -145,10 +148,9 @@ class _Simulation:
     def _gather(self, specs: Sequence[GroupSpec], label: str) -> None:
         first = specs[0]
         count = _messages(spec.gather_messages for spec in specs)
-        cost = self.costs.axis(first.axis).all_gather
-        end = self._send(
-            "gather", first.axis, label, cost, sum(spec.full_bytes for spec in specs), first.ranks, count, self.now
-        )
+        nbytes = sum(spec.full_bytes for spec in specs)
+        seconds = self._seconds("all_gather", first.axis, nbytes, first.ranks, count)
+        end = self._send("gather", first.axis, label, seconds, self.now)
         copied = sum(spec.gather_copied_bytes for spec in specs)
         end = self.free_from["gather"] = end + self.costs.copy_seconds(copied)
         for spec in specs:
@@ -161,30 +163,26 @@ class _Simulation:
         self.compute(f"copy in of {label}", self.costs.copy_seconds(nbytes))
         count = _messages(spec.gradient_messages[number] if spec.gradient_messages else 1 for spec, number in buckets)
         group = f"{first.axis} (reductions)" if first.separate_reduce else first.axis
-        cost = self.costs.axis(first.axis).reduce_scatter
-        end = self._send("reduce", group, label, cost, nbytes, first.ranks, count, self.now)
+        seconds = self._seconds("reduce_scatter", first.axis, nbytes, first.ranks, count)
+        end = self._send("reduce", group, label, seconds, self.now)
         if first.replicas > 1:
-            axis = first.replicate_axis
-            cost, shard = self.costs.axis(axis).all_reduce, nbytes // first.ranks
-            end = self._send("replicate", axis, f"all-{label}", cost, shard, first.replicas, 1, end)
+            axis, shard = first.replicate_axis, nbytes // first.ranks
+            seconds = self._seconds("all_reduce", axis, shard, first.replicas)
+            end = self._send("replicate", axis, f"all-{label}", seconds, end)
         self.reductions.append((end, nbytes))
 
-    def _send(
-        self,
-        stream: str,
-        group: str,
-        label: str,
-        cost: CollectiveCost,
-        nbytes: int,
-        ranks: int,
-        messages: int,
-        ready: float,
-    ) -> float:
+    def _seconds(self, kind: str, axis: str, nbytes: int, ranks: int, messages: int = 1) -> float:
+        """Return the seconds of a collective. Without other ranks or bytes there is none."""
+        if ranks == 1 or not nbytes:
+            return 0.0
+        cost: CollectiveCost = getattr(self.costs.axis(axis), kind)
+        return cost.seconds(nbytes, ranks, messages)
+
+    def _send(self, stream: str, group: str, label: str, seconds: float, ready: float) -> float:
         """Launch a collective of a process group that is ``ready`` at a time. Return the time at which it ends."""
         wire = f"process group {group}"
         begin = max(ready, self.free_from.get(wire, 0.0), self.free_from.get(stream, 0.0))
-        end = begin + (cost.seconds(nbytes, ranks, messages) if nbytes else 0.0)
-        self.free_from[wire] = self.free_from[stream] = end
+        end = self.free_from[wire] = self.free_from[stream] = begin + seconds
         self.spans.append(Span(stream, label, begin, end))
         return end
 
