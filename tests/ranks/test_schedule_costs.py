@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import AxisCosts, CollectiveCost, Costs, FSDPModule, fully_shard
-from composable_fsdp.errors import ConfigurationError, DivergenceError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, DivergenceError
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.sharding import sharded
@@ -21,10 +22,9 @@ WIDTH = 512
 LAYERS = ["0", "1", "2"]
 
 
-def build(*, two_axes: bool = False) -> FSDPModule:
+def build(*, mesh: DeviceMesh | None = None) -> FSDPModule:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in LAYERS]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if two_axes else None
     for block in blocks:
         fully_shard(block, mesh=mesh)
     return sharded(fully_shard(nn.Sequential(*blocks), mesh=mesh))
@@ -47,7 +47,8 @@ def step(model: FSDPModule, optimizer: torch.optim.Optimizer, number: int) -> to
 
 def train(tables: list[Costs | None], *, two_axes: bool = False) -> tuple[list[bytes], list[str]]:
     """Train a step with each table. Return the bits of losses and parameters, and the choices."""
-    model = build(two_axes=two_axes)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if two_axes else None
+    model = build(mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)  # type: ignore[attr-defined]
     bits, choices = [], []
     for number, table in enumerate(tables):
@@ -170,3 +171,104 @@ def set_costs_below_the_root() -> None:
 
 def test_costs_are_those_of_the_root() -> None:
     run_ranks(set_costs_below_the_root, 2, environment=SOCKETS)
+
+
+def refuse_costs() -> None:
+    model = build()
+    with pytest.raises(ArgumentTypeError, match=r"^costs must be Costs, the path of a file or None, not dict\.$"):
+        model.set_costs({})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"have the mesh axes \['dp'\], but not 'shard'\. Add it"):
+        model.set_costs(replace(costs_of(1e-3), axes={"dp": costs_of(1e-3).axis("dp")}))
+    assert model.costs() is None
+    times = dict.fromkeys(LAYERS if dist.get_rank() else reversed(LAYERS), 1e-2)
+    model.set_costs(replace(costs_of(1e-3), forward=times))
+
+
+def test_costs_that_do_not_fit_the_model_are_refused_when_given_and_their_order_is_free() -> None:
+    run_ranks(refuse_costs, 2, environment=SOCKETS)
+
+
+def calibrate_with_short_axes(shape: tuple[int, ...]) -> None:
+    model = build(mesh=init_device_mesh("cpu", shape))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)  # type: ignore[attr-defined]
+    model.calibrate(steps=1)
+    for number in range(3):
+        step(model, optimizer, number)
+    choice, costs = model.schedule_choice(), model.costs()
+    assert choice is not None
+    assert costs is not None
+    assert set(costs.axes) == ({"replicate"} if dist.get_world_size() > 1 else set())
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1)])
+def test_an_axis_of_one_rank_needs_no_costs(shape: tuple[int, ...]) -> None:
+    run_ranks(calibrate_with_short_axes, shape[0], shape, environment=SOCKETS)
+
+
+PAUSE = 0.2
+
+
+def calibrate_beside_other_work() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)  # type: ignore[attr-defined]
+    step(model, optimizer, 0)
+    model[0][0].register_forward_hook(lambda *_: None if torch.is_grad_enabled() else time.sleep(PAUSE))  # type: ignore[index]
+    model.calibrate()
+    for number in range(3):
+        time.sleep(PAUSE)  # loading data
+        step(model, optimizer, number)
+        with torch.no_grad():
+            model(torch.randn(4, WIDTH))  # type: ignore[operator]
+    costs = model.costs()
+    assert costs is not None
+    assert max([*costs.forward.values(), *costs.backward.values()]) < PAUSE
+
+
+def test_only_the_computation_of_forward_and_backward_is_measured() -> None:
+    run_ranks(calibrate_beside_other_work, 2, environment=SOCKETS)
+
+
+def accumulate() -> None:
+    model = build()
+    model.set_costs(costs_of(5e-3))
+    choices = []
+    for number in range(8):
+        model.set_requires_gradient_sync(number % 2 == 1)
+        model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
+        choices.append(model.schedule_choice())
+    assert choices[:2] == [None, None], "the first order is known, and then gradients are held"
+    assert choices[2] is not None
+    assert choices[2].settings.grad_buckets == 1, "as if the gradients were reduced"
+    assert all(choice is choices[2] for choice in choices[2:]), "nothing has changed but the accumulation"
+
+
+def test_accumulation_neither_influences_a_choice_nor_repeats_it() -> None:
+    run_ranks(accumulate, 2, environment=SOCKETS)
+
+
+class Alternating(nn.Sequential):
+    """Runs its first two modules in either order."""
+
+    swaps = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (1, 0, 2) if self.swaps else (0, 1, 2):
+            x = self[index](x)
+        return x
+
+
+def alternate() -> None:
+    model = sharded(fully_shard(Alternating(*build())))  # type: ignore[misc]
+    model.set_costs(costs_of(5e-3))
+    choices = []
+    for swaps in (False, False, True, False, True, False, True, True, True):
+        model.swaps = swaps  # type: ignore[attr-defined]
+        model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
+        choices.append(model.schedule_choice())
+    assert choices[0] is None
+    assert all(choice is choices[1] for choice in choices[1:8]), "no order has come twice in a row"
+    assert choices[8] is not choices[1], "the order has changed"
+
+
+def test_orders_that_alternate_do_not_repeat_a_choice() -> None:
+    run_ranks(alternate, 2, environment=SOCKETS)

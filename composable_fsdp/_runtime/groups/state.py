@@ -419,15 +419,19 @@ class FSDPState:
         False if collectives of other states could come in between, since a rank that does not use a gradient bucket
         reduces it at the end. Also False for small groups, which are fused with others.
         """
-        return self.reduces_in_grad_buckets(self.group.tensors.plan)
+        return self.is_synchronized and self.can_reduce_grad_buckets(self.group.tensors.plan)
 
-    def reduces_in_grad_buckets(self, plan: GroupPlan) -> bool:
-        """Return :attr:`reduces_grad_buckets` for a group with ``plan``."""
+    @property
+    def is_synchronized(self) -> bool:
+        """True if the gradients of this microbatch are reduced over all data-parallel ranks."""
+        return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
+
+    def can_reduce_grad_buckets(self, plan: GroupPlan) -> bool:
+        """Return :attr:`reduces_grad_buckets` for a group with ``plan`` whose gradients are synchronized."""
         if not plan.in_grad_buckets or plan.is_small:
             return False
-        if self.has_nested_states or self.owner_states or self.user_states or self.has_several_modules:
-            return False
-        return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
+        shares = self.has_nested_states or self.owner_states or self.user_states
+        return not shares and not self.has_several_modules
 
     @property
     def can_be_fused(self) -> bool:

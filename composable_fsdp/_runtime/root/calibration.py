@@ -22,7 +22,7 @@ from composable_fsdp._sharding.mesh import DataParallelAxes
 
 __all__ = ["Calibration"]
 
-_SIZES = (1 << 12, 1 << 20, 1 << 24)
+_SIZES = (1 << 12, 1 << 24)
 """Bytes of the full tensors of the measured collectives."""
 _REPEATS = 3
 _COPY_BYTES = 1 << 24
@@ -72,13 +72,13 @@ class Calibration:
             self._segments.append((in_backward, computed, self._left, self._clock.mark()))
         self._left = None
 
-    def leave(self, hook: Hook, group: str) -> None:
-        """Note that the runtime has done its work for ``hook`` of ``group``."""
+    def leave(self, hook: Hook, group: str, *, ends_pass: bool) -> None:
+        """Note that the runtime has done its work for ``hook`` of ``group``. What follows a pass is not measured."""
         if group in self._running and hook is not Hook.GRAD_READY:
             self._running.remove(group)
         if hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
             self._running.append(group)
-        if hook in (Hook.END_FORWARD, Hook.END_BACKWARD):
+        if ends_pass:
             self._running.clear()
         self._left = self._clock.mark() if self._running else None
 
@@ -116,7 +116,7 @@ class Calibration:
         return AxisCosts(*(self._cost(communicator, each) for each in (gather, scatter, all_reduce)))
 
     def _cost(self, communicator: Communicator, launch: Callable[[torch.Tensor, torch.Tensor], Work]) -> CollectiveCost:
-        """Return the line through the times of the smallest and the largest message."""
+        """Return the line through the times of a small and a large message."""
         ranks, samples = communicator.size, list[tuple[float, float]]()
         for nbytes in _SIZES:
             numel = -(-nbytes // (4 * ranks)) * ranks
@@ -125,7 +125,7 @@ class Calibration:
             )
             times = [self._clock.time(partial(_wait_for, launch, part, full)) for _ in range(1 + _REPEATS)]
             samples.append((full.nbytes * (ranks - 1) / ranks, min(times[1:])))
-        (small, least), *_, (large, most) = samples
+        (small, least), (large, most) = samples
         bandwidth = (large - small) / max(most - least, _NANOSECOND)
         return CollectiveCost(max(0.0, least - small / bandwidth), bandwidth)
 

@@ -27,7 +27,14 @@ def names_of(states: Mapping[str, FSDPState]) -> dict[FSDPState, str]:
     return names
 
 
-def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str], settings: ScheduleSettings) -> GroupSpec:
+def spec_of(
+    state: FSDPState,
+    root: FSDPState,
+    names: Mapping[FSDPState, str],
+    settings: ScheduleSettings,
+    *,
+    synchronized: bool = False,
+) -> GroupSpec:
     """Return the properties of ``state``, which is in the model of ``root`` or used there.
 
     Args:
@@ -36,11 +43,13 @@ def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str], s
         names: those of :func:`names_of`. References to states without a name are left out.
         settings: the settings of the schedule. If they have other message sizes than the group, its plan is assumed
             to have them.
+        synchronized: assume that the gradients are reduced, also if they are only accumulated now.
     """
+    synchronized = synchronized or state.is_synchronized
     tensors, pgs = state.group.tensors, state.group.process_groups[0]
     is_current = settings.message_sizes == pgs.message_sizes
     plan = tensors.plan if is_current else tensors.plan_with(settings.message_sizes)
-    reduces_grad_buckets = state.reduces_in_grad_buckets(plan)
+    reduces_grad_buckets = synchronized and state.can_reduce_grad_buckets(plan)
     is_small = plan.is_sent and plan.full_bytes <= max(SMALL_BYTES, settings.max_fused_bytes // 2)
     shard_axis, replicate_axis = pgs.axes.names
     buckets = plan.gradient_messages if plan.in_grad_buckets else (sum(plan.gradient_messages),)
@@ -54,7 +63,7 @@ def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str], s
         is_root=state is root,
         is_small=is_small and not reduces_grad_buckets,
         can_fuse=state.can_be_fused,
-        can_fuse_reduction=state.accumulation is Accumulation.REDUCE and not state.keeps_partial,
+        can_fuse_reduction=synchronized,
         reshard=state.reshard,
         reshard_after_backward=state.reshard_after_backward,
         unshard_in_backward=state.unshard_in_backward,
@@ -62,7 +71,7 @@ def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str], s
         users=_named(alive(state.user_states), names),
         forward_prefetch=_chosen(state.forward_prefetch, names),
         backward_prefetch=_chosen(state.backward_prefetch, names),
-        reduces=state.accumulation is not Accumulation.UNSHARDED,
+        reduces=synchronized or state.accumulation is not Accumulation.UNSHARDED,
         reduces_grad_buckets=reduces_grad_buckets,
         frees_with_last_gradient=state.frees_with_last_gradient,
         has_nested=state.has_nested_states,

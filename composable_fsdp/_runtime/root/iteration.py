@@ -226,12 +226,17 @@ class Iteration:
     def _run_measured(self, hook: Hook, subject: Any, actions: Iterable[Callable[[Iteration, Any], None]]) -> None:
         """Run ``actions`` for ``hook``, and measure the computation before them."""
         name = subject.name
-        if self._calibration is not None:
+        if self._calibration is not None and not self._evaluates:
             self._calibration.enter(hook, name, in_backward=self._pass is Pass.BACKWARD)
         for action in actions:
             action(self, subject)
-        if self._calibration is not None:
-            self._calibration.leave(hook, name)
+        if self._calibration is not None and not self._evaluates:
+            self._calibration.leave(hook, name, ends_pass=self._pass is Pass.IDLE)
+
+    @property
+    def _evaluates(self) -> bool:
+        """True in a forward to which no backward comes back."""
+        return self._pass is Pass.FORWARD and not self._grad_mode
 
     def calibrate(self, steps: int) -> None:
         """Measure the costs of collectives at once and those of computation in the next ``steps``."""
@@ -261,7 +266,7 @@ class Iteration:
             return
         if self._calibration is not None and (costs := self._calibration.begin_step()) is not None:
             self._calibration, self.root.costs = None, costs
-        if not self._runner.awaits_choice:
+        if not self._runner.choice_is_due():
             return
         if any(state.runs or state.group.gradients.state in HELD_GRADIENTS for state in self.states.values()):
             return

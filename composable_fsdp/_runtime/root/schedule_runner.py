@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
@@ -111,9 +112,14 @@ class ScheduleRunner:
         """The version of the options and plans for which the tables below hold."""
         self.choice: Choice | None = None
         """The last choice of settings by costs."""
-        self._chosen_for: tuple[object, ...] = ()
+        self._inputs: tuple[object, ...] = (None,)
+        """All that a choice depends on, beginning with the costs, at the last forward that may get a backward."""
+        self._chosen_for: tuple[object, ...] = (None,)
+        """The same at the last choice."""
         self._settings = settings_of(root)
         self._specs: dict[str, GroupSpec] = {}
+        self._synchronized_specs: dict[str, GroupSpec] = {}
+        """With costs, the specs as they are when gradients are synchronized."""
         self._foreign: dict[str, ref[FSDPState]] = {}
         """The states of other roots that own tied weights or are prefetched by choice, by a name of their own."""
         self._eager: dict[tuple[Hook, str, bool], Row] = {}
@@ -165,43 +171,56 @@ class ScheduleRunner:
             self._foreign = {name: ref(state) for state, name in names.items() if name not in self._states}
             self._settings = settings_of(self._root, self.choice.settings if self.choice else DEFAULT_SETTINGS)
             self._specs = self._specs_with(self._settings)
+            if self._root.costs is not None:
+                self._synchronized_specs = self._specs_with(self._settings, synchronized=True)
             self._version = self._versions()
             self._eager.clear()
             self._compiled.clear()
             self._candidate_for = ()
 
-    def _specs_with(self, settings: ScheduleSettings) -> dict[str, GroupSpec]:
+    def _specs_with(self, settings: ScheduleSettings, *, synchronized: bool = False) -> dict[str, GroupSpec]:
         names = names_of(self._states)
-        specs = {name: spec_of(state, self._root, names, settings) for state, name in names.items()}
+        specs = {
+            name: spec_of(state, self._root, names, settings, synchronized=synchronized)
+            for state, name in names.items()
+        }
         foreign = {name: replace(specs[name], is_foreign=True, is_root=False) for name in self._foreign}
         return specs | foreign
 
-    @property
-    def awaits_choice(self) -> bool:
-        """True if the costs, the options or the order have changed since the last choice of settings."""
-        if self._root.costs is None:
-            return self.choice is not None
-        return bool(self._known.events) and self._chosen_for != self._choice_depends_on
+    def choice_is_due(self) -> bool:
+        """Return whether to choose settings. Call it once before each forward that may get a backward.
 
-    @property
-    def _choice_depends_on(self) -> tuple[object, ...]:
-        return self._known.events, self._root.costs, sum(state.settings_version for state in self._states.values())
+        New costs count at once. A change of the order, of options or of plans counts once two forwards in a row have
+        it, so that a model that alternates between two orders keeps its settings.
+        """
+        costs = self._root.costs
+        if costs is None:
+            return self.choice is not None
+        before, self._inputs = self._inputs, self._choice_inputs()
+        has_changed = self._chosen_for[0] is not costs or before == self._inputs != self._chosen_for
+        return has_changed and bool(self._known.events)
+
+    def _choice_inputs(self) -> tuple[object, ...]:
+        self._refresh_options()
+        options = self._options(leads_to_backward=True)
+        return self._root.costs, self._known.events, options, self._synchronized_specs
 
     def choose(self) -> None:
         """Choose the settings of the schedule by the costs of the root, and rebuild the groups that they change.
 
-        Nothing may be in flight, and no group may be unsharded or hold gradients. The choice is the same on every rank.
+        Nothing may be in flight, and no gradients may be held. The choice is the same on every rank.
         """
         costs = self._root.costs
-        self._chosen_for = self._choice_depends_on
         if costs is None:
             self.choice = None
         else:
-            self._refresh_options()
-            options = self._options(leads_to_backward=True)
-            fixed = set_by_user(self._root)
             self.choice = choose(
-                self._known.events, self._specs_with, options, costs, current=self._settings, fixed=fixed
+                self._known.events,
+                partial(self._specs_with, synchronized=True),
+                self._options(leads_to_backward=True),
+                costs,
+                current=self._settings,
+                fixed=set_by_user(self._root),
             )
         sizes = self.choice.settings.message_sizes if self.choice else MessageSizes()
         for state in self._states.values():
@@ -211,6 +230,7 @@ class ScheduleRunner:
             if changed and state.group.tensors.plan_with(sizes) != state.group.plan:
                 state.group.rebuild()
         self._version = -1
+        self._chosen_for = self._inputs = self._choice_inputs()
 
     def _versions(self) -> int:
         states = (
