@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.placement import cuts, data_parallel_placements, shard_within
     from composable_fsdp._layout.plan import (
         GroupPlan,
+        MessageSizes,
         ParameterSpec,
         PlanOptions,
         UnshardedStorage,

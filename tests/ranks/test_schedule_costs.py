@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp import AxisCosts, CollectiveCost, Costs, FSDPModule, fully_shard
+from composable_fsdp import (
+    AxisCosts,
+    CollectiveCost,
+    CommunicationPolicy,
+    CommunicationState,
+    Costs,
+    FSDPModule,
+    fully_shard,
+)
+from composable_fsdp.codecs import ErrorFeedback, Int8
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, DivergenceError
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import MessageSizes, state_of
 from tests.helpers.sharding import sharded
 from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
@@ -22,12 +33,12 @@ WIDTH = 512
 LAYERS = ["0", "1", "2"]
 
 
-def build(*, mesh: DeviceMesh | None = None) -> FSDPModule:
+def build(*, mesh: DeviceMesh | None = None, **options: Any) -> FSDPModule:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in LAYERS]
     for block in blocks:
-        fully_shard(block, mesh=mesh)
-    return sharded(fully_shard(nn.Sequential(*blocks), mesh=mesh))
+        fully_shard(block, mesh=mesh, **options)
+    return sharded(fully_shard(nn.Sequential(*blocks), mesh=mesh, **options))
 
 
 def costs_of(latency: float, seconds: float = 1e-2) -> Costs:
@@ -272,3 +283,30 @@ def alternate() -> None:
 
 def test_orders_that_alternate_do_not_repeat_a_choice() -> None:
     run_ranks(alternate, 2, environment=SOCKETS)
+
+
+FEEDBACK = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int8()), min_numel=1)
+
+
+def change_messages() -> None:
+    model, known = build(comm_policy=FEEDBACK), build(comm_policy=FEEDBACK)
+    for each in (model, known):
+        optimizer = torch.optim.SGD(each.parameters(), 1e-4)  # type: ignore[attr-defined]
+        for number in range(4):
+            if number == 2 and each is model:
+                for block in model:  # type: ignore[attr-defined]
+                    group = state_of(block).group
+                    group.process_groups[0].message_sizes = MessageSizes(zero_copy=False)
+                    before = group.plan
+                    group.rebuild()
+                    assert group.plan != before
+            step(each, optimizer, number)
+    states = [CommunicationState(each).state_dict() for each in (model, known)]  # type: ignore[arg-type]
+    assert states[0].keys() == states[1].keys() != set()
+    for name, state in states[0].items():
+        assert state["rounds"] == states[1][name]["rounds"] == 4
+        assert state["residual"].to_local().equal(states[1][name]["residual"].to_local())
+
+
+def test_other_message_sizes_keep_the_residuals_of_error_feedback() -> None:
+    run_ranks(change_messages, 2, environment=SOCKETS)

@@ -108,6 +108,12 @@ class BucketReduceScatter:
             self._make_encoders()
         self._make_views()
 
+    def keep_residuals(self, former: BucketReduceScatter) -> None:
+        """Continue from the residuals of ``former``, if it encodes the same gradients at the same offsets."""
+        ours, theirs = self.plan, former.plan
+        if (ours.indices, ours.reduce, ours.gradient_codecs) == (theirs.indices, theirs.reduce, theirs.gradient_codecs):
+            self.encoders = former.encoders
+
     def _make_encoders(self) -> None:
         codecs, numel, num_replicas = self.plan.gradient_codecs, self.plan.reduce.gradient_numel, self.num_replicas
         piece = aligned_piece(numel, num_replicas)

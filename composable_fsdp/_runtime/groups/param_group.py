@@ -142,10 +142,17 @@ class ParamGroup:
             )
 
     def rebuild(self) -> None:
-        """Reshard and rebuild the tensors, after a change that the plan depends on."""
+        """Reshard and rebuild the tensors, after a change that the plan depends on.
+
+        Residuals of error feedback are kept where the change leaves the encoded gradients as they were.
+        """
         self.check_nothing_held()
         self.reshard()
+        former = [bucket.scatter for bucket in self.buckets]
         self.tensors.build()
+        for bucket in self.buckets:
+            for scatter in former:
+                bucket.scatter.keep_residuals(scatter)
 
     def give_up(self, parameter: ShardedParameter) -> None:
         """Remove ``parameter``, whose places now hold a parameter of another group."""
