@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 from weakref import ref
 
@@ -212,26 +212,22 @@ class Iteration:
         if self._pass is Pass.IDLE:
             profiling.look_for_readers()
         actions = ACTIONS_OF_HOOKS[self._pass, hook]
-        if self._calibration is not None:
-            self._run_measured(hook, subject, actions)
-            return
-        if profiling.active and hook in _LABELS:
-            with profiling.label(_LABELS[hook], subject.name):
-                for action in actions:
-                    action(self, subject)
+        if self._calibration is not None or profiling.active:
+            self._run_observed(hook, subject, actions)
             return
         for action in actions:
             action(self, subject)
 
-    def _run_measured(self, hook: Hook, subject: Any, actions: Iterable[Callable[[Iteration, Any], None]]) -> None:
-        """Run ``actions`` for ``hook``, and measure the computation before them."""
-        name = subject.name
+    def _run_observed(self, hook: Hook, subject: Any, actions: Iterable[Callable[[Iteration, Any], None]]) -> None:
+        """Run ``actions`` with their label in profiles, and measure the computation before them for a calibration."""
         if self._calibration is not None and not self._evaluates:
-            self._calibration.enter(hook, name, in_backward=self._pass is Pass.BACKWARD)
-        for action in actions:
-            action(self, subject)
+            self._calibration.enter(hook, subject.name, in_backward=self._pass is Pass.BACKWARD)
+        has_label = profiling.active and hook in _LABELS
+        with profiling.label(_LABELS[hook], subject.name) if has_label else nullcontext():
+            for action in actions:
+                action(self, subject)
         if self._calibration is not None and not self._evaluates:
-            self._calibration.leave(hook, name, ends_pass=self._pass is Pass.IDLE)
+            self._calibration.leave(hook, subject.name, ends_pass=self._pass is Pass.IDLE)
 
     @property
     def _evaluates(self) -> bool:
