@@ -262,11 +262,13 @@ class FSDPModule(TorchFSDPModule):
     def set_costs(self, costs: Costs | str | PathLike[str] | None) -> None:
         """Choose how collectives are divided, fused and prefetched by a table of their costs. Call it on the root.
 
-        The settings are chosen by simulation when the next forward begins that may be followed by a backward, and again
-        when the order of the modules, an option or the costs change. They are the maximum number of gradient buckets of
-        a group, whether large parameters have messages of their own, ``set_prefetch_limit`` and
-        ``set_max_fused_bytes``. What the user has set is kept. The predicted memory is at most that of one message per
-        group and direction. All ranks must call this together, with the same costs.
+        The settings are chosen by simulation when a forward begins that may be followed by a backward: the next one
+        after the first, without held gradients. They are chosen again when the order of the modules or an option has
+        changed for two such forwards in a row. A choice takes about as long as planning twenty schedules. The settings
+        are the maximum number of gradient buckets of a group, whether large parameters have messages of their own,
+        ``set_prefetch_limit`` and ``set_max_fused_bytes``. What the user has set is kept. The predicted memory is at
+        most that of the default settings, or of one message per group and direction if that is more. All ranks must
+        call this together, with the same costs.
 
         Args:
             costs: the table, a file that ``Costs.save`` wrote, or ``None`` for the defaults of each backend.
@@ -288,8 +290,9 @@ class FSDPModule(TorchFSDPModule):
 
         The next forward measures the collectives of each mesh axis, for about as long as a step. The next ``steps``
         forwards and backwards measure the computation of each group: with events on the device, or on the host's clock
-        where waits block the host. Then all ranks agree on the medians, which take effect as if they had been given to
-        ``set_costs``, and :meth:`costs` returns them. All ranks must call this together. Call it on the root.
+        where waits block the host. Then the ranks of the data-parallel mesh agree on the medians, which take effect as
+        if they had been given to ``set_costs``, and :meth:`costs` returns them. All ranks must call this together. Call
+        it on the root.
 
         Raises:
             ConfigurationError: ``steps`` is less than 1.
@@ -304,8 +307,7 @@ class FSDPModule(TorchFSDPModule):
     def schedule_choice(self) -> Choice | None:
         """Return the settings that were chosen by costs, with the predicted time and memory of a step.
 
-        ``print(model.schedule_choice())`` shows them. It is ``None`` before the first forward after ``set_costs``. Call
-        it on the root.
+        ``print(model.schedule_choice())`` shows them. It is ``None`` until a choice has been made. Call it on the root.
         """
         return iteration_of(_state(self)).choice
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,6 +105,17 @@ def test_a_long_latency_gives_few_messages_and_a_short_one_many() -> None:
     assert settings(1e-6) == DEFAULT_SETTINGS
     slow = settings(5e-2)
     assert (slow.zero_copy, slow.grad_buckets) == (False, 1)
+
+
+def test_settings_are_kept_unless_others_are_clearly_faster() -> None:
+    def kept(compute: float) -> bool:
+        costs, current = costs_of(1e-6, 5e10, compute), ScheduleSettings(grad_buckets=2)
+        seconds = [predicted(1 << 28, each, ScheduleOptions(), costs)[0] for each in (current, DEFAULT_SETTINGS)]
+        assert seconds[0] > seconds[1]
+        return choose(ORDER, partial(specs_of, 1 << 28), ScheduleOptions(), costs, current=current).settings == current
+
+    assert kept(compute=5e-1)
+    assert not kept(compute=1.2e-2)
 
 
 def test_a_choice_prints_settings_prediction_and_source() -> None:

@@ -80,6 +80,21 @@ def test_the_time_of_a_group_is_that_of_all_its_runs() -> None:
     assert repeated.seconds == pytest.approx(once.seconds)
 
 
+def test_messages_are_in_memory_until_their_wait() -> None:
+    specs, packed = specs_of(), specs_of(gather_copied_bytes=MIB)
+    peaks = [
+        simulate(passes.build(ORDER, s, ScheduleOptions()), s, costs_of(1.0, 2.0)).peak_bytes for s in (specs, packed)
+    ]
+    assert peaks[1] == peaks[0] + MIB
+
+
+def test_replicas_add_their_all_reduce() -> None:
+    plain, hybrid = specs_of(), specs_of(replicas=4, replicate_axis="replicate")
+    costs = costs_of(latency=1.0, compute=2.0)
+    seconds = [simulate(passes.build(ORDER, s, ScheduleOptions()), s, costs).seconds for s in (plain, hybrid)]
+    assert seconds[1] == pytest.approx(seconds[0] + 1.0, abs=1e-6), "the last one, which nothing hides"
+
+
 def test_one_rank_sends_nothing() -> None:
     assert CollectiveCost(1.0, 1.0).seconds(MIB, 1) == 0.0
     assert CollectiveCost(1.0, 0.5 * MIB, per_rank=3.0).seconds(MIB, 2) == 1.0 + 3.0 + 1.0
