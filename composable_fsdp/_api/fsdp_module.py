@@ -277,13 +277,13 @@ class FSDPModule(TorchFSDPModule):
             ArgumentTypeError: ``costs`` has another type.
             ConfigurationError: the file has no table of costs; a mesh axis of the model has none; or this module is
                 not the root of modules that have already run.
-            DivergenceError: the costs differ between ranks of the data-parallel mesh.
+            DivergenceError: the costs differ between ranks of the data-parallel mesh, or some ranks have none. All
+                ranks raise it with the same text.
+            OSError: the file cannot be read.
         """
-        chosen = Costs.load(costs) if isinstance(costs, str | PathLike) else costs
-        if not isinstance(chosen, Costs | None):
-            raise ArgumentTypeError(f"costs must be Costs, the path of a file or None, not {type(costs).__name__}.")
-        check_costs(list(_states(self, recurse=True)), chosen)
-        set_root_option(_state(self), "costs", chosen)
+        found = _read_costs(costs)
+        check_costs(list(_states(self, recurse=True)), found)
+        set_root_option(_state(self), "costs", found)
 
     def calibrate(self, steps: int = 2) -> None:
         """Measure the costs of collectives and computation in the next training steps, and choose by them.
@@ -565,6 +565,18 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
         )
         _classes.setdefault(original, made)  # another thread may have been first
     return _classes[original]
+
+
+def _read_costs(costs: object) -> Costs | Exception | None:
+    """Return ``costs``, or those in the file of that name, or the error in their place."""
+    if costs is None or isinstance(costs, Costs):
+        return costs
+    if not isinstance(costs, str | PathLike):
+        return ArgumentTypeError(f"costs must be Costs, the path of a file or None, not {type(costs).__name__}.")
+    try:
+        return Costs.load(costs)
+    except (ConfigurationError, OSError) as error:
+        return error
 
 
 def _state(module: object) -> FSDPState:

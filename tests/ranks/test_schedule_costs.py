@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +131,24 @@ def give_other_costs() -> None:
 
 def test_a_rank_with_other_costs_is_named() -> None:
     run_ranks(give_other_costs, 2, environment=SOCKETS)
+
+
+def read_a_file_on_one_rank(path: str) -> None:
+    model = build()
+    if dist.get_rank() == 0:
+        costs_of(1e-3).save(path)
+    with pytest.raises(
+        DivergenceError, match=r"^set_costs: rank 1 was given other costs than rank 0.*no costs: .*other"
+    ):
+        model.set_costs(path if dist.get_rank() == 0 else f"{path} of other hosts")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        model.set_costs("nowhere")
+    model.set_costs(path)
+    assert model.costs() == costs_of(1e-3)
+
+
+def test_a_file_that_one_rank_lacks_is_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(read_a_file_on_one_rank, 2, str(tmp_path / "costs.json"), environment=SOCKETS)
 
 
 def calibrate() -> None:

@@ -62,14 +62,20 @@ def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
             parameter.start = None
 
 
-def check_costs(states: Collection[FSDPState], costs: Costs | None) -> None:
+def check_costs(states: Collection[FSDPState], costs: Costs | Exception | None) -> None:
     """Check that all ranks were given the same ``costs``, by small all-gathers along each mesh axis.
+
+    An exception stands for costs that this rank could not read. It is raised after the comparison, so that no rank
+    waits for this one.
 
     Raises:
         ConfigurationError: there are none for a mesh axis of the model.
         DivergenceError: the costs differ. All ranks raise it with the same text.
     """
-    own = json.dumps(costs and asdict(costs), indent=1, sort_keys=True)
+    if isinstance(costs, Exception):
+        own = f"no costs: {costs}"
+    else:
+        own = json.dumps(costs and asdict(costs), indent=1, sort_keys=True)
     meshes = dict.fromkeys(pgs.axes for state in states for pgs in state.group.process_groups)
     for axes in meshes:
         texts = gather_texts(own, (axes.shard, axes.replicate), axes.device, "the costs given to set_costs")
@@ -86,6 +92,8 @@ def check_costs(states: Collection[FSDPState], costs: Costs | None) -> None:
             f"{one.strip()}. Ranks that choose by other costs launch other collectives. Load one table on all "
             "of them, or send that of one rank with torch.distributed.broadcast_object_list."
         )
+    if isinstance(costs, Exception):
+        raise costs
     for axes in meshes:
         for name, axis in zip(axes.names, (axes.shard, axes.replicate), strict=True):
             if costs is not None and axis.size > 1:

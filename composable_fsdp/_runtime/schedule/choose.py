@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from composable_fsdp._layout.plan import MessageSizes
@@ -105,11 +106,12 @@ def choose(
         fixed: the settings that the user has set, which keep their current values.
     """
     known: dict[ScheduleSettings, Timeline] = {}
+    specs_of = cache(specs_of)  # the same for all prefetch limits
 
     def predict(settings: ScheduleSettings) -> Timeline:
         if settings not in known:
             chosen = {each: getattr(settings, each) for each in ("prefetch_limit", "max_fused_bytes")}
-            specs = specs_of(settings)
+            specs = specs_of(replace(settings, prefetch_limit=0))
             known[settings] = simulate(build(order, specs, replace(options, **chosen)), specs, costs)
         return known[settings]
 
