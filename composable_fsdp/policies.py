@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 
 import torch
 
@@ -58,7 +57,7 @@ class MixedPrecisionPolicy:
             return compute
         return self.reduce_dtype
 
-    @cached_property
+    @property
     def input_dtype(self) -> torch.dtype | None:
         """The dtype to which floating-point inputs are cast, or ``None`` to leave them."""
         return self.param_dtype if self.cast_forward_inputs else None
