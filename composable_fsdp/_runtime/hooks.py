@@ -199,7 +199,7 @@ class _ModuleHooks:
         state, call = self._state, self._state.calls_under_way[-1]
         if not call.is_inner:
             call.iteration.pre_forward(state)
-        dtype = state.precision.input_dtype
+        dtype = state.input_dtype
         device = state.group.axes.device if state is call.iteration.root else None
         watched: list[InputView] | None = None
         if torch.is_grad_enabled() and not call.is_inner:

@@ -293,6 +293,8 @@ class FSDPState:
         """The original class names of the modules, for errors."""
         self.group = group
         self.precision = precision
+        self.input_dtype = precision.input_dtype
+        """The dtype to which floating-point inputs are cast, or ``None`` to leave them. Every call reads it."""
         self.reshard = reshard
         self.forward_prefetch = self.backward_prefetch = None
         self.order_check = order_check_from()
