@@ -271,7 +271,7 @@ class FSDPModule(TorchFSDPModule):
         call this together, with the same costs.
 
         Args:
-            costs: the table, a file that ``Costs.save`` wrote, or ``None`` for the defaults of each backend.
+            costs: the table, a file that ``Costs.save`` wrote, or ``None`` for the default settings.
 
         Raises:
             ArgumentTypeError: ``costs`` has another type.

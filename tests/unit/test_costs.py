@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -70,12 +71,10 @@ def test_a_table_survives_its_file(
 ) -> None:
     cost = CollectiveCost(latency, bandwidth)
     costs = Costs({"dp": AxisCosts(cost, cost, COST)}, times, times, copy_bandwidth, "a test")
-    path = Path("/tmp") / "composable_fsdp_costs.json"
-    try:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "costs.json"
         costs.save(path)
         assert Costs.load(path) == costs
-    finally:
-        path.unlink()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"axes": {"dp": {}}}', '{"axes": {"dp": {"all_gather": 1}}}'])

@@ -70,7 +70,7 @@ class Accumulation(Enum):
 _DEFAULTS: dict[str, object] = {}
 """The settings of an FSDP state that have a default, with it."""
 ROOT_DEFAULTS: dict[str, object] = {}
-"""Those of them of which one value counts for all states of a root."""
+"""Those settings among them that have one value for all states of a root."""
 
 
 class _Setting:

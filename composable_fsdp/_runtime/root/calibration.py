@@ -23,7 +23,7 @@ from composable_fsdp._sharding.mesh import DataParallelAxes
 __all__ = ["Calibration"]
 
 _SIZES = (1 << 12, 1 << 24)
-"""Bytes of the full tensors of the measured collectives."""
+"""Bytes of the full tensors of the measured collectives. Estimated; swept in virtual time only."""
 _REPEATS = 3
 _COPY_BYTES = 1 << 24
 _NANOSECOND = 1e-9

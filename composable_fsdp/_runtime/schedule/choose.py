@@ -39,7 +39,7 @@ class ScheduleSettings:
 
 DEFAULT_SETTINGS = ScheduleSettings()
 _PLAIN = ScheduleSettings(zero_copy=False, grad_buckets=1, max_fused_bytes=0)
-"""One message per group and direction, as FSDP2 sends them. Its memory is the default limit of a choice."""
+"""One message per group and direction, as FSDP2 sends them."""
 
 _VALUES: Mapping[str, Sequence[Any]] = {
     "zero_copy": (True, False),
@@ -50,8 +50,7 @@ _VALUES: Mapping[str, Sequence[Any]] = {
 """The values that are tried for each setting."""
 
 _HYSTERESIS = 0.02
-"""A change must shorten the step by this part of its time. Costs vary more than that from one measurement to another.
-"""
+"""A change must shorten the predicted step by this part of its time, because a change rebuilds groups. Estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +92,9 @@ def choose(
     current: ScheduleSettings = DEFAULT_SETTINGS,
     fixed: Collection[str] = (),
 ) -> Choice:
-    """Return the settings with the shortest predicted step whose memory is at most that of a plain schedule.
+    """Return the settings with the shortest predicted step that take no more memory than two known schedules.
 
+    These are that of the default settings, and one with a single message per group and direction.
     One setting is varied at a time, beginning with the current ones and with the plain ones, until no change helps.
 
     Args:

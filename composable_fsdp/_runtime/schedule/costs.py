@@ -1,4 +1,4 @@
-"""Tables of the time that collectives and computation take, from which schedules are chosen and predicted. Pure."""
+"""Tables of the time that collectives and computation take, from which schedules are chosen and predicted."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Costs:
             group.
         backward: the same for the backward.
         copy_bandwidth: bytes per second at which a device copies its memory. ``None`` if copies take no time.
-        source: the origin of the figures: a file, a measurement, or the defaults of a backend.
+        source: the origin of the figures, which a choice shows.
 
     Raises:
         ConfigurationError: a value is no number, negative or not finite; a bandwidth is 0; or an axis has no costs.
