@@ -48,6 +48,10 @@ class Operation(str, Enum):
     """``bytes`` of unsharded parameter memory were given back."""
     COLLECTIVE = "collective"
     """A collective is about to be launched. ``group`` is its label, ``bytes`` the size of its input."""
+    CHOOSE = "choose"
+    """The settings of the schedule were chosen by costs. ``group`` is a line with the settings and the predicted time,
+    ``bytes`` the predicted peak of unsharded parameters, messages and gradients in flight.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.lazy_init import iteration_of
     from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
     from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
+    from composable_fsdp._runtime.root.calibration import StepTimes
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
     from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration, Pass
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS

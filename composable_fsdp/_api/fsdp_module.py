@@ -267,8 +267,8 @@ class FSDPModule(TorchFSDPModule):
         changed for two such forwards in a row. A choice takes about as long as planning twenty schedules. The settings
         are the maximum number of gradient buckets of a group, whether large parameters have messages of their own,
         ``set_prefetch_limit`` and ``set_max_fused_bytes``. What the user has set is kept. The predicted memory is at
-        most that of the default settings, or of one message per group and direction if that is more. All ranks must
-        call this together, with the same costs.
+        most that of the default settings, or of one message per group and direction if that is more. Costs are not
+        measured any more, until :meth:`calibrate` is called. All ranks must call this together, with the same costs.
 
         Args:
             costs: the table, a file that ``Costs.save`` wrote, or ``None`` for the default settings.
@@ -284,20 +284,26 @@ class FSDPModule(TorchFSDPModule):
         found = _read_costs(costs)
         check_costs(list(_states(self, recurse=True)), found)
         set_root_option(_state(self), "costs", found)
+        set_root_option(_state(self), "measures_costs", False)
 
     def calibrate(self, steps: int = 2) -> None:
         """Measure the costs of collectives and computation in the next training steps, and choose by them.
 
-        The next forward measures the collectives of each mesh axis, for about as long as a step. The next ``steps``
-        forwards and backwards measure the computation of each group: with events on the device, or on the host's clock
-        where waits block the host. Then the ranks of the data-parallel mesh agree on the medians, which take effect as
-        if they had been given to ``set_costs``, and :meth:`costs` returns them. All ranks must call this together. Call
-        it on the root.
+        On devices with streams this happens without a call in the third and fourth step, unless ``set_costs`` was
+        called or ``torch.use_deterministic_algorithms`` is on.
+
+        The next ``steps`` forwards and backwards measure the collectives of each mesh axis, with messages of 4 KiB to
+        16 MiB, and the computation of each group: with events on the device, or on the host's clock where waits block
+        the host. Then all ranks of the model agree on the medians, which take effect as if they had been given to
+        ``set_costs``, and :meth:`costs` returns them. They are measured again when the time of steps changes by more
+        than 10 %. An error that ends a forward or ``reset_iter_state`` ends the measurement. All ranks must call this
+        together. Call it on the root.
 
         Raises:
             ConfigurationError: ``steps`` is less than 1.
         """
         check_count("steps", steps, least=1)
+        set_root_option(_state(self), "measures_costs", True)
         iteration_of(_state(self)).calibrate(steps)
 
     def costs(self) -> Costs | None:

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from composable_fsdp._comm.communicator import GroupCommunicator
+from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._layout.placement import data_parallel_placements, shard_within
 from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp._sharding.mesh import DataParallelAxes, join_meshes
@@ -64,6 +66,14 @@ class ModelParallel:
     def may_leave_sums(self) -> bool:
         """True if gradients can arrive as pending sums over a model-parallel axis."""
         return any(self.mesh.size(axis) > 1 for axis in range(self.mesh.ndim) if axis not in self.data_axes)
+
+    def communicators(self) -> list[GroupCommunicator]:
+        """Return the communicators of the model-parallel axes. All ranks of ``mesh`` must call it together."""
+        return [
+            communicator_over(self.mesh.get_group(axis), self.mesh.device_type)
+            for axis in range(self.mesh.ndim)
+            if axis not in self.data_axes and self.mesh.size(axis) > 1
+        ]
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """Return ``local`` as a DTensor that shares its memory."""

@@ -6,12 +6,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.profiler import profile
 
 from composable_fsdp import (
     AxisCosts,
@@ -26,7 +30,7 @@ from composable_fsdp.codecs import ErrorFeedback, Int8
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, DivergenceError
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import MessageSizes, state_of
+from tests._internals import MessageSizes, StepTimes, state_of
 from tests.helpers.sharding import sharded
 from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
@@ -258,18 +262,23 @@ def test_only_the_computation_of_forward_and_backward_is_measured() -> None:
     run_ranks(calibrate_beside_other_work, 2, environment=SOCKETS)
 
 
+def count_choices(recorder: Recorder) -> int:
+    return sum(event.operation is Operation.CHOOSE for event in recorder)
+
+
 def accumulate() -> None:
     model = build()
     model.set_costs(costs_of(5e-3))
-    choices = []
-    for number in range(8):
-        model.set_requires_gradient_sync(number % 2 == 1)
-        model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
-        choices.append(model.schedule_choice())
-    assert choices[:2] == [None, None], "the first order is known, and then gradients are held"
-    assert choices[2] is not None
-    assert choices[2].settings.grad_buckets == 1, "as if the gradients were reduced"
-    assert all(choice is choices[2] for choice in choices[2:]), "nothing has changed but the accumulation"
+    counts = []
+    with Recorder() as recorder:
+        for number in range(8):
+            model.set_requires_gradient_sync(number % 2 == 1)
+            model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
+            counts.append(count_choices(recorder))
+    assert counts == [0, 0, *[1] * 6], "the first order is known, then gradients are held, then there is one choice"
+    choice = model.schedule_choice()
+    assert choice is not None
+    assert choice.settings.grad_buckets == 1, "as if the gradients were reduced"
 
 
 def test_accumulation_neither_influences_a_choice_nor_repeats_it() -> None:
@@ -287,17 +296,95 @@ class Alternating(nn.Sequential):
         return x
 
 
+def see_a_choice_in_traces() -> None:
+    model = build()
+    step(model, torch.optim.SGD(model.parameters(), 1e-4), 0)  # type: ignore[attr-defined]
+    model.set_costs(costs_of(5e-3))
+    with Recorder() as recorder, profile() as profiled:
+        model(torch.randn(4, WIDTH))  # type: ignore[operator]
+    choice = model.schedule_choice()
+    assert choice is not None
+    (event,) = (event for event in recorder if event.operation is Operation.CHOOSE)
+    assert event.group == choice.summary
+    assert event.group.startswith("zero_copy=")
+    assert event.bytes == choice.peak_bytes
+    assert event.begin < event.end
+    assert f"FSDP::choose_schedule ({choice.summary})" in {each.name for each in profiled.events() or ()}
+
+
+def test_a_choice_is_in_the_trace_and_in_profiles() -> None:
+    run_ranks(see_a_choice_in_traces, 2, environment=SOCKETS)
+
+
+def measure_again() -> None:
+    model, known = build(), build()
+    model.calibrate(steps=1)
+    tables: list[Costs] = []
+    with mock.patch.object(StepTimes, "has_changed", seems_changed):
+        optimizers = [torch.optim.SGD(each.parameters(), 1e-4) for each in (model, known)]  # type: ignore[attr-defined]
+        for number in range(12):
+            losses = [step(each, optimizer, number) for each, optimizer in zip((model, known), optimizers, strict=True)]
+            assert losses[0].equal(losses[1])
+            costs = model.costs()
+            if costs is not None and costs not in tables:
+                tables.append(costs)
+    assert known.costs() is None, "nothing is measured on this device before calibrate()"
+    assert len(tables) >= 3
+    gathered: list[list[Costs]] = [[]] * 2
+    dist.all_gather_object(gathered, tables)
+    assert gathered[0] == gathered[1]
+
+
+def seems_changed(times: StepTimes) -> bool | None:
+    """Return that steps have changed, on one of the ranks in every second step."""
+    return None if times.steps < 2 else dist.get_rank() == 0 or times.steps % 2 == 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_costs_that_are_measured_again_are_the_same_on_all_ranks(transport: Environment) -> None:
+    run_ranks(measure_again, 2, environment=transport)
+
+
+class Sleeping(nn.Linear):
+    """Takes another time on each rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01 * dist.get_rank())
+        return super().forward(x)
+
+
+def calibrate_beside_a_model_parallel_axis() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    blocks = [Sleeping(WIDTH, WIDTH, bias=False) for _ in LAYERS]
+    for block in blocks:
+        parallelize_module(block, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+        fully_shard(block, mesh=mesh["dp"])
+    model = sharded(fully_shard(nn.Sequential(*blocks), mesh=mesh["dp"]))
+    model.calibrate(steps=1)
+    for _ in range(3):
+        model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
+    gathered: list[Costs | None] = [None] * 4
+    dist.all_gather_object(gathered, model.costs())
+    assert gathered[0] is not None
+    assert gathered == [gathered[0]] * 4
+    assert gathered[0].forward["0"] > 0.005, "a median of ranks that wait 0 to 30 ms"
+
+
+def test_model_parallel_ranks_agree_on_costs() -> None:
+    run_ranks(calibrate_beside_a_model_parallel_axis, 4, environment=SOCKETS)
+
+
 def alternate() -> None:
     model = sharded(fully_shard(Alternating(*build())))  # type: ignore[misc]
     model.set_costs(costs_of(5e-3))
-    choices = []
-    for swaps in (False, False, True, False, True, False, True, True, True):
-        model.swaps = swaps  # type: ignore[attr-defined]
-        model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
-        choices.append(model.schedule_choice())
-    assert choices[0] is None
-    assert all(choice is choices[1] for choice in choices[1:8]), "no order has come twice in a row"
-    assert choices[8] is not choices[1], "the order has changed"
+    counts = []
+    with Recorder() as recorder:
+        for swaps in (False, False, True, False, True, False, True, True, True):
+            model.swaps = swaps  # type: ignore[attr-defined]
+            model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
+            counts.append(count_choices(recorder))
+    assert counts == [0, *[1] * 7, 2], "a choice for the first order, and for one that came twice in a row"
 
 
 def test_orders_that_alternate_do_not_repeat_a_choice() -> None:

@@ -270,6 +270,8 @@ class FSDPState:
     """The size up to which adjacent small groups share an all-gather or a reduction, if the user has set it."""
     costs: Costs | None = _setting(None, of_root=True)
     """The costs by which settings are chosen that the user has not set."""
+    measures_costs: bool | None = _setting(None, of_root=True)
+    """True if costs are measured in training, False if not, and ``None`` for the default."""
     forward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
     """The states that the user chose to prefetch in forward."""
     backward_prefetch: Sequence[ref[FSDPState]] | None = _setting()

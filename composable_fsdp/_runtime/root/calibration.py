@@ -1,12 +1,12 @@
-"""Measurement of the costs from which a schedule is chosen: collectives once, computation in the next steps."""
+"""Measurement of the costs from which a schedule is chosen, in training steps, and of the times of these steps."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import Any, TypeAlias
 
 import torch
@@ -20,11 +20,13 @@ from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, C
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes
 
-__all__ = ["Calibration"]
+__all__ = ["Calibration", "Clock", "StepTimes", "median_over_ranks"]
 
-_SIZES = (1 << 12, 1 << 24)
+_SIZES = (1 << 12, 1 << 20, 1 << 24)
 """Bytes of the full tensors of the measured collectives. Estimated; swept in virtual time only."""
-_REPEATS = 3
+_MOST_SECONDS = 0.1
+"""The next larger tensor is left out if it is expected to take longer than this."""
+_REPEATS = 2
 _COPY_BYTES = 1 << 24
 _NANOSECOND = 1e-9
 
@@ -37,15 +39,18 @@ class Calibration:
 
     Args:
         axes: the mesh axes of all groups.
+        communicators: those of all axes along which ranks run the same model, also of tensor-parallel ones.
         names: the groups with parameters.
         steps: the number of forwards and backwards to measure, at least 1. The median counts.
     """
 
-    def __init__(self, axes: Collection[DataParallelAxes], names: Sequence[str], steps: int) -> None:
-        self._axes = tuple(axes)
+    def __init__(
+        self, axes: Sequence[DataParallelAxes], communicators: Sequence[Communicator], names: Sequence[str], steps: int
+    ) -> None:
+        self._communicators = communicators
         self._names = names
         self._steps_left = steps
-        self._clock = _Clock(self._axes[0].device)
+        self._clock = Clock(axes[0].device)
         self._running: list[str] = []
         """The groups whose modules run or are in backward, innermost last."""
         self._left: Mark | None = None
@@ -53,15 +58,26 @@ class Calibration:
         self._segments: list[tuple[bool, str, Mark, Mark]] = []
         """The intervals of computation of this step: in backward or not, group, begin, end."""
         self._seconds: dict[tuple[bool, str], list[float]] = defaultdict(list)
-        self._collectives: dict[str, AxisCosts] = {}
+        self._to_measure = [
+            (name, communicator, kind)
+            for mesh in axes
+            for name, communicator, kinds in zip(
+                mesh.names, (mesh.shard, mesh.replicate), (_SHARD_KINDS, _REPLICATE_KINDS), strict=True
+            )
+            if communicator.size > 1
+            for kind in kinds
+        ]
+        """The collectives that have not been measured: name of the axis, its communicator and the kind."""
+        self._collectives: dict[tuple[str, str], CollectiveCost] = {}
 
     def begin_step(self) -> Costs | None:
         """Begin a step, before its forward. Return the costs after the last one, and ``None`` before that."""
         self._end_step()
-        if not self._collectives:
-            self._collectives = self._measure_collectives()
         if self._steps_left == 0:
             return self._agreed_costs()
+        for _ in range(-(-len(self._to_measure) // self._steps_left)):
+            name, communicator, kind = self._to_measure.pop(0)
+            self._collectives[name, kind] = self._cost(communicator, kind)
         self._steps_left -= 1
         return None
 
@@ -93,39 +109,31 @@ class Calibration:
                 self._seconds[key].append(seconds)
         self._segments, self._running, self._left = [], [], None
 
-    def _measure_collectives(self) -> dict[str, AxisCosts]:
-        costs = {}
-        for axes in self._axes:
-            for name, communicator in zip(axes.names, (axes.shard, axes.replicate), strict=True):
-                if communicator.size > 1:
-                    costs[name] = self._axis_costs(communicator)
-        return costs
-
-    def _axis_costs(self, communicator: Communicator) -> AxisCosts:
+    def _cost(self, communicator: Communicator, kind: str) -> CollectiveCost:
+        """Return the line through the times of the smallest and the largest message."""
         label = "measurement of costs"
 
-        def gather(part: torch.Tensor, full: torch.Tensor) -> Work:
-            return communicator.all_gather([Transfer(full, part)], label)
-
-        def scatter(part: torch.Tensor, full: torch.Tensor) -> Work:
-            return communicator.reduce_scatter([Transfer(part, full)], ReduceOp.SUM, label)
-
-        def all_reduce(_: torch.Tensor, full: torch.Tensor) -> Work:
+        def launch(part: torch.Tensor, full: torch.Tensor) -> Work:
+            if kind == "all_gather":
+                return communicator.all_gather([Transfer(full, part)], label)
+            if kind == "reduce_scatter":
+                return communicator.reduce_scatter([Transfer(part, full)], ReduceOp.SUM, label)
             return communicator.all_reduce([full], ReduceOp.SUM, label)
 
-        return AxisCosts(*(self._cost(communicator, each) for each in (gather, scatter, all_reduce)))
-
-    def _cost(self, communicator: Communicator, launch: Callable[[torch.Tensor, torch.Tensor], Work]) -> CollectiveCost:
-        """Return the line through the times of a small and a large message."""
-        ranks, samples = communicator.size, list[tuple[float, float]]()
+        ranks, samples, expected = communicator.size, list[tuple[float, float]](), 0.0
         for nbytes in _SIZES:
+            if expected > _MOST_SECONDS:
+                break
             numel = -(-nbytes // (4 * ranks)) * ranks
             part, full = (
                 communicator.allocate(n, torch.float32, self._clock.device).zero_() for n in (numel // ranks, numel)
             )
             times = [self._clock.time(partial(_wait_for, launch, part, full)) for _ in range(1 + _REPEATS)]
-            samples.append((full.nbytes * (ranks - 1) / ranks, min(times[1:])))
-        (small, least), (large, most) = samples
+            (seconds,) = median_over_ranks([min(times[1:])], [communicator], self._clock.device)
+            samples.append((full.nbytes * (ranks - 1) / ranks, seconds))
+            (small, least), (sent, last) = samples[0], samples[-1]
+            expected = (last - least) * _SIZES[-1] / sent if len(samples) > 1 else 0.0
+        (small, least), (large, most) = samples[0], samples[-1]
         bandwidth = (large - small) / max(most - least, _NANOSECOND)
         return CollectiveCost(max(0.0, least - small / bandwidth), bandwidth)
 
@@ -136,37 +144,125 @@ class Calibration:
 
     def _agreed_costs(self) -> Costs:
         """Return the medians over all ranks."""
-        kinds = ("all_gather", "reduce_scatter", "all_reduce")
         own = [self._copy_bandwidth()]
-        for costs in self._collectives.values():
-            own += [value for kind in kinds for value in (getattr(costs, kind).latency, getattr(costs, kind).bandwidth)]
+        for cost in self._collectives.values():
+            own += [cost.latency, cost.bandwidth]
         for in_backward in (False, True):
             own += [median(self._seconds.get((in_backward, name), [0.0])) for name in self._names]
-        values = iter(self._median_over_ranks(own))
+        values = iter(median_over_ranks(own, self._communicators, self._clock.device))
         copy_bandwidth = next(values)
-        axes = {
-            name: AxisCosts(*(CollectiveCost(next(values), next(values)) for _ in kinds)) for name in self._collectives
-        }
+        measured = {key: CollectiveCost(next(values), next(values)) for key in self._collectives}
+        axes = {name: _axis_costs(measured, name) for name in dict.fromkeys(name for name, _ in measured)}
         forward = {name: next(values) for name in self._names}
         backward = {name: next(values) for name in self._names}
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         return Costs(axes, forward, backward, copy_bandwidth, source=f"measured on this job of {ranks} ranks")
 
-    def _median_over_ranks(self, own: Sequence[float]) -> list[float]:
-        values = list(own)
-        for axes in self._axes:
-            for axis in multi_rank_axes((axes.shard, axes.replicate)):
-                sent = torch.tensor(values, dtype=torch.float64, device=self._clock.device)
-                rows = gather_rows(sent, [axis], "agreement on measured costs").tolist()
-                values = [median(column) for column in zip(*rows, strict=True)]
-        return values
+
+_SHARD_KINDS = ("all_gather", "reduce_scatter")
+_REPLICATE_KINDS = ("all_reduce",)
+"""The kinds of collectives that are launched along an axis."""
+
+
+def _axis_costs(measured: Mapping[tuple[str, str], CollectiveCost], name: str) -> AxisCosts:
+    """Return the costs of an axis. An all-reduce counts as a reduce-scatter and an all-gather, where it is derived."""
+    if (name, "all_reduce") in measured:
+        both = measured[name, "all_reduce"]
+        half = CollectiveCost(both.latency / 2, 2 * both.bandwidth)
+        return AxisCosts(half, half, both)
+    gather, scatter = (measured[name, kind] for kind in _SHARD_KINDS)
+    both_bandwidth = 1 / (1 / gather.bandwidth + 1 / scatter.bandwidth)
+    return AxisCosts(gather, scatter, CollectiveCost(gather.latency + scatter.latency, both_bandwidth))
+
+
+def median_over_ranks(own: Sequence[float], communicators: Sequence[Communicator], device: torch.device) -> list[float]:
+    """Return the medians of ``own`` over the ranks along all ``communicators``. All of them must call it together."""
+    values = list(own)
+    for axis in multi_rank_axes(communicators):
+        sent = torch.tensor(values, dtype=torch.float64, device=device)
+        rows = gather_rows(sent, [axis], "agreement on measured costs").tolist()
+        values = [median(column) for column in zip(*rows, strict=True)]
+    return values
+
+
+_EARLY_STEPS = 64
+"""The number of steps after a choice in which times are compared at every second step. Estimated."""
+_INTERVAL = 64
+"""The number of steps from one comparison to the next one after that. Estimated."""
+_MOST_KEPT_CHOICES = 8
+"""The number of measurements in a row without another choice, from which on each doubles the interval. Estimated."""
+_CHANGE = 0.1
+"""The relative change of the time of a step from which costs are measured again. Estimated."""
+
+
+class StepTimes:
+    """The times of the steps after a choice of settings: of all early ones, and of two in each later interval.
+
+    Steps that leave gradients unsynchronized do not count.
+
+    Args:
+        device: the device of the computation.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = Clock(device)
+        self._kept_choices = 0
+        self.restart(has_changed=True)
+
+    def restart(self, *, has_changed: bool) -> None:
+        """Begin again, after a choice that has changed the settings or not."""
+        self._kept_choices = 0 if has_changed else self._kept_choices + 1
+        self.steps = 0
+        """The number of steps since then."""
+        self.seconds: float | None = None
+        """The mean time of the first two steps after the one that rebuilt the groups."""
+        self._begin: Mark | None = None
+        self._samples: list[tuple[Mark, Mark]] = []
+
+    def begin_step(self) -> None:
+        """Begin a step, before its forward."""
+        self._begin = self._clock.mark() if self._is_sampled else None
+        self.steps += 1
+
+    def end_step(self, *, synchronized: bool) -> None:
+        """End a step, after its backward. ``synchronized`` if it has reduced gradients over all ranks."""
+        if self._begin is not None and synchronized:
+            self._samples.append((self._begin, self._clock.mark()))
+        self._begin = None
+
+    @property
+    def _is_sampled(self) -> bool:
+        return 0 < self.steps <= self._early_steps or self.steps % self._interval in (0, 1)
+
+    @property
+    def _early_steps(self) -> int:
+        return _EARLY_STEPS if self._kept_choices < _MOST_KEPT_CHOICES else 2
+
+    @property
+    def _interval(self) -> int:
+        return _INTERVAL << max(0, self._kept_choices - _MOST_KEPT_CHOICES)
+
+    def has_changed(self) -> bool | None:
+        """Return whether the last two steps took another time than the first two, on this rank. Call it between steps.
+
+        ``None`` if there is nothing to compare. All ranks get ``None`` in the same steps.
+        """
+        if len(self._samples) < 2:
+            return None
+        self._clock.synchronize()
+        times = [self._clock.seconds(*sample) for sample in self._samples]
+        self._samples.clear()
+        if self.seconds is None:
+            self.seconds = fmean(times)
+            return None
+        return min(times) > (1 + _CHANGE) * self.seconds or max(times) < (1 - _CHANGE) * self.seconds
 
 
 def _wait_for(launch: Callable[..., Work], *tensors: torch.Tensor) -> None:
     launch(*tensors).wait()
 
 
-class _Clock:
+class Clock:
     """The clock of the computation on ``device``: events on its streams, or the host's clock where waits block it."""
 
     def __init__(self, device: torch.device) -> None:

@@ -15,6 +15,7 @@ import functools
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any, cast
 from weakref import ref
 
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from composable_fsdp import trace
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._memory.streams import CommStreams, Work
@@ -36,7 +38,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     ParameterState,
 )
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
-from composable_fsdp._runtime.root.calibration import Calibration
+from composable_fsdp._runtime.root.calibration import Calibration, StepTimes, median_over_ranks
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
 from composable_fsdp._runtime.root.model_check import check_models
@@ -49,9 +51,16 @@ from composable_fsdp._runtime.root.unused_modules import UnusedModules
 from composable_fsdp._runtime.schedule.choose import Choice
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
+from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp.errors import DivergenceError, PeerError
 
 __all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass", "awaiting_readers"]
+
+
+_STEPS_BEFORE_MEASUREMENT = 2
+"""The first step makes memory, and the second one is the first with a known order."""
+_MEASURED_STEPS = 2
+"""The steps in which computation is measured, of which the median counts."""
 
 
 class Pass(Key):
@@ -99,6 +108,7 @@ class Iteration:
         self._reductions = ReductionQueue(streams, self._runner)
         self._calibration: Calibration | None = None
         """The measurement of costs, while there is one."""
+        self._step_times = StepTimes(root.group.axes.device)
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
         self._unused_modules: UnusedModules | None = None
@@ -235,10 +245,21 @@ class Iteration:
         return self._pass is Pass.FORWARD and not self._grad_mode
 
     def calibrate(self, steps: int) -> None:
-        """Measure the costs of collectives at once and those of computation in the next ``steps``."""
-        axes = dict.fromkeys(pgs.axes for state in self.states.values() for pgs in state.group.process_groups)
+        """Measure the costs of collectives and of computation in the next ``steps``."""
         names = [name for name, state in self.states.items() if state.group.parameters]
-        self._calibration = Calibration(axes, names, steps)
+        self._calibration = Calibration(self._axes, self._communicators, names, steps)
+
+    @functools.cached_property
+    def _axes(self) -> list[DataParallelAxes]:
+        return list(dict.fromkeys(pgs.axes for state in self.states.values() for pgs in state.group.process_groups))
+
+    @functools.cached_property
+    def _communicators(self) -> list[Communicator]:
+        """The communicators of all axes along which ranks run the same model, model-parallel axes last."""
+        known = [each for axes in self._axes for each in (axes.shard, axes.replicate)]
+        layouts = (p.sharding.inner for state in self.states.values() for p in state.group.parameters)
+        by_mesh = {layout.mesh: layout for layout in layouts if layout is not None}
+        return known + [each for layout in by_mesh.values() for each in layout.communicators()]
 
     def _begin_forward(self, state: FSDPState) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, state, threading.current_thread()
@@ -258,16 +279,60 @@ class Iteration:
 
     def _choose_settings(self) -> None:
         """Choose the settings of the schedule by the costs, if they have changed and nothing is under way."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or any(state.unequal_use for state in self.states.values()):
             return
+        if self._calibration is None and self._measures_now():
+            self.calibrate(_MEASURED_STEPS)
         if self._calibration is not None and (costs := self._calibration.begin_step()) is not None:
             self._calibration, self.root.costs = None, costs
-        if not self._runner.choice_is_due():
+        if self._runner.choice_is_due() and not self._is_under_way:
+            self.drain()
+            before, begin = self._runner.settings, trace.now()
+            self._runner.choose()
+            self._step_times.restart(has_changed=self._runner.settings != before)
+            self._note_choice(begin)
+        self._step_times.begin_step()
+
+    def _note_choice(self, begin: float) -> None:
+        """Note a choice, which began at ``begin``, in traces and profiles."""
+        choice = self._runner.choice
+        if choice is None:
             return
-        if any(state.runs or state.group.gradients.state in HELD_GRADIENTS for state in self.states.values()):
-            return
-        self.drain()
-        self._runner.choose()
+        if trace.listeners:
+            trace.emit(trace.Operation.CHOOSE, choice.summary, choice.peak_bytes, begin=begin)
+        if profiling.active:
+            with profiling.label("choose_schedule", choice.summary):
+                pass
+
+    @property
+    def _is_under_way(self) -> bool:
+        """True between a forward and its backward, and while gradients are held."""
+        return any(state.runs or state.group.gradients.state in HELD_GRADIENTS for state in self.states.values())
+
+    def _measures_now(self) -> bool:
+        """Return whether this step must measure costs: in the third one, and when the times of steps have changed.
+
+        It is the same on all ranks.
+        """
+        times, choice = self._step_times, self._runner.choice
+        has_changed = times.has_changed()
+        if choice is None:
+            return times.steps == _STEPS_BEFORE_MEASUREMENT and self._measures_costs
+        if choice.measured_seconds is None and times.seconds is not None:
+            self._runner.choice = replace(choice, measured_seconds=times.seconds)
+        if has_changed is None or not self._measures_costs:
+            return False
+        (most,) = median_over_ranks([float(has_changed)], self._communicators, self.root.group.axes.device)
+        return most > 0.5
+
+    @property
+    def _measures_costs(self) -> bool:
+        """True if costs are measured without a call of the user."""
+        if self.root.measures_costs is not None:
+            return self.root.measures_costs
+        if self._streams.block_the_host or torch.are_deterministic_algorithms_enabled():
+            return False
+        return any(each.size > 1 for each in self._communicators)
 
     def _unshard_in_forward(self, state: FSDPState) -> None:
         if self._unused_modules is not None:
@@ -441,6 +506,7 @@ class Iteration:
                 if state.client_post_backward is not None:
                     state.client_post_backward(_noop)  # only now the reduced gradients are set
         _wait_for(works)
+        self._step_times.end_step(synchronized=self.root.accumulation is Accumulation.REDUCE)
         self._passes.end_backward()
         self._pass, self._pass_around_backward = self._pass_around_backward, Pass.IDLE
 
@@ -601,6 +667,8 @@ class Iteration:
             state.group.reshard()
             state.open_calls, state.kept_version, state.run = 0, None, None
         self._backward.forget()
+        self._calibration = None
+        self._step_times.restart(has_changed=True)
         self._runner.end_backward()
         self._reductions.clear_waiting()
         if self._unused_modules is not None:

@@ -116,7 +116,8 @@ class ScheduleRunner:
         """All that a choice depends on, beginning with the costs, at the last forward that may get a backward."""
         self._chosen_for: tuple[object, ...] = (None,)
         """The same at the last choice."""
-        self._settings = settings_of(root)
+        self.settings = settings_of(root)
+        """The settings in use: the chosen ones, and those that the user has set."""
         self._specs: dict[str, GroupSpec] = {}
         self._synchronized_specs: dict[str, GroupSpec] = {}
         """With costs, the specs as they are when gradients are synchronized."""
@@ -169,10 +170,10 @@ class ScheduleRunner:
         if self._versions() != self._version:
             names = names_of(self._states)
             self._foreign = {name: ref(state) for state, name in names.items() if name not in self._states}
-            self._settings = settings_of(self._root, self.choice.settings if self.choice else DEFAULT_SETTINGS)
-            self._specs = self._specs_with(self._settings)
+            self.settings = settings_of(self._root, self.choice.settings if self.choice else DEFAULT_SETTINGS)
+            self._specs = self._specs_with(self.settings)
             if self._root.costs is not None:
-                self._synchronized_specs = self._specs_with(self._settings, synchronized=True)
+                self._synchronized_specs = self._specs_with(self.settings, synchronized=True)
             self._version = self._versions()
             self._eager.clear()
             self._compiled.clear()
@@ -219,7 +220,7 @@ class ScheduleRunner:
                 partial(self._specs_with, synchronized=True),
                 self._options(leads_to_backward=True),
                 costs,
-                current=self._settings,
+                current=self.settings,
                 fixed=set_by_user(self._root),
             )
         sizes = self.choice.settings.message_sizes if self.choice else MessageSizes()
@@ -239,7 +240,7 @@ class ScheduleRunner:
         return sum(state.settings_version + state.group.tensors.plan_version for state in states)
 
     def _candidate_fusions(self) -> _Fused:
-        limit = self._settings.max_fused_bytes
+        limit = self.settings.max_fused_bytes
         if self._candidate_for != (self._known.events, limit):
             self._candidate_for = self._known.events, limit
             self._candidate = passes.fusions(self._known.events, self._specs, limit)
@@ -268,7 +269,7 @@ class ScheduleRunner:
         return options_of(
             self._root,
             self._states.values(),
-            self._settings,
+            self.settings,
             host_waits=self.streams.block_the_host,
             unequal_use=self._unequal_use,
             leads_to_backward=leads_to_backward,
