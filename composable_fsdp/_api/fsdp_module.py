@@ -292,12 +292,12 @@ class FSDPModule(TorchFSDPModule):
         On devices with streams this happens without a call in the third and fourth step, unless ``set_costs`` was
         called or ``torch.use_deterministic_algorithms`` is on.
 
-        The next ``steps`` forwards and backwards measure the collectives of each mesh axis, with messages of 4 KiB to
-        16 MiB, and the computation of each group: with events on the device, or on the host's clock where waits block
-        the host. Then all ranks of the model agree on the medians, which take effect as if they had been given to
-        ``set_costs``, and :meth:`costs` returns them. They are measured again when the time of steps changes by more
-        than 10 %. An error that ends a forward or ``reset_iter_state`` ends the measurement. All ranks must call this
-        together. Call it on the root.
+        The next ``steps`` forwards and backwards measure the collectives of each mesh axis, with messages of 4 KiB up
+        to its largest ones, at most 16 MiB. They also measure the computation of each group: with events on the device,
+        or on the host's clock where waits block the host. Then all ranks of the model agree on the medians, which take
+        effect as if they had been given to ``set_costs``, and :meth:`costs` returns them. They are measured again when
+        the time of steps changes by more than 10 %. An error that ends a forward or ``reset_iter_state`` ends the
+        measurement. All ranks must call this together. Call it on the root.
 
         Raises:
             ConfigurationError: ``steps`` is less than 1.

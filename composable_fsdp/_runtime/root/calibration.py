@@ -22,12 +22,13 @@ from composable_fsdp._sharding.mesh import DataParallelAxes
 
 __all__ = ["Calibration", "Clock", "StepTimes", "median_over_ranks"]
 
-_SIZES = (1 << 12, 1 << 20, 1 << 24)
+_LEAST, _MIDDLE, _MOST = 1 << 12, 1 << 20, 1 << 24
 """Bytes of the full tensors of the measured collectives. Estimated; swept in virtual time only."""
+_LEAST_LARGE = 1 << 16
+"""The bytes of the largest tensor at least, also if the model has smaller groups only."""
 _MOST_SECONDS = 0.1
 """The next larger tensor is left out if it is expected to take longer than this."""
 _REPEATS = 2
-_COPY_BYTES = 1 << 24
 _NANOSECOND = 1e-9
 
 Mark: TypeAlias = Any
@@ -40,15 +41,22 @@ class Calibration:
     Args:
         axes: the mesh axes of all groups.
         communicators: those of all axes along which ranks run the same model, also of tensor-parallel ones.
-        names: the groups with parameters.
+        full_bytes: the bytes of the unsharded parameters of each group with parameters, by name.
         steps: the number of forwards and backwards to measure, at least 1. The median counts.
     """
 
     def __init__(
-        self, axes: Sequence[DataParallelAxes], communicators: Sequence[Communicator], names: Sequence[str], steps: int
+        self,
+        axes: Sequence[DataParallelAxes],
+        communicators: Sequence[Communicator],
+        full_bytes: Mapping[str, int],
+        steps: int,
     ) -> None:
         self._communicators = communicators
-        self._names = names
+        self._names = list(full_bytes)
+        most = max(_LEAST_LARGE, max(full_bytes.values(), default=0))
+        self._sizes = sorted({_LEAST, min(_MIDDLE, most), min(_MOST, most)})
+        """The bytes of the messages: no larger than the model's own, so that the peak of memory is that of training."""
         self._steps_left = steps
         self._clock = Clock(axes[0].device)
         self._running: list[str] = []
@@ -121,7 +129,7 @@ class Calibration:
             return communicator.all_reduce([full], ReduceOp.SUM, label)
 
         ranks, samples, expected = communicator.size, list[tuple[float, float]](), 0.0
-        for nbytes in _SIZES:
+        for nbytes in self._sizes:
             if expected > _MOST_SECONDS:
                 break
             numel = -(-nbytes // (4 * ranks)) * ranks
@@ -132,15 +140,15 @@ class Calibration:
             (seconds,) = median_over_ranks([min(times[1:])], [communicator], self._clock.device)
             samples.append((full.nbytes * (ranks - 1) / ranks, seconds))
             (small, least), (sent, last) = samples[0], samples[-1]
-            expected = (last - least) * _SIZES[-1] / sent if len(samples) > 1 else 0.0
+            expected = (last - least) * self._sizes[-1] / sent if len(samples) > 1 else 0.0
         (small, least), (large, most) = samples[0], samples[-1]
         bandwidth = (large - small) / max(most - least, _NANOSECOND)
         return CollectiveCost(max(0.0, least - small / bandwidth), bandwidth)
 
     def _copy_bandwidth(self) -> float:
-        source = torch.zeros(_COPY_BYTES // 4, device=self._clock.device)
+        source = torch.zeros(self._sizes[-1] // 8, device=self._clock.device)
         copy = partial(torch.empty_like(source).copy_, source)
-        return _COPY_BYTES / max(_NANOSECOND, min(self._clock.time(copy) for _ in range(_REPEATS)))
+        return source.nbytes / max(_NANOSECOND, min(self._clock.time(copy) for _ in range(_REPEATS)))
 
     def _agreed_costs(self) -> Costs:
         """Return the medians over all ranks."""

@@ -246,8 +246,9 @@ class Iteration:
 
     def calibrate(self, steps: int) -> None:
         """Measure the costs of collectives and of computation in the next ``steps``."""
-        names = [name for name, state in self.states.items() if state.group.parameters]
-        self._calibration = Calibration(self._axes, self._communicators, names, steps)
+        groups = {name: state.group for name, state in self.states.items() if state.group.parameters}
+        sizes = {name: group.plan.full_bytes for name, group in groups.items()}
+        self._calibration = Calibration(self._axes, self._communicators, sizes, steps)
 
     @functools.cached_property
     def _axes(self) -> list[DataParallelAxes]:
