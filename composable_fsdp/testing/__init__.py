@@ -9,10 +9,21 @@
   :class:`Raise` and :class:`Kill` are the effects, and a :class:`Fault` says when one happens.
   :class:`FaultyCommunicator` does the same for one communicator, :class:`PartitionableStore` disconnects a rank from
   the store.
+- :func:`simulated_accelerator` gives ``torch.cpu`` streams, and finds accesses to memory that they do not order.
+  Process groups of the backend ``"simulated_accelerator"`` communicate over gloo on a stream of their own, and those
+  of ``"simulated_accelerator_alone"`` without other processes.
 - :func:`assert_trace` compares the events of a ``Recorder`` with the expected ones, line by line.
 """
 
+from composable_fsdp.testing import _stream_group as _stream_group  # registers the backends
 from composable_fsdp.testing._assert_trace import assert_trace
+from composable_fsdp.testing.accelerator import (
+    Race,
+    SimulatedAccelerator,
+    SimulatedEvent,
+    SimulatedStream,
+    simulated_accelerator,
+)
 from composable_fsdp.testing.fake import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
 from composable_fsdp.testing.faults import (
     Corrupt,
@@ -42,10 +53,15 @@ __all__ = [
     "Kill",
     "MismatchError",
     "PartitionableStore",
+    "Race",
     "Raise",
     "RanksError",
+    "SimulatedAccelerator",
+    "SimulatedEvent",
+    "SimulatedStream",
     "assert_trace",
     "inject_faults",
     "run_ranks",
     "shutdown",
+    "simulated_accelerator",
 ]

@@ -1,0 +1,189 @@
+"""The backend ``"simulated_accelerator"``: collectives over gloo, on a stream of the process group's own, as with NCCL.
+
+A launch waits for the current stream, and ``wait`` makes the current stream wait, but not the host. The tensors of a
+collective are kept until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.testing.accelerator import SimulatedAccelerator, SimulatedEvent, SimulatedStream, active
+
+__all__ = ["ALONE", "BACKEND", "StreamGroup", "StreamWork"]
+
+BACKEND = "simulated_accelerator"
+ALONE = "simulated_accelerator_alone"
+"""The same without other processes: all ranks are taken to have the data of this one."""
+
+
+_ProcessGroup: Any = dist.ProcessGroup
+"""The base class, whose stubs have overloads that torch does not call on groups in Python."""
+
+
+class StreamWork(dist.Work):
+    """A collective of a :class:`StreamGroup`."""
+
+    def __init__(self, accelerator: SimulatedAccelerator | None, event: SimulatedEvent | None, tensors: Any) -> None:
+        super().__init__()
+        self._accelerator, self._event, self._tensors = accelerator, event, tensors
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(None)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._accelerator is not None and self._event is not None:
+            self._event.wait(self._accelerator.current)
+        self._tensors = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+class StreamGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group on a stream of its own.
+
+    Args:
+        rank: the rank of this process.
+        size: the number of ranks.
+        inner: the gloo group that communicates. Without one, all ranks are taken to have the data of this one.
+    """
+
+    def __init__(self, rank: int, size: int, inner: Any = None) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._inner = rank, size, inner
+        self._streams: dict[int, SimulatedStream] = {}
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def _launch(
+        self,
+        operation: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        run: Callable[[], object],
+    ) -> StreamWork:
+        accelerator = active[-1] if active else None
+        if accelerator is None:
+            run()
+            return StreamWork(None, None, None)
+        stream = self._streams.get(id(accelerator))
+        if stream is None:
+            stream = self._streams[id(accelerator)] = SimulatedStream(accelerator, name=f"of {self.group_name}")
+        stream.wait_stream(accelerator.current)
+        with accelerator.use(stream):
+            with torch.utils._python_dispatch._disable_current_modes():
+                run()
+            accelerator.access(operation, reads, writes)
+        return StreamWork(accelerator, stream.record_event(), (reads, writes))
+
+    def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, options: Any = None) -> StreamWork:
+        def run() -> None:
+            if self._inner is None:
+                output.view(self._size, -1).copy_(shard.reshape(1, -1).expand(self._size, -1))
+            else:
+                self._inner._allgather_base(output, shard).wait()
+
+        return self._launch("all_gather", [shard], [output], run)
+
+    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, options: Any = None) -> StreamWork:
+        operation = options.reduceOp if options is not None else dist.ReduceOp.SUM
+
+        def run() -> None:
+            average = operation == dist.ReduceOp.AVG
+            if self._inner is None:
+                output.copy_(full.view(self._size, -1)[self._rank].view_as(output)).mul_(1 if average else self._size)
+                return
+            given = dist.ReduceScatterOptions()
+            given.reduceOp = cast(Any, dist.ReduceOp.SUM if average else operation)
+            self._inner._reduce_scatter_base(output, full, given).wait()
+            if average:
+                output.div_(self._size)
+
+        return self._launch("reduce_scatter", [full], [output], run)
+
+    def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, *sizes: Any) -> StreamWork:
+        def run() -> None:
+            if self._inner is None:
+                output.copy_(given)
+            else:
+                self._inner.alltoall_base(output, given, *sizes).wait()
+
+        return self._launch("all_to_all", [given], [output], run)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> StreamWork:
+        operation = options.reduceOp if options is not None else dist.ReduceOp.SUM
+
+        def run() -> None:
+            average = operation == dist.ReduceOp.AVG
+            for tensor in tensors:
+                if self._inner is None:
+                    tensor.mul_(1 if average or operation != dist.ReduceOp.SUM else self._size)
+                    continue
+                given = dist.AllreduceOptions()
+                given.reduceOp = cast(Any, dist.ReduceOp.SUM if average else operation)
+                self._inner.allreduce([tensor], given).wait()
+                if average:
+                    tensor.div_(self._size)
+
+        return self._launch("all_reduce", tensors, tensors, run)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> StreamWork:
+        def run() -> None:
+            if self._inner is not None:
+                self._inner.broadcast(tensors, options).wait()
+
+        return self._launch("broadcast", tensors, tensors, run)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], _: Any = None) -> StreamWork:
+        def run() -> None:
+            if self._inner is None:
+                for each in outputs[0]:
+                    each.copy_(inputs[0])
+            else:
+                self._inner.allgather(outputs, inputs).wait()
+
+        return self._launch("all_gather", inputs, outputs[0], run)
+
+    def barrier(self, options: Any = None) -> StreamWork:
+        def run() -> None:
+            if self._inner is not None:
+                self._inner.barrier(options or dist.BarrierOptions()).wait()
+
+        return self._launch("barrier", [], [], run)
+
+    # The names of these methods before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StreamGroup:
+    return StreamGroup(rank, size, dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def _create_alone(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StreamGroup:
+    return StreamGroup(rank, size)
+
+
+dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+dist.Backend.register_backend(ALONE, _create_alone, devices=["cpu"])

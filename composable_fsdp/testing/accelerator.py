@@ -1,0 +1,443 @@
+"""A simulated accelerator that finds accesses to memory which its streams do not order.
+
+Streams and events replace those of ``torch.cpu`` and keep vector clocks. Tensors are real CPU tensors, and operations
+run at once, in the order of the host, so results are those of the host. Every operation is an access to byte ranges of
+its tensors on the current stream, and a collective of the backend ``"simulated_accelerator"`` is one on a stream of its
+process group's own, as with NCCL. Two accesses to one range, at least one of them a write, must be ordered by streams
+and events, or by a synchronization of the host between them.
+
+Freed memory goes to the pool of the stream that it was allocated on, as in torch's CUDA caching allocator. The next
+allocation on that stream may get it, so by then all accesses on other streams must be ordered before that stream.
+``Tensor.record_stream`` exempts memory from that.
+
+Not simulated: host memory, so neither pinned memory nor reads of the host are checked; time; and other devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, partialmethod
+from itertools import count
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Race", "SimulatedAccelerator", "SimulatedEvent", "SimulatedStream", "active", "simulated_accelerator"]
+
+_NO_ACCESS = ("detach", "alias", "_unsafe_view", "lift_fresh")
+"""Operations that read and write nothing, although their schema does not mark them as views."""
+_NO_WRITE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+"""Operations that allocate memory and write nothing."""
+_NOTED_ELSEWHERE = ("prim", "c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of operations that access no memory, or that the process group notes."""
+_MOST_RUNS = 64
+"""A tensor with more contiguous parts than this counts as everything from its first to its last byte."""
+_FRAMES = 8
+_LABELS = logging.getLogger("torch.distributed.fsdp.fully_shard")
+"""The logger to which this library and torch's FSDP2 write the label of each operation."""
+
+_Clock = dict[int, int]
+"""A vector clock: of each stream, by its number, the number of its operations that are ordered before."""
+_Runs = tuple[tuple[int, int], ...]
+"""Byte ranges of a storage, each from its first byte to the one after its last."""
+
+
+def _join(clock: _Clock, other: _Clock) -> None:
+    for stream, number in other.items():
+        if clock.get(stream, 0) < number:
+            clock[stream] = number
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """An access on a stream."""
+
+    stream: SimulatedStream
+    number: int
+    is_write: bool
+    runs: _Runs
+    what: str
+
+    def is_before(self, clock: _Clock) -> bool:
+        return clock.get(self.stream.number, 0) >= self.number
+
+    def overlaps(self, runs: _Runs) -> bool:
+        return any(a < d and c < b for a, b in self.runs for c, d in runs)
+
+    def __str__(self) -> str:
+        return f"{'write' if self.is_write else 'read'} on {self.stream} by {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two accesses to the same memory that no stream orders.
+
+    Args:
+        kind: ``"read"`` or ``"write"``, that of the second access, or ``"reuse"`` if freed memory may be in use.
+        memory: the allocation of the memory.
+        first: the earlier access in the order of the host.
+        second: the later access, or the allocation that may get the memory.
+    """
+
+    kind: str
+    memory: str
+    first: str
+    second: str
+
+    def __str__(self) -> str:
+        return f"unordered {self.kind} of {self.memory}\n  first:  {self.first}\n  second: {self.second}"
+
+
+@dataclass(eq=False)
+class _Block:
+    """Memory of one storage, from its allocation until it is freed."""
+
+    stream: SimulatedStream
+    what: str
+    accesses: list[_Access] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+    """The streams given to ``record_stream``."""
+
+
+class SimulatedEvent:
+    """A point of a stream. It orders what waits for it after all work that the stream had when it was recorded."""
+
+    def __init__(self, accelerator: SimulatedAccelerator, **_: object) -> None:
+        self._accelerator = accelerator
+        self._clock: _Clock = {}
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        self._clock = dict((stream or self._accelerator.current).clock)
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        _join((stream or self._accelerator.current).clock, self._clock)
+
+    def synchronize(self) -> None:
+        _join(self._accelerator.host, self._clock)
+
+    def query(self) -> bool:
+        return all(self._accelerator.host.get(stream, 0) >= number for stream, number in self._clock.items())
+
+    def elapsed_time(self, end: SimulatedEvent) -> float:
+        """Return 0: operations take no time."""
+        return 0.0
+
+
+class SimulatedStream:
+    """Work that runs in order."""
+
+    def __init__(self, accelerator: SimulatedAccelerator, *_: object, name: str = "", **__: object) -> None:
+        self._accelerator = accelerator
+        self.number = next(accelerator.numbers)
+        self.name = name
+        self.clock: _Clock = {}
+
+    def __str__(self) -> str:
+        return f"stream {self.number}{self.name and f' ({self.name})'}"
+
+    def advance(self) -> int:
+        """Begin an operation, after all that the host has waited for. Return its number."""
+        _join(self.clock, self._accelerator.host)
+        number = self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return number
+
+    def wait_stream(self, stream: SimulatedStream) -> None:
+        _join(self.clock, stream.clock)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        event.wait(self)
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        event = event or SimulatedEvent(self._accelerator)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _join(self._accelerator.host, self.clock)
+
+    def query(self) -> bool:
+        return self.record_event().query()
+
+
+class SimulatedAccelerator:
+    """Streams, memory and the races found so far."""
+
+    def __init__(self) -> None:
+        self.numbers = count()
+        self.host: _Clock = {}
+        """The operations for which the host has waited."""
+        self.default = self.current = SimulatedStream(self, name="default")
+        self.races: list[Race] = []
+        """The races, each pair of places once."""
+        self.label = ""
+        """The last label of an operation that FSDP has logged."""
+        self._blocks: dict[int, _Block] = {}
+        """The memory in use, by address."""
+        self._addresses: dict[int, int] = {}
+        """The address of each live storage whose end is awaited, by its own address."""
+        self._freed: dict[int, list[_Block]] = defaultdict(list)
+        """The freed memory that the next allocation on a stream may get, by stream."""
+
+    @contextmanager
+    def use(self, stream: SimulatedStream | None) -> Iterator[None]:
+        """Make ``stream`` the current one, as ``torch.cuda.stream`` does."""
+        previous, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = previous
+
+    def synchronize(self, device: object = None) -> None:
+        """Block the host until all work is done."""
+        for stream in [self.default, *self._streams()]:
+            _join(self.host, stream.clock)
+
+    def access(self, operation: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+        """Note one operation on the current stream."""
+        number, what = self.current.advance(), self._here(operation)
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                block = self._block_of(tensor, what)
+                if block is not None:
+                    self._note(block, _Access(self.current, number, is_write, _runs(tensor), what))
+
+    def allocate(self, storage: torch.UntypedStorage, operation: str) -> None:
+        """Note that ``storage`` has got memory on the current stream."""
+        stream, what = self.current, f"{storage.nbytes()} bytes allocated by {self._here(operation)}"
+        _join(stream.clock, self.host)
+        for block in self._freed.pop(stream.number, ()):
+            late = next((a for a in block.accesses if self._may_run(a, block, stream)), None)
+            if late is not None:
+                self._report(Race("reuse", block.what, str(late), f"{what} on {stream}"))
+        address = storage.data_ptr()
+        self._blocks[address] = _Block(stream, what)
+        known = storage._cdata
+        if known not in self._addresses:
+            weakref.finalize(storage, self._end, known)
+        self._addresses[known] = address
+
+    def free(self, address: int) -> None:
+        """Note that the memory at ``address`` is freed."""
+        block = self._blocks.pop(address, None)
+        if block is not None:
+            self._freed[block.stream.number].append(block)
+
+    def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
+        """Note that ``tensor`` is used on ``stream``, so that its memory is not used again before that is done."""
+        block = self._block_of(tensor, "record_stream")
+        if block is not None:
+            block.recorded.add(stream.number)
+
+    def _end(self, storage: int) -> None:
+        self.free(self._addresses.pop(storage))
+
+    @staticmethod
+    def _may_run(access: _Access, block: _Block, stream: SimulatedStream) -> bool:
+        """Return whether ``access`` may come after an allocation on ``stream`` that gets the memory of ``block``."""
+        number = access.stream.number
+        return number != stream.number and number not in block.recorded and not access.is_before(stream.clock)
+
+    def _streams(self) -> list[SimulatedStream]:
+        return list({a.stream for block in self._blocks.values() for a in block.accesses})
+
+    def _block_of(self, tensor: torch.Tensor, what: str) -> _Block | None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr() if storage.nbytes() else 0
+        if not address:
+            return None
+        if address not in self._blocks:
+            self.allocate(storage, what)
+        return self._blocks[address]
+
+    def _note(self, block: _Block, new: _Access) -> None:
+        kept = []
+        for old in block.accesses:
+            conflicts = (new.is_write or old.is_write) and old.stream is not new.stream and old.overlaps(new.runs)
+            is_before = old.stream is new.stream or old.is_before(new.stream.clock)
+            if conflicts and not is_before:
+                self._report(Race("write" if new.is_write else "read", block.what, str(old), str(new)))
+            is_covered = old.runs == new.runs and (new.is_write or (old.stream is new.stream and not old.is_write))
+            if not (is_before and is_covered):
+                kept.append(old)
+        block.accesses = [*kept, new]
+
+    def _report(self, race: Race) -> None:
+        if race not in self.races:
+            self.races.append(race)
+
+    def _here(self, operation: str) -> str:
+        """Return ``operation`` with the last label and the stack."""
+        frames = list[str]()
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and len(frames) < _FRAMES:
+            name = frame.f_code.co_filename
+            if name != __file__ and not any(part in name for part in _HIDDEN):
+                frames.append(f"{name.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}")
+            frame = frame.f_back
+        label = f" after {self.label}" if self.label else ""
+        return f"{operation}{label} at {' < '.join(frames)}"
+
+
+_HIDDEN = (
+    "/torch/utils/",
+    "/torch/_ops.py",
+    "/torch/_compile.py",
+    "/torch/_dynamo/",
+    "contextlib.py",
+    "/torch/nn/modules/module.py",
+)
+"""Parts of the names of files whose frames are left out of stacks."""
+
+
+def _runs(tensor: torch.Tensor) -> _Runs:
+    """Return the byte ranges of ``tensor`` in its storage."""
+    size, begin = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
+    if not tensor.numel():
+        return ()
+    dims = sorted(
+        ((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1),
+        reverse=True,
+    )
+    inner = 1
+    while dims and dims[-1][0] == inner:
+        inner *= dims.pop()[1]
+    starts = [0]
+    for stride, length in dims:
+        if len(starts) * length > _MOST_RUNS:
+            span = sum(stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+            return ((begin, begin + (span + 1) * size),)
+        starts = [start + stride * index for start in starts for index in range(length)]
+    return tuple((begin + start * size, begin + (start + inner) * size) for start in starts)
+
+
+class _Accesses(TorchDispatchMode):
+    """Notes the accesses of every operation."""
+
+    def __init__(self, accelerator: SimulatedAccelerator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._accelerator = accelerator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # such a tensor is dispatched again, as operations on the tensors inside it
+        name = func.overloadpacket.__name__
+        result = func(*args, **kwargs)
+        if func.is_view or func.namespace in _NOTED_ELSEWHERE or name in _NO_ACCESS:
+            return result
+        given, made = _tensors((args, kwargs)), _tensors(result)
+        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in (*given, *made)):
+            return result
+        written = [each for value in _written_arguments(func, args, kwargs) for each in _tensors(value)]
+        known = {_address(tensor) for tensor in given}
+        new = [] if name in _NO_WRITE else [tensor for tensor in made if _address(tensor) not in known]
+        writes = {id(tensor): tensor for tensor in (*written, *new)}
+        reads = [tensor for tensor in given if id(tensor) not in writes]
+        self._accelerator.access(name, reads, writes.values())
+        for tensor in made if name in _NO_WRITE else ():
+            self._accelerator._block_of(tensor, name)
+        return result
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return [each for each in tensors if not is_traceable_wrapper_subclass_type(type(each))]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that ``func`` writes, by its schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield kwargs.get(argument.name, args[position] if position < len(args) else None)
+
+
+class _Labels(logging.Handler):
+    """Keeps the last label that FSDP has logged."""
+
+    def __init__(self, accelerator: SimulatedAccelerator) -> None:
+        super().__init__(logging.DEBUG)
+        self._accelerator = accelerator
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._accelerator.label = record.getMessage()
+
+
+active: list[SimulatedAccelerator] = []
+"""The open accelerators, innermost last."""
+
+
+@contextmanager
+def simulated_accelerator() -> Iterator[SimulatedAccelerator]:
+    """Make ``torch.cpu`` an accelerator with streams inside this context, and find accesses that they do not order.
+
+    Process groups of the backend ``"simulated_accelerator"`` communicate over gloo, on streams of their own.
+    :attr:`SimulatedAccelerator.races` is empty, or lists the races.
+
+    >>> with simulated_accelerator() as device:
+    ...     x = torch.zeros(4)
+    ...     side = torch.cpu.Stream()
+    ...     with torch.cpu.stream(side):
+    ...         y = x + 1
+    >>> [race.kind for race in device.races]
+    ['read']
+    """
+    accelerator = SimulatedAccelerator()
+    names: dict[str, Any] = {
+        "Stream": partial(SimulatedStream, accelerator),
+        "Event": partial(SimulatedEvent, accelerator),
+        "stream": accelerator.use,
+        "current_stream": lambda device=None: accelerator.current,
+        "synchronize": accelerator.synchronize,
+    }
+    active.append(accelerator)
+    try:
+        with (
+            mock.patch.multiple(_LABELS, handlers=[_Labels(accelerator)], propagate=False, level=logging.DEBUG),
+            mock.patch.object(_LABELS, "_cache", {}),
+            mock.patch.multiple(torch.cpu, **names),
+            mock.patch.object(torch.accelerator, "current_stream", names["current_stream"]),
+            mock.patch.object(torch.UntypedStorage, "resize_", _noting_resize(accelerator)),
+            mock.patch.object(torch.Tensor, "record_stream", partialmethod(_record_stream, accelerator)),
+            _Accesses(accelerator),
+        ):
+            yield accelerator
+    finally:
+        active.remove(accelerator)
+
+
+def _record_stream(tensor: torch.Tensor, accelerator: SimulatedAccelerator, stream: SimulatedStream) -> None:
+    accelerator.record_stream(tensor, stream)
+
+
+def _noting_resize(accelerator: SimulatedAccelerator) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+    """Return a replacement of ``UntypedStorage.resize_`` that frees and allocates."""
+    resize = torch.UntypedStorage.resize_
+
+    def noting(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        address, before = self.data_ptr() if self.nbytes() else 0, self.nbytes()
+        resize(self, size)
+        if before and before != size:
+            accelerator.free(address)
+        if size and before != size:
+            accelerator.allocate(self, "resize_")
+        return self
+
+    return noting

@@ -1,0 +1,140 @@
+"""The simulated accelerator: the races that it finds between accesses of plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from composable_fsdp.testing import simulated_accelerator
+
+cpu: Any = torch.cpu
+
+
+def race_of(body: Callable[[Any, Any], object]) -> list[str]:
+    """Return the kinds of the races in ``body``, which gets a tensor that the default stream wrote, and a stream."""
+    with simulated_accelerator() as device:
+        x = torch.zeros(8)
+        kept = body(x, cpu.Stream())
+    del kept
+    return [race.kind for race in device.races]
+
+
+def add_on(stream: Any, x: torch.Tensor) -> torch.Tensor:
+    with cpu.stream(stream):
+        return x + 1
+
+
+def test_a_read_that_does_not_wait_for_the_write_is_found() -> None:
+    assert race_of(lambda x, side: add_on(side, x)) == ["read"]
+
+
+def test_a_write_that_does_not_wait_for_a_read_is_found() -> None:
+    def write_too_early(x: torch.Tensor, side: Any) -> object:
+        side.wait_stream(cpu.current_stream())
+        return add_on(side, x), x.add_(1)
+
+    assert race_of(write_too_early) == ["write"]
+
+
+def test_streams_events_and_the_host_order_accesses() -> None:
+    def by_stream(x: torch.Tensor, side: Any) -> object:
+        side.wait_stream(cpu.current_stream())
+        return add_on(side, x)
+
+    def by_event(x: torch.Tensor, side: Any) -> object:
+        side.wait_event(cpu.current_stream().record_event())
+        y = add_on(side, x)
+        event: Any = cpu.Event()
+        event.record(side)
+        event.wait()
+        return y.add_(x)
+
+    def by_host(x: torch.Tensor, side: Any) -> object:
+        cpu.current_stream().synchronize()
+        y = add_on(side, x)
+        cpu.synchronize()
+        return y.add_(x)
+
+    assert race_of(by_stream) == race_of(by_event) == race_of(by_host) == []
+
+
+def test_an_event_orders_nothing_that_comes_after_it() -> None:
+    def write_after(x: torch.Tensor, side: Any) -> object:
+        event = cpu.current_stream().record_event()
+        x.add_(1)
+        side.wait_event(event)
+        return add_on(side, x)
+
+    assert race_of(write_after) == ["read"]
+
+
+def test_parts_of_a_tensor_are_told_apart() -> None:
+    def rows(x: torch.Tensor, side: Any) -> object:
+        side.wait_stream(cpu.current_stream())
+        with cpu.stream(side):
+            x[:4].add_(1)
+        return x[4:].add_(1)
+
+    def columns(x: torch.Tensor, side: Any) -> object:
+        side.wait_stream(cpu.current_stream())
+        with cpu.stream(side):
+            x.view(4, 2)[:, 0].add_(1)
+        return x.view(4, 2)[:, 1].add_(1)
+
+    def overlapping(x: torch.Tensor, side: Any) -> object:
+        side.wait_stream(cpu.current_stream())
+        with cpu.stream(side):
+            x[:5].add_(1)
+        return x[4:].add_(1)
+
+    assert race_of(rows) == race_of(columns) == []
+    assert race_of(overlapping) == ["write"]
+
+
+def free_while_in_use(x: torch.Tensor, side: Any, after: Callable[[torch.Tensor, Any], object]) -> object:
+    y = x + 1
+    side.wait_stream(cpu.current_stream())
+    z = add_on(side, y)
+    after(y, side)
+    del y
+    return torch.empty(8), z
+
+
+def test_memory_that_is_freed_while_another_stream_uses_it_is_found() -> None:
+    assert race_of(lambda x, side: free_while_in_use(x, side, lambda *_: None)) == ["reuse"]
+
+
+def test_memory_may_be_freed_after_a_wait_or_record_stream() -> None:
+    def wait(_: torch.Tensor, side: Any) -> None:
+        cpu.current_stream().wait_stream(side)
+
+    def record(y: torch.Tensor, side: Any) -> None:
+        y.record_stream(side)
+
+    assert race_of(lambda x, side: free_while_in_use(x, side, wait)) == []
+    assert race_of(lambda x, side: free_while_in_use(x, side, record)) == []
+
+
+def test_a_storage_that_is_resized_to_nothing_is_freed() -> None:
+    def resize(x: torch.Tensor, side: Any) -> object:
+        y = x + 1
+        side.wait_stream(cpu.current_stream())
+        z = add_on(side, y)
+        y.untyped_storage().resize_(0)
+        return torch.empty(8), y, z
+
+    assert race_of(resize) == ["reuse"]
+
+
+def test_a_race_names_both_places_and_the_memory() -> None:
+    with simulated_accelerator() as device:
+        x = torch.zeros(8)
+        add_on(cpu.Stream(), x)
+    (race,) = device.races
+    assert race.memory.startswith("32 bytes allocated by zeros at ")
+    assert race.first.startswith("write on stream 0 (default) by zeros at test_accelerator.py:")
+    assert race.second.startswith("read on stream 1 by add at test_accelerator.py:")
+    assert "test_a_race_names" in race.first
+    assert str(race).splitlines()[0] == f"unordered read of {race.memory}"
