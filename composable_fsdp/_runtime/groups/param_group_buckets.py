@@ -28,7 +28,7 @@ from composable_fsdp._layout.plan import (
     plan_group,
 )
 from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp._memory.buffers import ShardStore
+from composable_fsdp._memory.buffers import ShardStore, zero_padding
 from composable_fsdp._runtime.collectives.all_gather import GatherCache
 from composable_fsdp._runtime.collectives.bucket import AnyBucket, Bucket
 from composable_fsdp._runtime.collectives.extension import GatherExtension, PlainExtension, find_extension
@@ -193,6 +193,24 @@ class ParamGroupBuckets:
             self.buckets.append(bucket)
         self.register()
 
+    def allocate(self, device: torch.device) -> bool:
+        """Allocate the shards, without values, if all are on the meta device, as one tensor for each bucket.
+
+        Returns False if that is not possible: parameters must be replaced one by one, and :meth:`refresh` follows.
+        """
+        plain = all(plan.is_gathered and not plan.extended for plan in self.plan.buckets)
+        blank = all(p.local.is_meta and p.sharded.grad is None for p in self.parameters)
+        if device.type != self.rest_device.type or not (plain and blank and self.registration.is_current):
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            for bucket in self.buckets:
+                assert isinstance(bucket, Bucket)
+                bucket.replace_store(self._store(bucket.plan, bucket.pgs, device))
+        self.last_gather = GatherCache()
+        self.are_on_rest_device = True
+        self.register()
+        return True
+
     def _find_hooks(self) -> None:
         self._hooks = {p: hooks for p in self.parameters if (hooks := hooks_of(p.local))}
         self._gradient_extensions = self._find_gradient_extensions()
@@ -206,7 +224,8 @@ class ParamGroupBuckets:
             flat = self._shared_buffer(plan)
         else:
             pinned = self.pin_memory and device.type != "meta"
-            flat = torch.zeros(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
+            flat = torch.empty(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
+            zero_padding(flat, layout, plan.gather.shards, rank)
         return ShardStore(plan.gather.shards, layout, rank, flat, is_shared=in_common)
 
     def _shared_buffer(self, plan: BucketPlan) -> torch.Tensor:
