@@ -240,6 +240,8 @@ def _as_modules(module: object) -> list[nn.Module]:
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that no other module in the list contains; only they get hooks."""
+    if len(modules) == 1:
+        return list(modules)
     inner = {id(below) for each in modules for below in each.modules() if below is not each}
     return [each for each in modules if id(each) not in inner]
 

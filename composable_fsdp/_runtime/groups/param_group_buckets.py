@@ -80,9 +80,12 @@ def shard_parameters(sources: Sequence[ParameterSource], offload: OffloadPolicy)
         if hooks_of(full):
             parameters.append(ShardedParameter(source, cut_shard(source.name, full, shards, axes.shard.rank, device)))
             continue
+        shape = shards.shard_shape(axes.shard.rank)
+        if full.is_meta:
+            parameters.append(ShardedParameter(source, torch.empty(shape, dtype=full.dtype, device=device)))
+            continue
         padded = torch.empty(shards.padded_numel, dtype=full.dtype, device=device)
         copy_shard(source.name, full, shards, axes.shard.rank, padded)
-        shape = shards.shard_shape(axes.shard.rank)
         parameter = ShardedParameter(source, padded[: prod(shape)].view(shape))
         if is_checked and axes.num_ranks > 1:
             parameter.start = sample_start(full, parameter.local)
@@ -186,7 +189,8 @@ class ParamGroupBuckets:
             for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
                 if on_meta and not local.is_meta:  # it stays where it is until the others are materialized
                     continue
-                store.locals[k].copy_(local)
+                if not on_meta:
+                    store.locals[k].copy_(local)
                 parameter.set_local(store.locals[k])
                 parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient(plan.grad_bucket))
             bucket.free()

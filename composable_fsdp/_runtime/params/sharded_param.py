@@ -31,7 +31,7 @@ from composable_fsdp._layout.bucket_layout import ALIGNMENT_BYTES
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
 from composable_fsdp._sharding.param_sharding import ParameterSharding, as_dtensor_at_zero
-from composable_fsdp.codecs.communication_policy import CommunicationPolicy, GradientCodecs
+from composable_fsdp.codecs.communication_policy import PLAIN, CommunicationPolicy, GradientCodecs
 from composable_fsdp.codecs.error_feedback import without_feedback
 from composable_fsdp.codecs.protocol import Codec, CodecPerParameter, resolve_codec
 from composable_fsdp.errors import ParameterError
@@ -171,6 +171,8 @@ class ShardedParameter:
     def gradient_codecs(self) -> GradientCodecs:
         """The codecs of the gradient reduction: none on an axis of one rank, or if the parameter is not encodable."""
         chosen, axes = self.communication, self.sharding.axes
+        if chosen.reduce_scatter is None and chosen.all_reduce is None:
+            return PLAIN
         return GradientCodecs(
             chosen.reduce_scatter if self._is_encoded and axes.shard.size > 1 else None,
             chosen.all_reduce if self._is_encoded and axes.replicate.size > 1 else None,
