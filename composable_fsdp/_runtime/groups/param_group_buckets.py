@@ -229,7 +229,8 @@ class ParamGroupBuckets:
         else:
             pinned = self.pin_memory and device.type != "meta"
             flat = torch.empty(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
-            zero_padding(flat, layout, plan.gather.shards, rank)
+            if not flat.is_meta:
+                zero_padding(flat, layout, plan.gather.shards, rank)
         return ShardStore(plan.gather.shards, layout, rank, flat, is_shared=in_common)
 
     def _shared_buffer(self, plan: BucketPlan) -> torch.Tensor:
