@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from typing import Any, NoReturn
 from weakref import ref
@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._api.deepcopy import copy_sharded
 from composable_fsdp._api.direct_call_errors import explained_methods
 from composable_fsdp._api.group_setters import (
@@ -476,6 +477,12 @@ class FSDPModule(TorchFSDPModule):
     def _get_fsdp_state(self) -> Any:
         assert isinstance(self, nn.Module)
         return client_state(self)
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
+        """Allocate memory without values, as ``nn.Module.to_empty`` does; for shards on meta once for each bucket."""
+        assert isinstance(self, nn.Module)
+        with nullcontext() if device is None or not recurse else allocated_shards(self, lambda _: torch.device(device)):
+            return super(TorchFSDPModule, self).to_empty(device=device, recurse=recurse)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda``, ``to_empty`` and the like to the sharded parameters, then update the groups."""

@@ -161,7 +161,8 @@ def fully_shard(
     for each in modules:
         if param_init_fn is not None:
             materialize_meta(each, param_init_fn, ignored)
-    owner_states = list(dict.fromkeys((*map(state_of, shared_from), *tied_owner_states(modules))))
+    below = [nested for each in modules for nested in each.modules()]
+    owner_states = list(dict.fromkeys((*map(state_of, shared_from), *tied_owner_states(below))))
     discovery = ParamDiscovery(
         axes, full_mesh, shard_placement_fn, ignored.parameters, device is not None, owner_states
     )
@@ -184,9 +185,9 @@ def fully_shard(
     register_client_states(state, modules, install_hooks(state))
     optimizer_hooks.keep_for(state)
     uncaught_errors.keep_for(state)
+    _move_buffers(below, axes.device, ignored.buffers)
+    mark_managed(below)
     for each, its_class in zip(modules, classes, strict=True):
-        _move_buffers(each, axes.device, ignored.buffers)
-        mark_managed(each.modules())
         state.attach(each)
         each.__class__ = its_class
     state.plain_places = plain_places(modules)
@@ -240,6 +241,8 @@ def _as_modules(module: object) -> list[nn.Module]:
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules that no other module in the list contains; only they get hooks."""
+    if len(modules) == 1:
+        return list(modules)
     inner = {id(below) for each in modules for below in each.modules() if below is not each}
     return [each for each in modules if id(each) not in inner]
 
@@ -280,7 +283,7 @@ def _axes(
     return axes, FullMesh(mesh, dims, axes)
 
 
-def _move_buffers(module: nn.Module, device: torch.device, ignored: set[int]) -> None:
-    for buffer in module.buffers():
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device, ignored: set[int]) -> None:
+    for buffer in (buffer for module in modules for buffer in module._buffers.values() if buffer is not None):
         if id(buffer) not in ignored and not buffer.is_meta and buffer.device != device:
             buffer.data = buffer.to(device)

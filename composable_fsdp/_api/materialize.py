@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._api.random_shards import ShardedRandom, seeded
 from composable_fsdp._comm.broadcast import broadcast_
 from composable_fsdp._comm.verify_ranks import verify_same
@@ -67,7 +69,8 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
             must. The text names them.
     """
     unfilled = _meta_non_persistent_buffers(module, recurse)
-    allocate_meta(module, lambda _: device, recurse=recurse)
+    with allocated_shards(module, lambda _: torch.device(device)) if recurse else nullcontext():
+        allocate_meta(module, lambda _: device, recurse=recurse)
     if unfilled:
         warnings.warn(
             f"to_empty: buffers that are not persistent were on the meta device: {unfilled}. They have no values yet, "
@@ -226,7 +229,8 @@ def _allocate_model(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
             id(p.sharded): state.group.tensors.rest_device for state in states for p in state.group.parameters
         }
         here = states[0].group.axes.device if states else torch.get_default_device()
-        allocate_meta(model, lambda tensor: rest_devices.get(id(tensor), here) if tensor.is_meta else tensor.device)
+        with allocated_shards(model, lambda state: state.group.tensors.rest_device):
+            allocate_meta(model, lambda tensor: rest_devices.get(id(tensor), here) if tensor.is_meta else tensor.device)
     return names
 
 

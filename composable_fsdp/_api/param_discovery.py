@@ -54,9 +54,10 @@ class ParamDiscovery:
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
         """Return the parameters that the call takes, each once, with every place where it is registered."""
-        nested = _nested_parameters(modules)
+        named = _named_modules(modules)
+        nested = _nested_parameters([owner for _, owner, _ in named])
         found: dict[int, tuple[str, str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
-        for path, owner, top in _named_modules(modules):
+        for path, owner, top in named:
             for attribute, parameter in owner._parameters.items():
                 if parameter is None or id(parameter) in self.ignored:
                     continue
@@ -172,8 +173,8 @@ def _named_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, n
 
 
 def _nested_parameters(modules: Sequence[nn.Module]) -> dict[int, tuple[FSDPState, ShardedParameter]]:
-    """Return state and parameter by the id of each tensor that a group below ``modules`` owns or shares."""
-    states = {state: None for top in modules for m in top.modules() if (state := find_state(m)) is not None}
+    """Return state and parameter by the id of each tensor that a group of ``modules`` owns or shares."""
+    states = {state: None for module in modules if (state := find_state(module)) is not None}
     return {
         id(form): (state, parameter)
         for state in dict.fromkeys(each for nested in states for each in (nested, *nested.owner_states))

@@ -30,6 +30,7 @@ __all__ = [
     "cast_and_move",
     "contiguous_strides",
     "view_at",
+    "zero_padding",
 ]
 
 
@@ -50,7 +51,7 @@ class ShardStore:
         shards: how the parameters are sharded.
         layout: offsets of the shards in ``flat``.
         rank: the rank that owns the shards.
-        flat: 1-d memory, zeros. In shared memory, the rest of it belongs to other ranks.
+        flat: 1-d memory, with padding of zeros. In shared memory, the rest of it belongs to other ranks.
         is_shared: True if ``flat`` is shared by ranks. Each shard then is a torch storage of its own: saving a tensor
             saves its storage, and this rank must save its own shards only.
 
@@ -68,6 +69,17 @@ class ShardStore:
         place = _part_of_storage if is_shared else view_at
         self.locals = [place(flat, offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]
         self.versioned = self.locals if is_shared else [flat]
+
+
+def zero_padding(flat: torch.Tensor, layout: FlatLayout, shards: Sequence[TensorShards], rank: int) -> None:
+    """Write zeros to ``flat`` except where the shards of ``rank`` are, whose pages of memory stay unused."""
+    end = 0
+    for offset, length in sorted(zip(layout.offsets, (prod(s.shard_shape(rank)) for s in shards), strict=True)):
+        if end < offset:
+            flat[end:offset].zero_()
+        end = max(end, offset + length)
+    if end < layout.numel:
+        flat[end:].zero_()
 
 
 def _part_of_storage(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -61,9 +61,7 @@ set_code_exec_strategy(DynamoDisabled.__call__.__code__, _FrameExecStrategy(_Fra
 def mark_managed(modules: Iterable[nn.Module]) -> None:
     """Tell Dynamo that the parameters of ``modules`` are swapped between calls."""
     for module in modules:
-        marked = cast(Any, module)
-        marked._is_fsdp_managed_module = True
-        marked._fsdp_use_orig_params = True
+        vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def calling_frame(depth: int = 2) -> FrameType:

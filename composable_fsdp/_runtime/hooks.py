@@ -253,9 +253,11 @@ def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
     Parameters, which ``keep_vars=True`` gives, stay.
     """
-    for name in [name for name in state if name.startswith(prefix)]:
+    for name in reversed(state):
+        if not name.startswith(prefix):  # the values of other modules, which are earlier
+            return
         value = state[name]
-        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and value.storage_offset():
+        if isinstance(value, DTensor) and value.storage_offset() and not isinstance(value, nn.Parameter):
             state[name] = alias_of(value, local_part(value))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -28,6 +30,7 @@ __all__ = [
     "ParameterSharding",
     "ShardPlacementResult",
     "as_dtensor",
+    "as_dtensor_at_zero",
     "shard_over_axes",
     "shard_over_full_mesh",
 ]
@@ -121,9 +124,34 @@ def as_dtensor(
     ``DTensor.from_local`` would move offloaded shards to the device of the mesh. The parameter would keep that device,
     and accept no gradient in host memory.
     """
-    meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    spec = _spec_of(mesh, tuple(placements), shape, local.dtype)
     return DTensor(local.view_as(local), spec, requires_grad=False)
+
+
+def as_dtensor_at_zero(local: torch.Tensor, spec: Any, *, requires_grad: bool = False) -> DTensor:
+    """Return ``local`` as a DTensor that reports no storage offset, so that ``copy.deepcopy`` can copy it.
+
+    A DTensor reports the storage offset of the tensor that it is made with, but has no storage.
+    """
+    if type(local) is not torch.Tensor:
+        return DTensor(local, spec, requires_grad=requires_grad)
+    made = DTensor.__new__(DTensor, local.new_empty(0), spec, requires_grad=requires_grad)
+    cast(Any, made)._local_tensor = local
+    return made
+
+
+_specs: MutableMapping[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
+"""The specs in use. Building and hashing one takes longer than all else of a ``DTensor``, and layers repeat shapes."""
+
+
+def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return the spec of a contiguous ``DTensor``, the same object for equal arguments."""
+    key = (mesh, placements, shape, dtype)
+    spec = _specs.get(key)
+    if spec is None:
+        meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), dtype)
+        spec = _specs.setdefault(key, DTensorSpec(mesh, placements, tensor_meta=meta))
+    return spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +172,16 @@ class ParameterSharding:
     def wrap_shard(self, local: torch.Tensor) -> DTensor:
         """Return ``local``, this rank's shard, as a DTensor that shares its memory."""
         return as_dtensor(local, self.mesh, self.placements, self.shape)
+
+    def parameter(self, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        """Return a ``DTensor`` parameter with the local tensor ``local``, this rank's shard.
+
+        Equal to ``nn.Parameter(self.wrap_shard(local), requires_grad)``, which takes three times as long.
+        """
+        spec = _spec_of(self.mesh, self.placements, self.shape, local.dtype)
+        made: Any = as_dtensor_at_zero(local, spec, requires_grad=requires_grad)
+        made._is_param = True
+        return cast(nn.Parameter, made)
 
     def wrap_full(self, local: torch.Tensor) -> torch.Tensor:
         """Return the parameter that modules compute with, for the all-gathered tensor ``local``."""

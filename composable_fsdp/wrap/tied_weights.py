@@ -55,8 +55,8 @@ def _class_name(module: nn.Module) -> str:
 
 
 def tied_owner_states(modules: Iterable[nn.Module]) -> list[FSDPState]:
-    """Return the FSDP states that own weights that :func:`tie_groups` tied in ``modules`` or modules below them."""
-    return holders(below for m in modules for below in m.modules() if vars(below).get(_TIED_ATTRIBUTE))
+    """Return the FSDP states that own weights of those of ``modules`` that :func:`tie_groups` tied."""
+    return holders(module for module in modules if vars(module).get(_TIED_ATTRIBUTE))
 
 
 def holders(modules: Iterable[nn.Module]) -> list[FSDPState]:

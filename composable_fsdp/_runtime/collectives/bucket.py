@@ -189,6 +189,13 @@ class Bucket:
         rest, pinned = store.flat.device, store.flat.is_pinned()
         self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
 
+    def replace_store(self, store: ShardStore) -> None:
+        """Use ``store`` in place of one on the meta device. The plan must be gathered, not aliased or shared."""
+        self.store = store
+        self.scatter.rest, self.scatter.pin_memory = store.flat.device, store.flat.is_pinned()
+        for parameter, local in zip(self.parameters, store.locals, strict=True):
+            parameter.allocate(local)
+
     @property
     def versioned(self) -> Sequence[torch.Tensor]:
         return self.store.versioned

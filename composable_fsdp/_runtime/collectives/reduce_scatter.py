@@ -89,8 +89,8 @@ class BucketReduceScatter:
         self._shard = pgs.axes.shard
         self.device = device
         self._on_host = blocks_the_host(device)
-        self._rest = rest
-        self._pin_memory = pin_memory
+        self.rest = rest
+        self.pin_memory = pin_memory
         self._extensions = extensions
         self._partial: ReduceScatterBuffers | None = None
         """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
@@ -387,8 +387,8 @@ class BucketReduceScatter:
         present = self._present_anywhere(scatter)
         divide(scatter.output, reduction.post_divide)
         flat = scatter.output.to(self.plan.gradient_dtype)
-        if flat.device != self._rest:
-            host = torch.empty_like(flat, device=self._rest, pin_memory=self._pin_memory)
+        if flat.device != self.rest:
+            host = torch.empty_like(flat, device=self.rest, pin_memory=self.pin_memory)
             flat = host.copy_(flat, non_blocking=True)
         members, begin = self._members, flat.storage_offset()  # nonzero if allocated from a larger storage
         views = [self._reduced_views[k] for k in present]

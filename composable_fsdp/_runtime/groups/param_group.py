@@ -131,6 +131,11 @@ class ParamGroup:
             return
         self.tensors.refresh(self.check_nothing_held)
 
+    def allocate(self, device: torch.device) -> bool:
+        """Allocate shards that are on the meta device, without values. Returns False if this changed nothing."""
+        is_free = self.parameter_state is ParameterState.SHARDED and self.gradients.state not in HELD_GRADIENTS
+        return is_free and self.tensors.allocate(device)
+
     def check_data(self) -> None:
         """Raise a ``ParameterError`` that names the parameters whose ``p.data`` was assigned, if there are any."""
         given = [parameter.name for parameter in self.tensors.registration.replaced_data()]

@@ -28,7 +28,7 @@ from composable_fsdp._layout.plan import (
     plan_group,
 )
 from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp._memory.buffers import ShardStore
+from composable_fsdp._memory.buffers import ShardStore, zero_padding
 from composable_fsdp._runtime.collectives.all_gather import GatherCache
 from composable_fsdp._runtime.collectives.bucket import AnyBucket, Bucket
 from composable_fsdp._runtime.collectives.extension import GatherExtension, PlainExtension, find_extension
@@ -80,9 +80,12 @@ def shard_parameters(sources: Sequence[ParameterSource], offload: OffloadPolicy)
         if hooks_of(full):
             parameters.append(ShardedParameter(source, cut_shard(source.name, full, shards, axes.shard.rank, device)))
             continue
+        shape = shards.shard_shape(axes.shard.rank)
+        if full.is_meta:
+            parameters.append(ShardedParameter(source, torch.empty(shape, dtype=full.dtype, device=device)))
+            continue
         padded = torch.empty(shards.padded_numel, dtype=full.dtype, device=device)
         copy_shard(source.name, full, shards, axes.shard.rank, padded)
-        shape = shards.shard_shape(axes.shard.rank)
         parameter = ShardedParameter(source, padded[: prod(shape)].view(shape))
         if is_checked and axes.num_ranks > 1:
             parameter.start = sample_start(full, parameter.local)
@@ -186,12 +189,31 @@ class ParamGroupBuckets:
             for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
                 if on_meta and not local.is_meta:  # it stays where it is until the others are materialized
                     continue
-                store.locals[k].copy_(local)
+                if not on_meta:
+                    store.locals[k].copy_(local)
                 parameter.set_local(store.locals[k])
                 parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient(plan.grad_bucket))
             bucket.free()
             self.buckets.append(bucket)
         self.register()
+
+    def allocate(self, device: torch.device) -> bool:
+        """Allocate the shards, without values, if all are on the meta device, as one tensor for each bucket.
+
+        Returns False if that is not possible: parameters must be replaced one by one, and :meth:`refresh` follows.
+        """
+        plain = all(plan.is_gathered and not plan.extended for plan in self.plan.buckets)
+        blank = all(p.local.is_meta and p.sharded.grad is None for p in self.parameters)
+        if device.type != self.rest_device.type or not (plain and blank and self.registration.is_current):
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            for bucket in self.buckets:
+                assert isinstance(bucket, Bucket)
+                bucket.replace_store(self._store(bucket.plan, bucket.pgs, device))
+        self.last_gather = GatherCache()
+        self.are_on_rest_device = True
+        self.register()
+        return True
 
     def _find_hooks(self) -> None:
         self._hooks = {p: hooks for p in self.parameters if (hooks := hooks_of(p.local))}
@@ -206,7 +228,9 @@ class ParamGroupBuckets:
             flat = self._shared_buffer(plan)
         else:
             pinned = self.pin_memory and device.type != "meta"
-            flat = torch.zeros(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
+            flat = torch.empty(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
+            if not flat.is_meta:
+                zero_padding(flat, layout, plan.gather.shards, rank)
         return ShardStore(plan.gather.shards, layout, rank, flat, is_shared=in_common)
 
     def _shared_buffer(self, plan: BucketPlan) -> torch.Tensor:

@@ -57,13 +57,12 @@ def warn_of_unmanaged(root: FSDPState) -> None:
 
 def _plain(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Yield module path, module, attribute and parameter of each plain parameter."""
-    tops = list(modules)
-    states = {state for top in tops for m in top.modules() if (state := find_state(m)) is not None}
+    named = [each for top in modules for each in top.named_modules()]
+    states = {state for _, owner in named if (state := find_state(owner)) is not None}
     groups = {each.group for state in states for each in (state, *state.owner_states)}
     held = {(id(owner), attribute) for group in groups for p in group.parameters for owner, attribute in p.owners}
-    for top in tops:
-        for path, owner in top.named_modules():
-            for attribute, parameter in owner._parameters.items():
-                if isinstance(parameter, DTensor | None) or (id(owner), attribute) in held:
-                    continue
-                yield path, owner, attribute, parameter
+    for path, owner in named:
+        for attribute, parameter in owner._parameters.items():
+            if isinstance(parameter, DTensor | None) or (id(owner), attribute) in held:
+                continue
+            yield path, owner, attribute, parameter

@@ -6,7 +6,8 @@ prepared once and walked by builtins: a Python loop takes three times as long pe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
@@ -52,7 +53,7 @@ class Registration:
     ) -> None:
         self._parameters = tuple(parameters)
         self._created_by_gather = created_by_gather
-        self._shows_unsharded = False
+        self._shows_unsharded = self._is_hidden = False
         self._collect_tensors()
         self._counted = [*self._sharded, *memory]
         self._stored = [*self._sharded, *self._locals]
@@ -102,6 +103,22 @@ class Registration:
             if module._parameters.get(name) is parameter.unsharded:
                 setattr(module, name, parameter.sharded)
 
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Register no parameters in this context, so that ``nn.Module._apply`` leaves them out.
+
+        The modules must not override ``__setattr__``.
+        """
+        self._is_hidden = True
+        for owner in self._owners:
+            owner.registered.update(dict.fromkeys(owner.sharded))
+        try:
+            yield
+        finally:
+            self._is_hidden = False
+            for owner in self._owners:
+                owner.registered.update(owner.sharded)
+
     def show_unsharded(self) -> None:
         """Register the unsharded parameters."""
         if self._created_by_gather:
@@ -115,10 +132,12 @@ class Registration:
 
     @property
     def is_current(self) -> bool:
-        """True if the sharded parameters, their memory and ``requires_grad`` are unchanged and registered.
+        """True if the sharded parameters, their memory and ``requires_grad`` are unchanged, and registered or hidden.
 
         :meth:`show_sharded` handles changes of the unsharded parameters.
         """
+        if self._is_hidden:
+            return True
         registered: Any = map(dict.get, self._registered, self._names)
         with without_torch_function():
             return (
@@ -136,10 +155,14 @@ class Registration:
 
     def replaced_data(self) -> list[ShardedParameter]:
         """Return the parameters whose ``.data`` was assigned, which does not change their local tensors."""
+        with without_torch_function():
+            storages = list(map(_storage, self._sharded))
+        if all(map(is_, storages, self._storages)):
+            return []
         return [
             p
-            for p, local, storage in zip(self._parameters, self._locals, self._storages, strict=False)
-            if p.sharded.untyped_storage() is not storage and local_part(p.sharded) is local
+            for p, now, local, storage in zip(self._parameters, storages, self._locals, self._storages, strict=False)
+            if now is not storage and local_part(p.sharded) is local
         ]
 
     def replaced_local_data(self) -> list[ShardedParameter]:

@@ -30,8 +30,8 @@ from composable_fsdp._consistency.starting_values import Start
 from composable_fsdp._layout.bucket_layout import ALIGNMENT_BYTES
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
-from composable_fsdp._sharding.param_sharding import ParameterSharding
-from composable_fsdp.codecs.communication_policy import CommunicationPolicy, GradientCodecs
+from composable_fsdp._sharding.param_sharding import ParameterSharding, as_dtensor_at_zero
+from composable_fsdp.codecs.communication_policy import PLAIN, CommunicationPolicy, GradientCodecs
 from composable_fsdp.codecs.error_feedback import without_feedback
 from composable_fsdp.codecs.protocol import Codec, CodecPerParameter, resolve_codec
 from composable_fsdp.errors import ParameterError
@@ -89,7 +89,7 @@ class ShardedParameter:
         self.owners = source.owners
         self.state_ref: ref[Any] | None = None
         """A weak reference to the FSDP state, whose type this module does not import."""
-        self.sharded = nn.Parameter(self.sharding.wrap_shard(local), requires_grad=tensor.requires_grad)
+        self.sharded = self.sharding.parameter(local, tensor.requires_grad)
         self.unsharded: nn.Parameter = self.sharded
         self.full = local
         """The plain tensor of ``unsharded``, a view of the unsharded buffer."""
@@ -171,6 +171,8 @@ class ShardedParameter:
     def gradient_codecs(self) -> GradientCodecs:
         """The codecs of the gradient reduction: none on an axis of one rank, or if the parameter is not encodable."""
         chosen, axes = self.communication, self.sharding.axes
+        if chosen.reduce_scatter is None and chosen.all_reduce is None:
+            return PLAIN
         return GradientCodecs(
             chosen.reduce_scatter if self._is_encoded and axes.shard.size > 1 else None,
             chosen.all_reduce if self._is_encoded and axes.replicate.size > 1 else None,
@@ -222,6 +224,18 @@ class ShardedParameter:
         """Make ``local``, a view of the shard store, the local tensor of the sharded parameter."""
         self.local = local
         cast(Any, self.sharded)._local_tensor = local
+
+    def allocate(self, local: torch.Tensor) -> None:
+        """Make ``local``, without values, the local tensor of a parameter on the meta device, which stays the object.
+
+        Another device needs another DTensor, so both are swapped.
+        """
+        on_device = self.sharding.parameter(local, self.sharded.requires_grad)
+        vars(on_device).update(vars(self.sharded))
+        torch.utils.swap_tensors(self.sharded, on_device)
+        if self._gradient_dtype is not _SAME_DTYPE:
+            self.sharded.grad_dtype = self._gradient_dtype
+        self.set_local(local)
 
     @property
     def local_now(self) -> torch.Tensor:
@@ -443,12 +457,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def alias_of(sharded: DTensor, local: torch.Tensor) -> DTensor:
     """Return a DTensor like ``sharded`` in the memory of ``local`` that ``copy.deepcopy`` can copy.
 
-    The result of ``detach`` cannot be copied if ``local`` has a storage offset: the DTensor then reports that offset,
-    but has no storage.
+    The result of ``detach`` cannot be copied if ``local`` has a storage offset.
     """
-    spec = cast(Any, sharded)._spec
-    if type(local) is not torch.Tensor:
-        return DTensor(local, spec, requires_grad=False)
-    alias = DTensor(local.new_empty(0), spec, requires_grad=False)
-    cast(Any, alias)._local_tensor = local
-    return alias
+    return as_dtensor_at_zero(local, cast(Any, sharded)._spec)

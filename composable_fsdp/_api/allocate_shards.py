@@ -1,0 +1,42 @@
+"""Memory for shards on the meta device, one tensor for each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from composable_fsdp._runtime.groups.state import FSDPState
+from composable_fsdp._runtime.shard_extent import states_below
+from composable_fsdp._torch_compat.torch_types import TorchFSDPModule
+
+__all__ = ["allocated_shards"]
+
+
+@contextmanager
+def allocated_shards(module: nn.Module, device_of: Callable[[FSDPState], torch.device]) -> Iterator[None]:
+    """Allocate shards of ``module`` that are on meta, without values, and hide their parameters in this context.
+
+    ``module._apply`` in the context then converts the other tensors. Parameters that it must replace one by one stay:
+    those of modules that share memory between ranks, and all of a model whose classes override ``_apply`` or
+    ``__setattr__``, which may read parameters.
+
+    Args:
+        module: contains sharded modules, or none.
+        device_of: returns the device for the shards of a state.
+    """
+    with ExitStack() as hidden:
+        if not any(map(_follows_parameters, {type(each) for each in module.modules()})):
+            for state in states_below(module):
+                if state.group.allocate(device_of(state)):
+                    hidden.enter_context(state.group.tensors.registration.hidden())
+        yield
+
+
+def _follows_parameters(kind: type[nn.Module]) -> bool:
+    """Return True if ``kind`` may act on parameters that are replaced."""
+    known = (nn.Module, object, TorchFSDPModule)
+    others = (base for base in kind.__mro__ if base not in known and not issubclass(base, TorchFSDPModule))
+    return any("_apply" in vars(base) or "__setattr__" in vars(base) for base in others)

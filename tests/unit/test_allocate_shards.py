@@ -1,0 +1,109 @@
+"""``to_empty`` of sharded parameters on the meta device: one tensor for each bucket, the same parameter objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composable_fsdp import fully_shard, to_empty
+from tests._internals import Bucket, state_of
+
+RANKS = 4
+WAYS = {"method": lambda m: m.to_empty(device="cpu"), "function": lambda m: to_empty(m, device="cpu")}
+
+
+@pytest.fixture(autouse=True)
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+class Follower(nn.Linear):
+    """Reads its parameters whenever they are converted."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        assert self.weight is not None
+        return result
+
+
+def build(kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
+    """Return a model on meta with an uneven parameter, a buffer, a frozen parameter, and one that is not sharded."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), kind(9, 3))
+        model.register_parameter("own", nn.Parameter(torch.empty(3)))
+    weight: Any = model.get_parameter("0.weight")
+    weight.origin, weight.grad_dtype = "here", torch.float64
+    model.get_parameter("2.bias").requires_grad_(False)
+    fully_shard(model[0])
+    return fully_shard(model, ignored_params={model.own})  # type: ignore[arg-type]
+
+
+def storages(module: nn.Module) -> list[set[int]]:
+    """Return the addresses of the memory that the shards of each bucket are in."""
+    buckets = state_of(module).group.buckets
+    return [{p.local.untyped_storage().data_ptr() for p in bucket.parameters} for bucket in buckets]
+
+
+@pytest.mark.behaviour("A-12")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [nn.Linear, Follower])
+def test_to_empty_allocates_every_tensor_and_keeps_parameters(kind: type[nn.Linear], way: str) -> None:
+    model = build(kind)
+    before = dict(model.named_parameters())
+    frozen = {name for name, p in before.items() if not p.requires_grad}
+    assert WAYS[way](model) is model
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is p for name, p in before.items() if isinstance(p, DTensor))
+    assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}
+    assert {p.to_local().device.type for p in after.values() if isinstance(p, DTensor)} == {"cpu"}
+    assert {name for name, p in after.items() if not p.requires_grad} == frozen
+    weight = after["0.weight"]
+    assert (vars(weight)["origin"], weight.grad_dtype) == ("here", torch.float64)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            nn.init.ones_(tensor)
+    model(torch.ones(2, 6)).sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in after.values() if isinstance(p, DTensor))
+
+
+@pytest.mark.behaviour("A-12")
+def test_shards_of_a_bucket_share_one_new_tensor_with_padding_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    full = torch.empty
+
+    def dirty(*args: Any, **options: Any) -> torch.Tensor:
+        made: torch.Tensor = full(*args, **options)
+        return made if made.is_meta else made.fill_(7)
+
+    monkeypatch.setattr(torch, "empty", dirty)
+    model.to_empty(device="cpu")
+    for module in (model[0], model):
+        assert all(len(shared) == 1 for shared in storages(module))
+        for bucket in state_of(module).group.buckets:
+            assert isinstance(bucket, Bucket)
+            filled = torch.zeros_like(bucket.store.flat)
+            for local in bucket.store.locals:
+                filled.as_strided(local.shape, local.stride(), local.storage_offset()).fill_(7)
+            assert torch.equal(bucket.store.flat, filled)
+
+
+@pytest.mark.behaviour("A-12")
+def test_parameters_that_have_values_keep_them_in_to_empty_of_the_rest() -> None:
+    model = build()
+    model[0].to_empty(device="cpu")
+    weight: Any = model.get_parameter("0.weight")
+    with torch.no_grad():
+        weight.fill_(3)
+    to_empty(model, device="cpu")
+    assert bool((weight.to_local() == 3).all())
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
