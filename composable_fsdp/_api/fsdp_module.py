@@ -225,7 +225,7 @@ class FSDPModule(TorchFSDPModule):
 
         The default is 1, which hides communication as long as an all-gather takes less time than the module before it
         computes. If it takes longer, higher limits help, at the cost of the memory of each prefetched group. On
-        accelerators, the same number of the last groups of forward stays unsharded for backward. 0 prefetches nothing.
+        accelerators, the last groups of forward, one more than that, stay unsharded for backward. 0 prefetches nothing.
         ``set_max_unsharded_bytes`` and explicit prefetch lists still apply. Small groups that share one all-gather
         (``set_max_fused_bytes``) count as one. The limit must be the same on every rank. ``None`` goes back to the
         default, or to a choice by costs (:meth:`calibrate`).
