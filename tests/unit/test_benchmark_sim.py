@@ -173,3 +173,21 @@ def test_early_reductions_overlap_and_16_bits_expose_only_the_first_gather_and_l
     one_gather = (exposure.floor(64, 400.0) - 0.04) / 3 + 0.02  # gathers are bf16, reductions fp32: a third
     assert narrow["exposed ms"] == pytest.approx(2 * one_gather, abs=0.2)
     assert narrow["exposed ms"] < wide["exposed ms"] < peer["exposed ms"] - one_gather
+
+
+def test_a_recorded_step_takes_the_times_of_another_network(sim: ModuleType, network: ModuleType) -> None:
+    device = sim.Device(flops=1.0, bandwidth=1.0)
+    link = network.Network(device, bandwidth=10.0)
+
+    def step() -> float:
+        transfer = link.transfer(object(), 100)
+        device.current.run(5.0)
+        device.current.wait_until(lambda: transfer.end)
+        device.current.run(5.0)
+        return float(link.finish())
+
+    with device.recorded() as work:
+        assert step() == 15.0
+    assert link.repeat(work) == 15.0
+    link.latency, link.bandwidth = 20.0, 1.0
+    assert link.repeat(work) == step() == 125.0
