@@ -26,7 +26,7 @@ from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state_of
 from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import hooked_forward
-from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
+from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration, states_by_name
 from composable_fsdp._runtime.root.model_check import check_costs
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp._runtime.schedule.choose import Choice
@@ -275,14 +275,15 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             ArgumentTypeError: ``costs`` has another type.
-            ConfigurationError: the file has no table of costs; a mesh axis of the model has none; or this module is
-                not the root of modules that have already run.
+            ConfigurationError: the file has no table of costs; a mesh axis of the model has none; the table names an
+                axis or a group that the model does not have; or this module is not the root of modules that have
+                already run.
             DivergenceError: the costs differ between ranks of the data-parallel mesh, or some ranks have none. All
                 ranks raise it with the same text.
             OSError: the file cannot be read.
         """
         found = _read_costs(costs)
-        check_costs(list(_states(self, recurse=True)), found)
+        check_costs(states_by_name(_state(self)), found)
         set_root_option(_state(self), "costs", found)
         set_root_option(_state(self), "measures_costs", False)
 
