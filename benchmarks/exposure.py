@@ -50,7 +50,7 @@ class Variant:
     Attributes:
         separate_reductions: if true, gradients have their own process group.
         ahead: the number of blocks to prefetch in both passes, if it is not the library's default. It is set by lists
-            in FSDP2, and by ``set_prefetch_limit`` in ours, which also keeps as many blocks from forward to backward.
+            in FSDP2, and by ``set_prefetch_limit`` in ours, which keeps one more block from forward to backward.
         narrow: if true, gradients are sent in 16 bits and summed in fp32 by the receiver. Only for ours.
     """
 

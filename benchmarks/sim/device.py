@@ -3,12 +3,15 @@
 Libraries that take their streams from the device's module, as they must for any accelerator, then launch their real
 schedule, and one process on a CPU computes how long it would take. All times are in microseconds.
 
+The order of work does not depend on times, so a step can be recorded once and repeated over other networks
+(``Device.recorded``).
+
 The model does not include the slowdown of concurrent kernels, the caching allocator and the host's time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,13 +42,16 @@ class Event:
         self.time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        self.time = (stream or self._device.current).end
+        self._device.do(partial(self._record, stream or self._device.current))
+
+    def _record(self, stream: Stream) -> None:
+        self.time = stream.end
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._device.current).wait_event(self)
 
     def synchronize(self) -> None:
-        self._device.host = max(self._device.host, self.time)
+        self._device.do(lambda: self._device.wait_on_host(self.time))
 
     def elapsed_time(self, end: Event) -> float:
         """Return the milliseconds from this moment to ``end``."""
@@ -65,17 +71,24 @@ class Stream:
 
     def run(self, duration: float) -> None:
         """Launch work now."""
+        if duration:
+            self._device.do(partial(self._run, duration))
+
+    def _run(self, duration: float) -> None:
         self.end = max(self.end, self._device.host) + duration
 
-    def wait_until(self, time: float) -> None:
-        """Delay later work until ``time``."""
+    def wait_until(self, time: Callable[[], float]) -> None:
+        """Delay later work until the ``time`` of what it waits for."""
+        self._device.do(lambda: self._wait_until(time()))
+
+    def _wait_until(self, time: float) -> None:
         self.end = max(self.end, time)
 
     def wait_stream(self, stream: Stream) -> None:
-        self.wait_until(stream.end)
+        self.wait_until(lambda: stream.end)
 
     def wait_event(self, event: Event) -> None:
-        self.wait_until(event.time)
+        self.wait_until(lambda: event.time)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self._device)
@@ -83,7 +96,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self._device.host = max(self._device.host, self.end)
+        self._device.do(lambda: self._device.wait_on_host(self.end))
 
 
 @dataclass
@@ -103,6 +116,26 @@ class Device:
 
     def __post_init__(self) -> None:
         self.current = Stream(self)
+        self._recording: list[Callable[[], None]] | None = None
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Perform ``work``, which moves clocks, and record it."""
+        work()
+        if self._recording is not None:
+            self._recording.append(work)
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Callable[[], None]]]:
+        """Yield a list of all work until the end of the context. To call its items repeats the work."""
+        self._recording = []
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def wait_on_host(self, time: float) -> None:
+        """Delay the host until ``time``."""
+        self.host = max(self.host, time)
 
     @contextmanager
     def use(self, stream: Stream | None) -> Iterator[None]:

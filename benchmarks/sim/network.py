@@ -7,19 +7,27 @@ as backend ``simulated`` of ``torch.distributed``, so that other code runs on it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sim.device import Device
+from sim.device import Device, Stream
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = ["Network", "simulated_ranks"]
+
+
+@dataclass
+class Transfer:
+    """The end of a collective, which is another one each time that it is repeated."""
+
+    end: float = 0.0
 
 
 @dataclass
@@ -40,12 +48,22 @@ class Network:
     def __post_init__(self) -> None:
         self._ends: dict[int, float] = {}
 
-    def transfer(self, group: dist.ProcessGroup, nbytes: float) -> float:
-        """Return the end of a transfer that starts when the current stream reaches it and the link is free."""
-        wire = 0 if self.shared else id(group)
-        start = max(self.device.current.end, self.device.host, self._ends.get(wire, 0.0))
-        self._ends[wire] = start + self.latency + nbytes / self.bandwidth
-        return self._ends[wire]
+    def transfer(self, group: dist.ProcessGroup, nbytes: float) -> Transfer:
+        """Return a transfer that starts when the current stream reaches it and the link is free."""
+        transfer = Transfer()
+        self.device.do(partial(self._send, transfer, id(group), nbytes, self.device.current))
+        return transfer
+
+    def _send(self, transfer: Transfer, group: int, nbytes: float, stream: Stream) -> None:
+        wire = 0 if self.shared else group
+        start = max(stream.end, self.device.host, self._ends.get(wire, 0.0))
+        transfer.end = self._ends[wire] = start + self.latency + nbytes / self.bandwidth
+
+    def repeat(self, recording: Sequence[Callable[[], None]]) -> float:
+        """Repeat the work of a ``recording`` of the device, and return the time at which all of it is done."""
+        for work in recording:
+            work()
+        return self.finish()
 
     def finish(self) -> float:
         """Return the time at which all links and the device are done, and restart the clock at 0."""
@@ -57,19 +75,20 @@ class Network:
 class InFlight(dist.Work):
     """A collective in flight. It keeps its results alive."""
 
-    def __init__(self, device: Device, end: float, result: list[torch.Tensor]) -> None:
+    def __init__(self, device: Device, transfer: Transfer, result: list[torch.Tensor]) -> None:
         super().__init__()
-        self._device, self._end, self._result = device, end, result
+        self._device, self._transfer, self._result = device, transfer, result
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         self._future.set_result(result)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Make the current stream wait, but not the host, as with NCCL."""
-        self._device.current.wait_until(self._end)
+        transfer = self._transfer
+        self._device.current.wait_until(lambda: transfer.end)  # a recording of it must not keep the results alive
         return True
 
     def is_completed(self) -> bool:
-        return self._device.host >= self._end
+        return self._device.host >= self._transfer.end
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return self._future

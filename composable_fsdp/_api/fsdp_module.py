@@ -27,7 +27,7 @@ from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state_of
 from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import hooked_forward
-from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
+from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration, states_by_name
 from composable_fsdp._runtime.root.model_check import check_costs
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp._runtime.schedule.choose import Choice
@@ -226,7 +226,7 @@ class FSDPModule(TorchFSDPModule):
 
         The default is 1, which hides communication as long as an all-gather takes less time than the module before it
         computes. If it takes longer, higher limits help, at the cost of the memory of each prefetched group. On
-        accelerators, the same number of the last groups of forward stays unsharded for backward. 0 prefetches nothing.
+        accelerators, the last groups of forward, one more than that, stay unsharded for backward. 0 prefetches nothing.
         ``set_max_unsharded_bytes`` and explicit prefetch lists still apply. Small groups that share one all-gather
         (``set_max_fused_bytes``) count as one. The limit must be the same on every rank. ``None`` goes back to the
         default, or to a choice by costs (:meth:`calibrate`).
@@ -276,14 +276,15 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             ArgumentTypeError: ``costs`` has another type.
-            ConfigurationError: the file has no table of costs; a mesh axis of the model has none; or this module is
-                not the root of modules that have already run.
+            ConfigurationError: the file has no table of costs; a mesh axis of the model has none; the table names an
+                axis or a group that the model does not have; or this module is not the root of modules that have
+                already run.
             DivergenceError: the costs differ between ranks of the data-parallel mesh, or some ranks have none. All
                 ranks raise it with the same text.
             OSError: the file cannot be read.
         """
         found = _read_costs(costs)
-        check_costs(list(_states(self, recurse=True)), found)
+        check_costs(states_by_name(_state(self)), found)
         set_root_option(_state(self), "costs", found)
         set_root_option(_state(self), "measures_costs", False)
 

@@ -28,6 +28,7 @@ __all__ = [
     "known_iteration",
     "name_states",
     "optimizer_hooks",
+    "states_by_name",
 ]
 
 ROOT_NAME = "root"
@@ -63,7 +64,7 @@ def assemble(root: FSDPState) -> Iteration:
     A module that ran on its own before its parent was a root; its states now belong to the new root.
     """
     warn_of_unmanaged(root)
-    states = _states_by_name(root)
+    states = states_by_name(root)
     for state in states.values():
         state.group.check_can_unshard()
     tie_weights(list(states.values()))
@@ -86,7 +87,7 @@ def assemble(root: FSDPState) -> Iteration:
     return iteration
 
 
-def _states_by_name(root: FSDPState) -> dict[str, FSDPState]:
+def states_by_name(root: FSDPState) -> dict[str, FSDPState]:
     """Return the states by name, in module order. A state of several modules has all their names."""
     places: dict[FSDPState, list[str]] = {}
     for index, top in enumerate(root.modules):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -22,6 +23,7 @@ from composable_fsdp.policies import DataParallelMeshDims
 __all__ = [
     "DataParallelAxes",
     "OffloadBackendWarning",
+    "axis_names",
     "data_parallel_axes",
     "default_mesh",
     "join_meshes",
@@ -59,7 +61,7 @@ class DataParallelAxes:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of the shard axis and of the replicate axis in the mesh, for tables of costs."""
+        """The names of the shard axis and of the replicate axis in the mesh. See also :func:`axis_names`."""
         known = self.mesh.mesh_dim_names or ()
         return known[-1] if known else "shard", known[0] if len(known) > 1 else "replicate"
 
@@ -124,6 +126,25 @@ _default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDicti
 
 class OffloadBackendWarning(UserWarning):
     """Shards are on CPU, and a process group of their mesh has no backend for CPU tensors."""
+
+
+def axis_names(meshes: Iterable[DataParallelAxes]) -> dict[DataParallelAxes, tuple[str, str]]:
+    """Return the names of the shard axis and of the replicate axis of each mesh, for tables of costs.
+
+    Axes with one name and different process groups are numbered in the order of ``meshes``: "shard", "shard 2".
+    """
+    known: dict[str, list[Communicator]] = {}
+    found = {}
+    for mesh in meshes:
+        names = []
+        for name, communicator in zip(mesh.names, (mesh.shard, mesh.replicate), strict=True):
+            same = known.setdefault(name, [])
+            if communicator.size > 1 and communicator not in same:
+                same.append(communicator)
+            number = same.index(communicator) if communicator.size > 1 else 0
+            names.append(f"{name} {number + 1}" if number else name)
+        found[mesh] = names[0], names[1]
+    return found
 
 
 def warn_without_cpu_backend(axes: DataParallelAxes) -> None:

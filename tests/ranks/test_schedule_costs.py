@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -198,7 +198,7 @@ def set_costs_below_the_root() -> None:
     model = build()
     model.set_costs(costs_of(1e-3))
     inner = sharded(model[0])  # type: ignore[index]
-    inner.set_costs(replace(costs_of(1e-3), source="other"))
+    inner.set_costs(replace(costs_of(1e-3), forward={}, backward={}))
     with pytest.raises(ConfigurationError, match="Call set_costs on the root only"):
         model(torch.randn(4, WIDTH))  # type: ignore[operator]
 
@@ -213,6 +213,12 @@ def refuse_costs() -> None:
         model.set_costs({})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"have the mesh axes \['dp'\], but not 'shard'\. Add it"):
         model.set_costs(replace(costs_of(1e-3), axes={"dp": costs_of(1e-3).axis("dp")}))
+    with pytest.raises(
+        ConfigurationError, match=r"mesh axes that the model does not have: 'dp'\. Its mesh axes are 'rep"
+    ):
+        model.set_costs(replace(costs_of(1e-3), axes={name: costs_of(1e-3).axis("") for name in ("dp", "shard")}))
+    with pytest.raises(ConfigurationError, match=r"groups that the model does not have: '3'\. Its groups are '0', '1'"):
+        model.set_costs(replace(costs_of(1e-3), backward={"2": 1e-3, "3": 1e-3}))
     assert model.costs() is None
     times = dict.fromkeys(LAYERS if dist.get_rank() else reversed(LAYERS), 1e-2)
     model.set_costs(replace(costs_of(1e-3), forward=times))
@@ -237,6 +243,27 @@ def calibrate_with_short_axes(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1)])
 def test_an_axis_of_one_rank_needs_no_costs(shape: tuple[int, ...]) -> None:
     run_ranks(calibrate_with_short_axes, shape[0], shape, environment=SOCKETS)
+
+
+def calibrate_two_meshes() -> None:
+    ranks = list(range(dist.get_world_size()))
+    other = DeviceMesh.from_group(cast(dist.ProcessGroup, dist.new_group(ranks)), "cpu")
+    blocks = [nn.Linear(WIDTH, WIDTH) for _ in LAYERS]
+    fully_shard(blocks[1], mesh=other)
+    model = sharded(fully_shard(nn.Sequential(*blocks)))
+    model.calibrate(steps=1)
+    for _ in range(3):
+        model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
+    costs = model.costs()
+    assert costs is not None
+    assert set(costs.axes) == {"shard", "shard 2"}
+    model.set_costs(costs)
+    with pytest.raises(ConfigurationError, match=r"have the mesh axes \['shard'\], but not 'shard 2'"):
+        model.set_costs(replace(costs, axes={"shard": costs.axis("shard")}))
+
+
+def test_meshes_without_names_have_costs_of_their_own() -> None:
+    run_ranks(calibrate_two_meshes, 2, environment=SOCKETS)
 
 
 PAUSE = 0.2

@@ -156,11 +156,17 @@ def keep_for_backward() -> None:
 
         kept()  # records the order
         nbytes = groups[0].plan.unsharded_bytes
-        for ahead, most, expected in ((1, None, [2]), (2, None, [1, 2]), (0, None, []), (2, nbytes, [2]), (2, 0, [])):
+        for ahead, most, expected in (
+            (1, None, [1, 2]),
+            (2, None, [0, 1, 2]),
+            (0, None, []),
+            (2, nbytes, [2]),
+            (2, 0, []),
+        ):
             model.set_prefetch_limit(ahead)
             model.set_max_unsharded_bytes(most)
             assert kept() == expected, (ahead, most)
 
 
-def test_streams_keep_as_many_groups_for_backward_as_the_prefetch_depth() -> None:
+def test_streams_keep_the_groups_that_backward_would_prefetch_first() -> None:
     run_ranks(keep_for_backward, 2, environment=SOCKETS)

@@ -173,3 +173,32 @@ def test_early_reductions_overlap_and_16_bits_expose_only_the_first_gather_and_l
     one_gather = (exposure.floor(64, 400.0) - 0.04) / 3 + 0.02  # gathers are bf16, reductions fp32: a third
     assert narrow["exposed ms"] == pytest.approx(2 * one_gather, abs=0.2)
     assert narrow["exposed ms"] < wide["exposed ms"] < peer["exposed ms"] - one_gather
+
+
+def test_a_recorded_step_takes_the_times_of_another_network(sim: ModuleType, network: ModuleType) -> None:
+    device = sim.Device(flops=1.0, bandwidth=1.0)
+    link = network.Network(device, bandwidth=10.0)
+
+    def step() -> float:
+        transfer = link.transfer(object(), 100)
+        device.current.run(5.0)
+        device.current.wait_until(lambda: transfer.end)
+        device.current.run(5.0)
+        return float(link.finish())
+
+    with device.recorded() as work:
+        assert step() == 15.0
+    assert link.repeat(work) == 15.0
+    link.latency, link.bandwidth = 20.0, 1.0
+    assert link.repeat(work) == step() == 125.0
+
+
+def test_a_small_sweep_of_networks_is_not_slower_than_fsdp2() -> None:
+    sweep = importlib.import_module("schedule_sweep")
+    cells = [sweep.Cell(20, 400), sweep.Cell(2000, 1600)]
+    rows = sweep.sweep("8 blocks of 4096, batch 2", 64, cells)
+    assert [row["latency us"] for row in rows] == [20, 2000]
+    for row in rows:
+        assert row["bound ms"] < row["ours ms"] < row["fsdp2 ms"]
+        assert row["ours peak MB"] < 1.02 * row["fsdp2 peak MB"]
+        assert row["predicted ms"] == pytest.approx(row["ours ms"], rel=0.01)

@@ -164,14 +164,32 @@ def test_the_next_group_is_gathered_before_the_first_wait_and_after_a_prefetched
     assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "c")) == ["wait c"]
 
 
-def test_the_last_group_of_forward_is_kept_if_the_device_would_wait_for_it() -> None:
+def test_the_last_groups_of_forward_are_kept_if_the_device_would_wait_for_them() -> None:
     def after(options: ScheduleOptions) -> list[str]:
         plan = passes.build(CHAIN, chain(), options)
         return line_of(plan, s.Event(s.Hook.POST_FORWARD, "c")) + line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "c"))
 
-    assert after(ScheduleOptions()) == ["keep c", "wait c", "gather b"]
+    assert after(ScheduleOptions()) == ["keep c", "wait c"], "the group to prefetch is kept too"
+    assert after(ScheduleOptions(max_unsharded_bytes=MIB)) == ["keep c", "wait c"]
+    assert after(ScheduleOptions(prefetch_limit=0)) == ["free c", "gather c", "wait c"]
     assert after(ScheduleOptions(host_waits=True)) == ["free c", "gather c", "gather b", "wait c"]
     assert after(ScheduleOptions(max_unsharded_bytes=0)) == ["free c", "gather c", "wait c"]
+
+
+@given(st.integers(1, 3))
+def test_groups_kept_for_backward_take_no_more_memory_than_a_prefetch_of_them(limit: int) -> None:
+    options = ScheduleOptions(prefetch_limit=limit)
+    kept, held = set[str](), set[str]()
+    for event, actions in passes.build(CHAIN, chain(), options):
+        for action in actions:
+            if isinstance(action, s.Gather):
+                held.update(action.groups)
+            elif isinstance(action, s.Keep):
+                kept.add(action.group)
+            elif isinstance(action, s.Free):
+                held.discard(action.group)
+        assert len(held - {"root"}) <= 1 + limit, event
+    assert kept - {"root"} == set("abc"[-1 - limit :])
 
 
 def test_a_prefetch_on_the_host_follows_the_last_bucket_but_one() -> None:

@@ -18,7 +18,7 @@ from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import Work, blocks_the_host
 from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.schedule import Hook
-from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
 
 __all__ = ["Calibration", "Clock", "StepTimes", "median_over_ranks"]
 
@@ -68,9 +68,9 @@ class Calibration:
         self._seconds: dict[tuple[bool, str], list[float]] = defaultdict(list)
         self._to_measure = [
             (name, communicator, kind)
-            for mesh in axes
+            for mesh, names_of_mesh in axis_names(axes).items()
             for name, communicator, kinds in zip(
-                mesh.names, (mesh.shard, mesh.replicate), (_SHARD_KINDS, _REPLICATE_KINDS), strict=True
+                names_of_mesh, (mesh.shard, mesh.replicate), (_SHARD_KINDS, _REPLICATE_KINDS), strict=True
             )
             if communicator.size > 1
             for kind in kinds

@@ -10,6 +10,7 @@ from composable_fsdp._layout.plan import SMALL_BYTES
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
 from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
+from composable_fsdp._sharding.mesh import DataParallelAxes
 
 __all__ = ["names_of", "options_of", "set_by_user", "settings_of", "spec_of"]
 
@@ -31,6 +32,7 @@ def spec_of(
     state: FSDPState,
     root: FSDPState,
     names: Mapping[FSDPState, str],
+    axes: Mapping[DataParallelAxes, tuple[str, str]],
     settings: ScheduleSettings,
     *,
     synchronized: bool = False,
@@ -41,6 +43,7 @@ def spec_of(
         state: the state.
         root: the state of the outermost module.
         names: those of :func:`names_of`. References to states without a name are left out.
+        axes: the names of all mesh axes.
         settings: the settings of the schedule. If they have other message sizes than the group, its plan is assumed
             to have them.
         synchronized: assume that the gradients are reduced, also if they are only accumulated now.
@@ -51,7 +54,7 @@ def spec_of(
     plan = tensors.plan if is_current else tensors.plan_with(settings.message_sizes)
     reduces_grad_buckets = synchronized and state.can_reduce_grad_buckets(plan)
     is_small = plan.is_sent and plan.full_bytes <= max(SMALL_BYTES, settings.max_fused_bytes // 2)
-    shard_axis, replicate_axis = pgs.axes.names
+    shard_axis, replicate_axis = axes[pgs.axes]
     buckets = plan.gradient_messages if plan.in_grad_buckets else (sum(plan.gradient_messages),)
     sizes = [size if count else 0 for size, count in zip(plan.grad_bucket_bytes, plan.grad_buckets, strict=True)]
     return GroupSpec(

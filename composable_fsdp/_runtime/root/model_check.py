@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import zip_longest
 from typing import Any
@@ -28,10 +28,12 @@ from composable_fsdp._consistency.starting_values import (
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.schedule.costs import Costs
-from composable_fsdp._sharding.mesh import DataParallelAxes
-from composable_fsdp.errors import DivergenceError, ParameterError
+from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
+from composable_fsdp.errors import ConfigurationError, DivergenceError, ParameterError
 
 __all__ = ["check_costs", "check_models"]
+
+_SHOWN_NAMES = 5
 
 
 def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
@@ -62,21 +64,21 @@ def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
             parameter.start = None
 
 
-def check_costs(states: Collection[FSDPState], costs: Costs | Exception | None) -> None:
+def check_costs(states: Mapping[str, FSDPState], costs: Costs | Exception | None) -> None:
     """Check that all ranks were given the same ``costs``, by small all-gathers along each mesh axis.
 
     An exception stands for costs that this rank could not read. It is raised after the comparison, so that no rank
     waits for this one.
 
     Raises:
-        ConfigurationError: there are none for a mesh axis of the model.
+        ConfigurationError: there are none for a mesh axis of the model, or the table has other axes or groups.
         DivergenceError: the costs differ. All ranks raise it with the same text.
     """
     if isinstance(costs, Exception):
         own = f"no costs: {costs}"
     else:
         own = json.dumps(costs and asdict(costs), indent=1, sort_keys=True)
-    meshes = dict.fromkeys(pgs.axes for state in states for pgs in state.group.process_groups)
+    meshes = dict.fromkeys(pgs.axes for state in states.values() for pgs in state.group.process_groups)
     for axes in meshes:
         texts = gather_texts(own, (axes.shard, axes.replicate), axes.device, "the costs given to set_costs")
         ranks: dict[tuple[str, ...], list[int]] = {}
@@ -94,10 +96,35 @@ def check_costs(states: Collection[FSDPState], costs: Costs | Exception | None) 
         )
     if isinstance(costs, Exception):
         raise costs
-    for axes in meshes:
-        for name, axis in zip(axes.names, (axes.shard, axes.replicate), strict=True):
-            if costs is not None and axis.size > 1:
+    if costs is not None:
+        _check_names(states, axis_names(meshes), costs)
+
+
+def _check_names(
+    states: Mapping[str, FSDPState], axes: Mapping[DataParallelAxes, tuple[str, str]], costs: Costs
+) -> None:
+    """Check that ``costs`` has all mesh axes of more than one rank, and no others, and only groups of the model."""
+    for mesh, names in axes.items():
+        for name, axis in zip(names, (mesh.shard, mesh.replicate), strict=True):
+            if axis.size > 1:
                 costs.axis(name)
+    known = {name for names in axes.values() for name in names}
+    for what, given, found in (
+        ("mesh axes", {*costs.axes} - {""}, known),
+        ("groups", {*costs.forward, *costs.backward}, states.keys()),
+    ):
+        unknown = sorted(given - found)
+        if unknown:
+            raise ConfigurationError(
+                f"these costs ({costs.source}) have {what} that the model does not have: {_shown(unknown)}. Its "
+                f"{what} are {_shown(sorted(found))}. Take them out, or measure this model with calibrate(). "
+                "Call set_costs on the root."
+            )
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(map(repr, names[:_SHOWN_NAMES])) + more
 
 
 def _check_axes(

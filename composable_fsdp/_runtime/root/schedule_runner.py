@@ -38,6 +38,7 @@ from composable_fsdp._runtime.schedule.schedule import (
     Shrink,
     Wait,
 )
+from composable_fsdp._sharding.mesh import axis_names
 
 __all__ = ["ScheduleRunner"]
 
@@ -181,8 +182,9 @@ class ScheduleRunner:
 
     def _specs_with(self, settings: ScheduleSettings, *, synchronized: bool = False) -> dict[str, GroupSpec]:
         names = names_of(self._states)
+        axes = axis_names(pgs.axes for state in names for pgs in state.group.process_groups)
         specs = {
-            name: spec_of(state, self._root, names, settings, synchronized=synchronized)
+            name: spec_of(state, self._root, names, axes, settings, synchronized=synchronized)
             for state, name in names.items()
         }
         foreign = {name: replace(specs[name], is_foreign=True, is_root=False) for name in self._foreign}

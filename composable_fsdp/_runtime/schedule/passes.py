@@ -417,13 +417,14 @@ def _fuse_reduction(
 def keep_last(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
     """Keep the last groups of forward, which backward needs first.
 
-    On streams the device would be idle while they are gathered again. Where the host waits, they are freed like the
-    others: the memory peak often comes with the loss.
+    On streams the device would be idle while the last one is gathered again, and the network while it computes. The
+    others are those that backward would prefetch at once, so they take no more memory when backward begins. Where the
+    host waits, all are freed: the memory peak often comes with the loss.
     """
-    if options.host_waits or not options.leads_to_backward:
+    if options.host_waits or not options.leads_to_backward or not options.prefetch_limit:
         return schedule
     begun = [e.group for e, _ in schedule.at(Hook.PRE_FORWARD) if specs[e.group].has_parameters]
-    last = begun[max(0, len(begun) - options.prefetch_limit) :]
+    last = begun[max(0, len(begun) - 1 - options.prefetch_limit) :]
     steps, held = [], set(schedule.initially_unsharded)
     kept: set[str] = set()
     for event, actions in schedule:
