@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ RANKS = 2
 LINKS = {"100 Mbit/s": Link(100), "1 Gbit/s, 1 ms": Link(1000, 1.0)}
 PORT = 29500
 GRACE = 20.0
-"""The seconds in which the second rank must end after the first."""
+"""The seconds in which the other ranks must end after the first."""
 
 
 def environment(lab: Lab, rank: int) -> dict[str, str]:
@@ -32,7 +33,7 @@ def environment(lab: Lab, rank: int) -> dict[str, str]:
     return os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": str(len(lab.namespaces)),
         "MASTER_ADDR": lab.address(0),
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": lab.devices[rank],
@@ -42,34 +43,40 @@ def environment(lab: Lab, rank: int) -> dict[str, str]:
 
 
 def step_times(link: Link, options: list[str], timeout: float) -> list[dict[str, Any]]:
-    """Return the rows of ``step_time.py`` over ``link``.
+    """Return the rows of ``step_time.py`` over ``link``."""
+    script = [sys.executable, str(Path(__file__).with_name("step_time.py")), *options]
+    return rows_over(link, RANKS, script, timeout)
+
+
+def rows_over(link: Link, ranks: int, script: Sequence[str], timeout: float) -> list[dict[str, Any]]:
+    """Return the rows that ``script`` writes to its option ``--out`` when it runs on ``ranks`` ranks over ``link``.
 
     Raises:
         subprocess.CalledProcessError: a rank failed.
         TimeoutError: the ranks did not end within ``timeout`` seconds.
     """
-    with tempfile.TemporaryDirectory() as folder, open_lab(RANKS, link) as lab:
+    with tempfile.TemporaryDirectory() as folder, open_lab(ranks, link) as lab:
         out = Path(folder) / "rows.json"
-        script = [sys.executable, str(Path(__file__).with_name("step_time.py")), *options, "--out", str(out)]
-        ranks = [
-            subprocess.Popen(lab.command(rank, script), env=environment(lab, rank), stdout=subprocess.DEVNULL)
-            for rank in range(RANKS)
+        command = [*script, "--out", str(out)]
+        processes = [
+            subprocess.Popen(lab.command(rank, command), env=environment(lab, rank), stdout=subprocess.DEVNULL)
+            for rank in range(ranks)
         ]
         try:
             end = time.monotonic() + timeout
-            lab.forward_while(lambda: time.monotonic() < end and all(rank.poll() is None for rank in ranks))
-            # The first rank that ends does not wait for the other, which may still send to it.
+            lab.forward_while(lambda: time.monotonic() < end and all(each.poll() is None for each in processes))
+            # The first rank that ends does not wait for the others, which may still send to it.
             grace = min(end, time.monotonic() + GRACE)
-            lab.forward_while(lambda: time.monotonic() < grace and any(rank.poll() is None for rank in ranks))
-            for rank in ranks:
-                if rank.returncode:
-                    raise subprocess.CalledProcessError(rank.returncode, script)
-            if any(rank.returncode is None for rank in ranks):
+            lab.forward_while(lambda: time.monotonic() < grace and any(each.poll() is None for each in processes))
+            for each in processes:
+                if each.returncode:
+                    raise subprocess.CalledProcessError(each.returncode, command)
+            if any(each.returncode is None for each in processes):
                 raise TimeoutError(f"{link}: the ranks have not finished within {timeout:.0f} s.")
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+            for each in processes:
+                each.kill()
+                each.wait()
         return json.loads(out.read_text())["rows"]
 
 

@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.lazy_init import iteration_of
     from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
     from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
-    from composable_fsdp._runtime.root.calibration import StepTimes
+    from composable_fsdp._runtime.root.calibration import Calibration, StepTimes
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
     from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration, Pass
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings, choose
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
     from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
-    from composable_fsdp._runtime.schedule.simulate import Timeline, simulate
+    from composable_fsdp._runtime.schedule.simulate import Timeline, fit_computation, simulate
     from composable_fsdp._runtime.schedule.unused_groups import UnusedGroups
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._sharding.mesh import (

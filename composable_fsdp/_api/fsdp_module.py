@@ -296,10 +296,12 @@ class FSDPModule(TorchFSDPModule):
 
         The next ``steps`` forwards and backwards measure the collectives of each mesh axis, with messages of 4 KiB up
         to its largest ones, at most 16 MiB. They also measure the computation of each group: with events on the device,
-        or on the host's clock where waits block the host. Then all ranks of the model agree on the medians, which take
-        effect as if they had been given to ``set_costs``, and :meth:`costs` returns them. They are measured again when
-        the time of steps changes by more than 10 %. An error that ends a forward or ``reset_iter_state`` ends the
-        measurement. All ranks must call this together. Call it on the root.
+        or on the host's clock where waits block the host. There the host's work in hooks counts as computation, and so
+        do waits that collectives do not explain. Then all ranks of the model agree on one table, the medians of
+        collectives and the computation of the slowest rank. It takes effect as if it had been given to ``set_costs``,
+        and :meth:`costs` returns it. It is measured again when the time of steps changes by more than 10 %. An error
+        that ends a forward or ``reset_iter_state`` ends the measurement. All ranks must call this together. Call it on
+        the root.
 
         Raises:
             ConfigurationError: ``steps`` is less than 1.

@@ -12,6 +12,7 @@ is no longer in use when a communication stream allocates it again.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
@@ -59,9 +60,15 @@ class InFlight(Generic[T]):
     Autograd records neither.
     """
 
-    __slots__ = ("_after", "_current_stream", "_done", "_event", "_held", "_owned", "_result", "_work", "has_arrived")
+    __slots__ = (
+        *("_after", "_current_stream", "_done", "_event", "_held", "_owned", "_result", "_work", "_stream"),
+        "has_arrived",
+    )
 
-    def __init__(self, launch: Callable[[], Work], finish: Callable[[], T], after: InFlight[Any] | None) -> None:
+    def __init__(
+        self, launch: Callable[[], Work], finish: Callable[[], T], after: InFlight[Any] | None, stream: CommStream
+    ) -> None:
+        self._stream = stream
         self._owned: tuple[Callable[[], Work], Callable[[], T]] | None = (launch, finish)
         self._after = after
         self._held: InFlight[Any] | None = None
@@ -121,7 +128,9 @@ class InFlight(Generic[T]):
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
+            begin = time.perf_counter()
             self._work.wait()
+            self._stream.seconds_waited += time.perf_counter() - begin
             self.has_arrived = True
             self._result = self._owned[1]()
         finally:
@@ -152,6 +161,8 @@ class CommStream:
         self._module = module
         self._stream = module.Stream(priority=priority)
         self._is_null = self._stream.record_event() is None
+        self.seconds_waited = 0.0
+        """The seconds for which the host was blocked by waits for collectives, on a null stream."""
 
     def wait_event(self, event: Any) -> None:
         """Order everything that runs on this stream from now on after ``event``."""
@@ -169,7 +180,7 @@ class CommStream:
             finish: makes the result from the outputs of the collective.
             after: work on another stream that must be done first.
         """
-        pending = InFlight(launch, finish, after)
+        pending = InFlight(launch, finish, after, self)
         if not self._is_null:
             self._stream.wait_stream(self._module.current_stream())
             with self._module.stream(self._stream):
@@ -188,3 +199,8 @@ class CommStreams:
         self.reduce = CommStream("reduce", module, priority=-1)
         self.replicate = CommStream("replicate", module, priority=-1)
         self.block_the_host = blocks_the_host(device)
+
+    @property
+    def seconds_waited(self) -> float:
+        """The seconds for which the host was blocked by waits for collectives, if waits block it."""
+        return self.gather.seconds_waited + self.reduce.seconds_waited + self.replicate.seconds_waited

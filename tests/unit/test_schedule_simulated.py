@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp import AxisCosts, CollectiveCost, Costs
-from tests._internals import GroupSpec, ScheduleOptions, passes, schedule, simulate
+from tests._internals import GroupSpec, ScheduleOptions, fit_computation, passes, schedule, simulate
 from tests._internals import schedule as s
 
 MIB = 1 << 20
@@ -99,3 +99,17 @@ def test_one_rank_sends_nothing() -> None:
     assert CollectiveCost(1.0, 1.0).seconds(MIB, 1) == 0.0
     assert CollectiveCost(1.0, 0.5 * MIB, per_rank=3.0).seconds(MIB, 2) == 1.0 + 3.0 + 1.0
     assert CollectiveCost(1.0, 0.5 * MIB, per_rank=3.0).seconds(MIB, 2, messages=2) == 2 * (1.0 + 3.0) + 1.0
+
+
+@given(st.floats(0, 20))
+def test_fitted_computation_predicts_the_measured_step(waited: float) -> None:
+    plan, costs = passes.build(ORDER, specs_of(), ScheduleOptions()), costs_of(latency=1.0, compute=2.0)
+    exposed = simulate(plan, specs_of(), costs).exposed
+    fitted = fit_computation(plan, specs_of(), costs, waited)
+    assert fitted.axes == costs.axes
+    if waited <= exposed:
+        assert fitted == costs, "collectives explain the waits"
+    else:
+        measured = 6 * 2.0 + waited
+        assert simulate(plan, specs_of(), fitted).seconds == pytest.approx(measured, rel=0.01)
+        assert fitted.forward["a"] / fitted.backward["b"] == pytest.approx(1.0), "of all groups alike"

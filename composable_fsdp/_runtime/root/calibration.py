@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean, median
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,19 @@ _MOST_SECONDS = 0.1
 _REPEATS = 2
 _NANOSECOND = 1e-9
 
+_BACKWARD_HOOKS = {Hook.PRE_BACKWARD, Hook.GRAD_READY, Hook.POST_BACKWARD, Hook.END_BACKWARD}
+
 Mark: TypeAlias = Any
 """A point in time: an event on the current stream, or seconds of the host's clock."""
+
+
+class _Entered(NamedTuple):
+    """A hook that runs, its begin, the seconds waited before it, and whether it is part of a backward."""
+
+    hook: Hook | None
+    begin: float
+    waited: float
+    in_backward: bool
 
 
 class Calibration:
@@ -53,7 +64,7 @@ class Calibration:
         steps: int,
     ) -> None:
         self._communicators = communicators
-        self._names = list(full_bytes)
+        self._names = dict.fromkeys(full_bytes)
         most = max(_LEAST_LARGE, max(full_bytes.values(), default=0))
         self._sizes = sorted({_LEAST, min(_MIDDLE, most), min(_MOST, most)})
         """The bytes of the messages: no larger than the model's own, so that the peak of memory is that of training."""
@@ -65,7 +76,18 @@ class Calibration:
         """The end of the last hook."""
         self._segments: list[tuple[bool, str, Mark, Mark]] = []
         """The intervals of computation of this step: in backward or not, group, begin, end."""
-        self._seconds: dict[tuple[bool, str], list[float]] = defaultdict(list)
+        self._entered = _Entered(None, 0.0, 0.0, in_backward=False)
+        """The running hook, or the last one."""
+        self._last = ""
+        """The last group with parameters that time was counted for."""
+        self._host_seconds: dict[tuple[bool, str], float] = defaultdict(float)
+        """Where waits block the host, the seconds of the runtime's work in this step, without waits."""
+        self._waited = 0.0
+        """The seconds of the waits in this step."""
+        self._steps: list[tuple[float, Mapping[tuple[bool, str], float]]] = []
+        """Of each step, the seconds of waits, and of computation by group and pass."""
+        self.waited = 0.0
+        """Where waits block the host, their seconds in a step. Set with the costs."""
         self._to_measure = [
             (name, communicator, kind)
             for mesh, names_of_mesh in axis_names(axes).items()
@@ -78,8 +100,12 @@ class Calibration:
         """The collectives that have not been measured: name of the axis, its communicator and the kind."""
         self._collectives: dict[tuple[str, str], CollectiveCost] = {}
 
-    def begin_step(self) -> Costs | None:
-        """Begin a step, before its forward. Return the costs after the last one, and ``None`` before that."""
+    def begin_step(self, waited: float) -> Costs | None:
+        """Begin a step, before its forward. Return the costs after the last one, and ``None`` before that.
+
+        Args:
+            waited: as for :meth:`enter`.
+        """
         self._end_step()
         if self._steps_left == 0:
             return self._agreed_costs()
@@ -87,17 +113,33 @@ class Calibration:
             name, communicator, kind = self._to_measure.pop(0)
             self._collectives[name, kind] = self._cost(communicator, kind)
         self._steps_left -= 1
+        # The measurement above is no work of this hook.
+        self._entered = _Entered(Hook.PRE_FORWARD, time.perf_counter(), waited, in_backward=False)
         return None
 
-    def enter(self, hook: Hook, group: str, *, in_backward: bool) -> None:
-        """Note that the runtime begins to work for ``hook`` of ``group``."""
+    def enter(self, hook: Hook, group: str, *, in_backward: bool, waited: float) -> None:
+        """Note that the runtime begins to work for ``hook`` of ``group``.
+
+        Args:
+            hook: the hook.
+            group: its group.
+            in_backward: the current pass is a backward.
+            waited: the seconds for which collectives have blocked the host so far.
+        """
         if self._left is not None:
             computed = group if hook in (Hook.GRAD_READY, Hook.POST_BACKWARD) else self._running[-1]
-            self._segments.append((in_backward, computed, self._left, self._clock.mark()))
+            self._segments.append((in_backward, self._counted(computed, group), self._left, self._clock.mark()))
         self._left = None
+        if hook is not Hook.END_FORWARD:  # part of the outermost module's post-forward
+            self._entered = _Entered(hook, time.perf_counter(), waited, in_backward or hook in _BACKWARD_HOOKS)
 
-    def leave(self, hook: Hook, group: str, *, ends_pass: bool) -> None:
+    def leave(self, hook: Hook, group: str, *, ends_pass: bool, waited: float) -> None:
         """Note that the runtime has done its work for ``hook`` of ``group``. What follows a pass is not measured."""
+        entered, begin, before, in_backward = self._entered
+        if self._clock.is_host and hook is entered:  # not at the end of a forward without gradients
+            self._waited += waited - before
+            seconds = time.perf_counter() - begin - (waited - before)
+            self._host_seconds[in_backward, self._counted(group, group)] += seconds
         if group in self._running and hook is not Hook.GRAD_READY:
             self._running.remove(group)
         if hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
@@ -106,16 +148,22 @@ class Calibration:
             self._running.clear()
         self._left = self._clock.mark() if self._running else None
 
+    def _counted(self, group: str, following: str) -> str:
+        """Return the group for which time of ``group`` counts: if it has no parameters, the last one that has some."""
+        found = next((name for name in (group, self._last, following) if name in self._names), group)
+        self._last = found
+        return found
+
     def _end_step(self) -> None:
         """Add up the computation of the last step."""
         if self._segments:
             self._clock.synchronize()
-            totals: dict[tuple[bool, str], float] = defaultdict(float)
+            totals = self._host_seconds
             for in_backward, group, begin, end in self._segments:
                 totals[in_backward, group] += self._clock.seconds(begin, end)
-            for key, seconds in totals.items():
-                self._seconds[key].append(seconds)
+            self._steps.append((self._waited, totals))
         self._segments, self._running, self._left = [], [], None
+        self._host_seconds, self._waited = defaultdict(float), 0.0
 
     def _cost(self, communicator: Communicator, kind: str) -> CollectiveCost:
         """Return the line through the times of the smallest and the largest message."""
@@ -151,16 +199,20 @@ class Calibration:
         return source.nbytes / max(_NANOSECOND, min(self._clock.time(copy) for _ in range(_REPEATS)))
 
     def _agreed_costs(self) -> Costs:
-        """Return the medians over all ranks."""
+        """Return the same costs on all ranks: medians of collectives, and the computation of the slowest rank."""
         own = [self._copy_bandwidth()]
         for cost in self._collectives.values():
             own += [cost.latency, cost.bandwidth]
-        for in_backward in (False, True):
-            own += [median(self._seconds.get((in_backward, name), [0.0])) for name in self._names]
-        values = iter(median_over_ranks(own, self._communicators, self._clock.device))
+        waited, seconds = _middle(self._steps)
+        keys = [(in_backward, name) for in_backward in (False, True) for name in self._names]
+        times = [waited, *(seconds.get(key, 0.0) for key in keys)]
+        device = self._clock.device
+        values = iter(median_over_ranks(own, self._communicators, device))
         copy_bandwidth = next(values)
         measured = {key: CollectiveCost(next(values), next(values)) for key in self._collectives}
         axes = {name: _axis_costs(measured, name) for name in dict.fromkeys(name for name, _ in measured)}
+        values = iter(_over_ranks(_of_slowest, times, self._communicators, device))
+        self.waited = next(values)
         forward = {name: next(values) for name in self._names}
         backward = {name: next(values) for name in self._names}
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -185,11 +237,19 @@ def _axis_costs(measured: Mapping[tuple[str, str], CollectiveCost], name: str) -
 
 def median_over_ranks(own: Sequence[float], communicators: Sequence[Communicator], device: torch.device) -> list[float]:
     """Return the medians of ``own`` over the ranks along all ``communicators``. All of them must call it together."""
+    return _over_ranks(_medians, own, communicators, device)
+
+
+def _over_ranks(
+    choose: Callable[[list[list[float]]], list[float]],
+    own: Sequence[float],
+    communicators: Sequence[Communicator],
+    device: torch.device,
+) -> list[float]:
     values = list(own)
     for axis in multi_rank_axes(communicators):
         sent = torch.tensor(values, dtype=torch.float64, device=device)
-        rows = gather_rows(sent, [axis], "agreement on measured costs").tolist()
-        values = [median(column) for column in zip(*rows, strict=True)]
+        values = choose(gather_rows(sent, [axis], "agreement on measured costs").tolist())
     return values
 
 
@@ -266,6 +326,23 @@ class StepTimes:
         return min(times) > (1 + _CHANGE) * self.seconds or max(times) < (1 - _CHANGE) * self.seconds
 
 
+def _middle(
+    steps: Sequence[tuple[float, Mapping[tuple[bool, str], float]]],
+) -> tuple[float, Mapping[tuple[bool, str], float]]:
+    """Return the step with the median total. Medians of its parts would leave out interruptions, which are anywhere."""
+    by_total = sorted(steps, key=lambda step: step[0] + sum(step[1].values()))
+    return by_total[(len(steps) - 1) // 2] if steps else (0.0, {})
+
+
+def _medians(rows: list[list[float]]) -> list[float]:
+    return [median(column) for column in zip(*rows, strict=True)]
+
+
+def _of_slowest(rows: list[list[float]]) -> list[float]:
+    """Return the row, of waits and computation, of the rank that computes longest: the others wait for it."""
+    return max(rows, key=lambda row: sum(row[1:]))
+
+
 def _wait_for(launch: Callable[..., Work], *tensors: torch.Tensor) -> None:
     launch(*tensors).wait()
 
@@ -276,6 +353,8 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = None if blocks_the_host(device) else torch.get_device_module(device)
+        self.is_host = self._module is None
+        """True if waits block the host, so that its work is part of a step's time."""
 
     def mark(self) -> Mark:
         """Return the current point in time of the current stream."""

@@ -231,13 +231,15 @@ class Iteration:
     def _run_observed(self, hook: Hook, subject: Any, actions: Iterable[Callable[[Iteration, Any], None]]) -> None:
         """Run ``actions`` with their label in profiles, and measure the computation before them for a calibration."""
         if self._calibration is not None and not self._evaluates:
-            self._calibration.enter(hook, subject.name, in_backward=self._pass is Pass.BACKWARD)
+            in_backward, waited = self._pass is Pass.BACKWARD, self._streams.seconds_waited
+            self._calibration.enter(hook, subject.name, in_backward=in_backward, waited=waited)
         has_label = profiling.active and hook in _LABELS
         with profiling.label(_LABELS[hook], subject.name) if has_label else nullcontext():
             for action in actions:
                 action(self, subject)
         if self._calibration is not None and not self._evaluates:
-            self._calibration.leave(hook, subject.name, ends_pass=self._pass is Pass.IDLE)
+            ends_pass, waited = self._pass is Pass.IDLE, self._streams.seconds_waited
+            self._calibration.leave(hook, subject.name, ends_pass=ends_pass, waited=waited)
 
     @property
     def _evaluates(self) -> bool:
@@ -284,8 +286,9 @@ class Iteration:
             return
         if self._calibration is None and self._measures_now():
             self.calibrate(_MEASURED_STEPS)
-        if self._calibration is not None and (costs := self._calibration.begin_step()) is not None:
-            self._calibration, self.root.costs = None, costs
+        calibration = self._calibration
+        if calibration is not None and (costs := calibration.begin_step(self._streams.seconds_waited)) is not None:
+            self._calibration, self.root.costs = None, self._runner.fitted(costs, calibration.waited)
         if self._runner.choice_is_due() and not self._is_under_way:
             self.drain()
             before, begin = self._runner.settings, trace.now()

@@ -25,6 +25,7 @@ from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, plai
 from composable_fsdp._runtime.root.group_spec import names_of, options_of, set_by_user, settings_of, spec_of
 from composable_fsdp._runtime.schedule import passes
 from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, Choice, ScheduleSettings, choose
+from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
 from composable_fsdp._runtime.schedule.schedule import (
@@ -38,6 +39,7 @@ from composable_fsdp._runtime.schedule.schedule import (
     Shrink,
     Wait,
 )
+from composable_fsdp._runtime.schedule.simulate import fit_computation
 from composable_fsdp._sharding.mesh import axis_names
 
 __all__ = ["ScheduleRunner"]
@@ -234,6 +236,13 @@ class ScheduleRunner:
                 state.group.rebuild()
         self._version = -1
         self._chosen_for = self._inputs = self._choice_inputs()
+
+    def fitted(self, costs: Costs, waited: float) -> Costs:
+        """Return ``costs`` by which the last steps take as long as they did, each with ``waited`` seconds of waits."""
+        if not self._known.events:
+            return costs
+        schedule = self.expected(is_last_backward=True, has_barriers=False)
+        return fit_computation(schedule, self._specs, costs, waited)
 
     def _versions(self) -> int:
         states = (

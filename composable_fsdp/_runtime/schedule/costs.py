@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 
@@ -76,7 +76,7 @@ class Costs:
     Args:
         axes: the costs of each mesh axis, by its name in the mesh. Those of ``""`` are for all other axes.
         forward: seconds of the forward of each group's own modules in a step, without nested groups, by name of the
-            group.
+            group. Where waits for collectives block the host, they include the host's other work in the hooks.
         backward: the same for the backward.
         copy_bandwidth: bytes per second at which a device copies its memory. ``None`` if copies take no time.
         source: the origin of the figures, which a choice shows.
@@ -114,6 +114,13 @@ class Costs:
                 "costs for all other axes under the name ''."
             )
         return found
+
+    def with_slower_computation(self, factor: float) -> Costs:
+        """Return the costs with computation that takes ``factor`` times as long."""
+        forward, backward = (
+            {name: factor * seconds for name, seconds in times.items()} for times in (self.forward, self.backward)
+        )
+        return replace(self, forward=forward, backward=backward)
 
     def copy_seconds(self, nbytes: int) -> float:
         """Return the seconds for a copy of ``nbytes`` bytes in device memory."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 
 from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.passes import GroupSpec, Specs
@@ -25,7 +26,7 @@ from composable_fsdp._runtime.schedule.schedule import (
     WaitReduce,
 )
 
-__all__ = ["Span", "Timeline", "simulate"]
+__all__ = ["Span", "Timeline", "fit_computation", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,36 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
             simulation.compute(event, share(costs.forward, event))
         memory.append((event, simulation.bytes))
     return Timeline(tuple(simulation.spans), tuple(memory))
+
+
+_MOST_SLOWER = 16.0
+"""The largest factor of :func:`fit_computation`. Estimated."""
+_FIT_STEPS = 10
+
+
+def fit_computation(schedule: Schedule, specs: Specs, costs: Costs, waited: float) -> Costs:
+    """Return ``costs`` with so much slower computation that the simulation of ``schedule`` takes as long as its steps.
+
+    Where waits block the host, they are also waits for the computation of other ranks, which is longer now on one rank
+    and now on another, and for processors that collectives and modules share.
+
+    Args:
+        schedule: the schedule of the measured steps.
+        specs: the properties of its groups.
+        costs: the costs of computation in steps, and of collectives without computation.
+        waited: the measured seconds of waits in a step.
+    """
+    seconds = sum(costs.forward.values()) + sum(costs.backward.values()) + waited
+    low, high = 1.0, _MOST_SLOWER
+    if simulate(schedule, specs, costs).seconds >= seconds:
+        return costs
+    for _ in range(_FIT_STEPS):
+        middle = sqrt(low * high)
+        if simulate(schedule, specs, costs.with_slower_computation(middle)).seconds < seconds:
+            low = middle
+        else:
+            high = middle
+    return costs.with_slower_computation(low)
 
 
 @dataclass
