@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.shard import ShardLayout, TensorShards, resolve_dim
     from composable_fsdp._memory import buffers
     from composable_fsdp._memory.buffers import OwnedBuffer, cast_and_move
-    from composable_fsdp._memory.streams import CommStream, CommStreams, backend_for, without_grad
+    from composable_fsdp._memory.streams import CommStream, CommStreams, InFlight, backend_for, without_grad
     from composable_fsdp._runtime import lazy_init
     from composable_fsdp._runtime.collectives.all_gather import (
         GatherCache,

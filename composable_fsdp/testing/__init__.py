@@ -10,13 +10,13 @@
   :class:`FaultyCommunicator` does the same for one communicator, :class:`PartitionableStore` disconnects a rank from
   the store.
 - :func:`simulated_accelerator` gives ``torch.cpu`` streams, and finds accesses to memory that they do not order.
-  Process groups of the backend ``"simulated_accelerator"`` communicate over gloo on a stream of their own, and those
-  of ``"simulated_accelerator_alone"`` without other processes.
+  Process groups of the backend :data:`BACKEND` communicate over gloo on a stream of their own, and those of
+  :data:`ALONE` without other processes.
 - :func:`assert_trace` compares the events of a ``Recorder`` with the expected ones, line by line.
 """
 
-from composable_fsdp.testing import _stream_group as _stream_group  # registers the backends
 from composable_fsdp.testing._assert_trace import assert_trace
+from composable_fsdp.testing._stream_group import ALONE, BACKEND
 from composable_fsdp.testing.accelerator import (
     Race,
     SimulatedAccelerator,
@@ -40,6 +40,8 @@ from composable_fsdp.testing.partition import PartitionableStore
 from composable_fsdp.testing.ranks import RanksError, run_ranks, shutdown
 
 __all__ = [
+    "ALONE",
+    "BACKEND",
     "Corrupt",
     "DeadlockError",
     "Delay",

@@ -60,6 +60,7 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, rank: int, size: int, inner: Any = None) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._inner = rank, size, inner
+        self._name = ""
         self._streams: dict[int, SimulatedStream] = {}
 
     def size(self) -> int:
@@ -73,7 +74,9 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
+        known: str = dist.distributed_c10d._world.pg_names.get(self, self._name)  # none any more while it is destroyed
+        self._name = known
+        return known
 
     def _launch(
         self,

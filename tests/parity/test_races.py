@@ -19,9 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import composable_fsdp
-from composable_fsdp import CommunicationPolicy, MixedPrecisionPolicy, fully_shard
+from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.codecs import ErrorFeedback, Int8
 from composable_fsdp.testing import Race, SimulatedEvent, SimulatedStream, simulated_accelerator
+from tests._internals import InFlight
 
 PACKAGE = Path(composable_fsdp.__file__).parent
 WIDTH, STEPS = 64, 3
@@ -29,8 +30,8 @@ WIDTH, STEPS = 64, 3
 
 @pytest.fixture(name="mesh")
 def _mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("simulated_accelerator_alone", store=FakeStore(), rank=0, world_size=4)
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    dist.init_process_group("simulated_accelerator_alone", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     dist.destroy_process_group()
 
 
@@ -77,6 +78,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stays unsharded": {"reshard_after_forward": False},
     "unfused": {"prepare": lambda model: model.set_max_fused_bytes(0)},
     "deep prefetch": {"prepare": lambda model: (model.set_max_fused_bytes(0), model.set_prefetch_limit(3))},
+    "smaller mesh": {"reshard_after_forward": 2},
+    "own reduce group": {"prepare": lambda model: model.set_separate_reduce_scatter_group(True)},
+    "bounded": {"prepare": lambda model: (model.set_max_fused_bytes(0), model.set_max_unsharded_bytes(1 << 17))},
+    "one reduction in flight": {
+        "prepare": lambda model: (model.set_max_fused_bytes(0), model.set_reduce_scatter_max_input_buffers(1))
+    },
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "unused parameters reduced": {"prepare": lambda model: model.set_reduce_scatter_unused_params(True)},
+    "sums held unsharded": {"prepare": lambda model: model.set_requires_all_reduce(False)},
+    "own optimizer event": {
+        "prepare": lambda model: model.set_post_optim_event(torch.cpu.current_stream().record_event())  # type: ignore[func-returns-value]
+    },
     "int8 both ways": {
         "comm_policy": CommunicationPolicy(all_gather=Int8(), reduce_scatter=ErrorFeedback(Int8()), min_numel=1)
     },
@@ -152,3 +165,15 @@ def test_each_wait_of_the_package_is_needed(mesh: DeviceMesh) -> None:
     assert not races
     assert len(sites - UNNOTICED.keys()) == 4
     assert {site for site in sites if not train_without(mesh, site, **options)[0]} == UNNOTICED.keys()
+
+
+def test_buffers_that_are_dropped_before_the_wait_are_noticed(mesh: DeviceMesh) -> None:
+    enqueue = InFlight.enqueue
+
+    def drop_early(self: Any, *args: Any) -> None:
+        enqueue(self, *args)
+        self._owned = self._held = None
+
+    with mock.patch.object(InFlight, "enqueue", drop_early), simulated_accelerator() as device:
+        train(mesh, **SETTINGS["unfused"])
+    assert "reuse" in {race.kind for race in device.races}
