@@ -145,8 +145,11 @@ _specs: MutableMapping[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
 
 
 def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return the spec of a contiguous ``DTensor``, the same object for equal arguments."""
-    key = (mesh, placements, shape, dtype)
+    """Return the spec of a contiguous ``DTensor``, the same object for the same mesh and equal other arguments.
+
+    Meshes that are equal can differ: one may be of process groups that have been destroyed.
+    """
+    key = (id(mesh), placements, shape, dtype)  # the spec keeps the mesh alive
     spec = _specs.get(key)
     if spec is None:
         meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
@@ -233,3 +234,13 @@ def test_a_module_that_does_not_override_setattr_pays_nothing_for_swaps() -> Non
     Costly.registrations = type(module).registrations = 0
     step(module)
     assert (Costly.registrations, type(module).registrations) == (0, 0)
+
+
+def test_parameters_are_on_the_mesh_that_was_given_also_if_an_equal_one_is_in_use() -> None:
+    meshes = [DeviceMesh("cpu", [0]) for _ in range(2)]
+    assert meshes[0] == meshes[1]
+    models = [fully_shard(nn.Linear(4, 4), mesh=mesh) for mesh in meshes]
+    for model, mesh in zip(models, meshes, strict=True):
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            assert parameter.device_mesh is mesh
