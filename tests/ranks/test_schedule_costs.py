@@ -402,6 +402,24 @@ def test_model_parallel_ranks_agree_on_costs() -> None:
     run_ranks(calibrate_beside_a_model_parallel_axis, 4, environment=SOCKETS)
 
 
+def run_a_forward_on_one_rank() -> None:
+    model = build(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)  # type: ignore[attr-defined]
+    step(model, optimizer, 0)
+    model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
+    model.calibrate(steps=1)
+    for _ in range(3 * (1 - dist.get_rank())):
+        model(torch.randn(4, WIDTH))  # type: ignore[operator]
+    for number in range(4):
+        step(model, optimizer, number)
+    assert model.costs() is not None
+
+
+def test_forwards_of_one_rank_that_gather_nothing_measure_nothing() -> None:
+    run_ranks(run_a_forward_on_one_rank, 2, environment=SOCKETS)
+
+
 def alternate() -> None:
     model = sharded(fully_shard(Alternating(*build())))  # type: ignore[misc]
     model.set_costs(costs_of(5e-3))

@@ -190,7 +190,7 @@ class Calibration:
             (small, least), (sent, last) = samples[0], samples[-1]
             expected = (last - least) * self._sizes[-1] / sent if len(samples) > 1 else 0.0
         (small, least), (large, most) = samples[0], samples[-1]
-        bandwidth = (large - small) / max(most - least, _NANOSECOND)
+        bandwidth = (large - small or small) / max(most - least, _NANOSECOND)  # equal with very many ranks
         return CollectiveCost(max(0.0, least - small / bandwidth), bandwidth)
 
     def _copy_bandwidth(self) -> float:

@@ -281,8 +281,14 @@ class Iteration:
         self._record = self._runner.begin_forward(unequal_use=unequal_use, leads_to_backward=self._grad_mode)
 
     def _choose_settings(self) -> None:
-        """Choose the settings of the schedule by the costs, if they have changed and nothing is under way."""
-        if not torch.is_grad_enabled() or any(state.unequal_use for state in self.states.values()):
+        """Choose the settings of the schedule by the costs, if they have changed and nothing is under way.
+
+        Only a forward of the root that gathers some group does so: others may run on some ranks only.
+        """
+        if any(state.unequal_use for state in self.states.values()):
+            self._calibration = None
+            return
+        if not torch.is_grad_enabled() or self._outermost is not self.root or not self._runner.will_gather():
             return
         if self._calibration is None and self._measures_now():
             self.calibrate(_MEASURED_STEPS)
@@ -295,7 +301,8 @@ class Iteration:
             self._runner.choose()
             self._step_times.restart(has_changed=self._runner.settings != before)
             self._note_choice(begin)
-        self._step_times.begin_step()
+        if self._measures_costs or self._awaits_measured_time:
+            self._step_times.begin_step()
 
     def _note_choice(self, begin: float) -> None:
         """Note a choice, which began at ``begin``, in traces and profiles."""
@@ -319,9 +326,11 @@ class Iteration:
         It is the same on all ranks.
         """
         times, choice = self._step_times, self._runner.choice
-        has_changed = times.has_changed()
+        if not self._measures_costs and not self._awaits_measured_time:
+            return False
         if choice is None:
-            return times.steps == _STEPS_BEFORE_MEASUREMENT and self._measures_costs
+            return times.steps == _STEPS_BEFORE_MEASUREMENT
+        has_changed = times.has_changed()
         if choice.measured_seconds is None and times.seconds is not None:
             self._runner.choice = replace(choice, measured_seconds=times.seconds)
         if has_changed is None or not self._measures_costs:
@@ -330,10 +339,18 @@ class Iteration:
         return most > 0.5
 
     @property
+    def _awaits_measured_time(self) -> bool:
+        """True while the time of steps with the last choice is not known."""
+        return self._runner.choice is not None and self._runner.choice.measured_seconds is None
+
+    @property
     def _measures_costs(self) -> bool:
         """True if costs are measured without a call of the user."""
-        if self.root.measures_costs is not None:
-            return self.root.measures_costs
+        chosen = self.root.measures_costs
+        return self._measures_by_default if chosen is None else chosen
+
+    @functools.cached_property
+    def _measures_by_default(self) -> bool:
         if self._streams.block_the_host or torch.are_deterministic_algorithms_enabled():
             return False
         return any(each.size > 1 for each in self._communicators)
@@ -659,6 +676,8 @@ class Iteration:
             if state.group.gradients.version_before_step is not None:
                 state.group.gradients.roll_back_residuals()
         self._back_to_idle()
+        self._calibration = None
+        self._step_times.restart(has_changed=True)
         if failed:  # the rendezvous ended the epoch, and ranks may have gathered different groups
             for state in states:
                 state.group.note_epoch_end()
@@ -671,8 +690,6 @@ class Iteration:
             state.group.reshard()
             state.open_calls, state.kept_version, state.run = 0, None, None
         self._backward.forget()
-        self._calibration = None
-        self._step_times.restart(has_changed=True)
         self._runner.end_backward()
         self._reductions.clear_waiting()
         if self._unused_modules is not None:

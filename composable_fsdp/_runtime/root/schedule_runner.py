@@ -286,15 +286,28 @@ class ScheduleRunner:
             leads_to_backward=leads_to_backward,
         )
 
+    def will_gather(self) -> bool:
+        """Return whether some group must be gathered before its modules can run."""
+        steps = self._steps_now
+        return any(
+            not state.group.is_gathered or (state.kept_version is not None and self._is_stale(state, steps))
+            for state in self._states.values()
+            if state.group.parameters
+        )
+
     @staticmethod
-    def _drop_stale(kept: FSDPState, steps: object) -> None:
-        """Free ``kept``, which stayed unsharded, if its shards or their ``requires_grad`` may have changed since.
+    def _is_stale(kept: FSDPState, steps: object) -> bool:
+        """Return whether the shards of ``kept``, which stayed unsharded, may have changed, or their requires_grad."""
+        stepped = kept.kept_steps != steps
+        is_stale = (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version
+        return is_stale or any(parameter.was_flipped for parameter in kept.group.parameters)
+
+    def _drop_stale(self, kept: FSDPState, steps: object) -> None:
+        """Free ``kept``, which stayed unsharded, if it is stale.
 
         A fresh one is checked again: a forward may skip it, and an optimizer step may come before the next forward.
         """
-        stepped = kept.kept_steps != steps
-        is_stale = (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version
-        if is_stale or any(parameter.was_flipped for parameter in kept.group.parameters):
+        if self._is_stale(kept, steps):
             kept.group.reshard()
             kept.kept_version = None
 
