@@ -1,7 +1,8 @@
 """Counts the bytes of all live tensors of a process on a simulated device.
 
 Memory is counted after every operation. Temporary memory inside a kernel is not counted, because it differs between the
-kernels of CPUs and other devices. Fake tensors are counted like others, so models may have any size.
+kernels of CPUs and other devices. Fake tensors are counted like others, so models may have any size. Allocators get the
+same memory, on the stream that is current when an operation makes it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sim.allocator import Allocator, Block
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,19 +22,27 @@ __all__ = ["Ledger"]
 class Ledger(TorchDispatchMode):
     """A context that counts memory.
 
+    Args:
+        allocators: the allocators that get it too.
+
     Attributes:
         held: the bytes after the last operation.
         peak: the largest number of bytes after any operation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *allocators: Allocator) -> None:
         super().__init__()
         self.held = self.peak = 0
+        self._allocators = allocators
         self._storages: dict[int, StorageWeakRef] = {}
+        self._blocks: dict[int, tuple[int, list[Block]]] = {}
+        """The bytes of each storage and its blocks, one for each allocator."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # is dispatched again as operations on its local tensor
+        if self._allocators:
+            self.count()  # what was freed since the last operation can be used by this one
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves((args, kwargs, result)):
             if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
@@ -54,9 +64,24 @@ class Ledger(TorchDispatchMode):
         self.held = 0
         for key, reference in list(self._storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            nbytes = 0 if storage is None else storage.nbytes()
+            if self._allocators:
+                self._allocate(key, nbytes)
             if storage is None:
                 del self._storages[key]
-            else:
-                self.held += storage.nbytes()
+            self.held += nbytes
         self.peak = max(self.peak, self.held)
         return self.held
+
+    def _allocate(self, key: int, nbytes: int) -> None:
+        """Let the allocators know that the storage ``key`` has ``nbytes`` bytes now."""
+        before, blocks = self._blocks.get(key, (0, []))
+        if nbytes == before:
+            return
+        for allocator, block in zip(self._allocators, blocks, strict=False):
+            allocator.free(block)
+        if nbytes:
+            stream = id(torch.cpu.current_stream())
+            self._blocks[key] = nbytes, [each.allocate(nbytes, stream) for each in self._allocators]
+        else:
+            del self._blocks[key]
