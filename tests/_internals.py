@@ -90,13 +90,14 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.lazy_init import iteration_of
     from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
     from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
-    from composable_fsdp._runtime.root.calibration import Calibration, StepTimes
+    from composable_fsdp._runtime.root.calibration import Calibration
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
     from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration, Pass
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
     from composable_fsdp._runtime.root.recovery import disconnect, reconnect
     from composable_fsdp._runtime.root.recovery import timeout_of as timeout_of_group
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
+    from composable_fsdp._runtime.root.step_times import StepTimes
     from composable_fsdp._runtime.schedule import passes, schedule
     from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings, choose
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord

@@ -291,17 +291,16 @@ class FSDPModule(TorchFSDPModule):
     def calibrate(self, steps: int = 2) -> None:
         """Measure the costs of collectives and computation in the next training steps, and choose by them.
 
-        On devices with streams this happens without a call in the third and fourth step, unless ``set_costs`` was
-        called or ``torch.use_deterministic_algorithms`` is on.
+        On devices with streams this happens without a call in the third and fourth forward that gathers parameters,
+        unless ``set_costs`` was called or ``torch.use_deterministic_algorithms`` is on.
 
         The next ``steps`` forwards and backwards measure the collectives of each mesh axis, with messages of 4 KiB up
         to its largest ones, at most 16 MiB. They also measure the computation of each group: with events on the device,
         or on the host's clock where waits block the host. There the host's work in hooks counts as computation, and so
         do waits that collectives do not explain. Then all ranks of the model agree on one table, the medians of
         collectives and the computation of the slowest rank. It takes effect as if it had been given to ``set_costs``,
-        and :meth:`costs` returns it. It is measured again when the time of steps changes by more than 10 %. An error
-        that ends a forward or ``reset_iter_state`` ends the measurement. All ranks must call this together. Call it on
-        the root.
+        and :meth:`costs` returns it. It is measured again when the time of steps changes by more than 10 %.
+        ``reset_iter_state`` ends the measurement. All ranks must call this together. Call it on the root.
 
         Raises:
             ConfigurationError: ``steps`` is less than 1.
@@ -325,11 +324,10 @@ class FSDPModule(TorchFSDPModule):
         """Set how many bytes of full parameters of small, adjacent groups share one all-gather and one reduction.
 
         The default is 1 MiB; 0 fuses nothing. Groups of up to 512 KiB, or half of the limit if that is more, count as
-        small. Groups are adjacent in the
-        recorded order of the last forward, so fusion begins with the second forward. The unsharded parameters of a
-        module are still registered only while it runs, but the memory of all fused groups is allocated when the first
-        of them is gathered. Call it on the root, with the same number on every rank. ``None`` goes back to the default,
-        or to a choice by costs (:meth:`calibrate`).
+        small. Groups are adjacent in the recorded order of the last forward, so fusion begins with the second forward.
+        The unsharded parameters of a module are still registered only while it runs, but the memory of all fused groups
+        is allocated when the first of them is gathered. Call it on the root, with the same number on every rank.
+        ``None`` goes back to the default, or to a choice by costs (:meth:`calibrate`).
 
         Raises:
             ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of modules that

@@ -70,7 +70,7 @@ class Accumulation(Enum):
 _DEFAULTS: dict[str, object] = {}
 """The settings of an FSDP state that have a default, with it."""
 ROOT_DEFAULTS: dict[str, object] = {}
-"""Those settings among them that have one value for all states of a root."""
+"""The settings in ``_DEFAULTS`` that have one value for all states of a root."""
 
 
 class _Setting:

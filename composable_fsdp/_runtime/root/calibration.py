@@ -1,4 +1,4 @@
-"""Measurement of the costs from which a schedule is chosen, in training steps, and of the times of these steps."""
+"""Measurement, in training steps, of the costs from which a schedule is chosen."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import fmean, median
-from typing import Any, NamedTuple, TypeAlias
+from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,13 @@ import torch.distributed as dist
 from composable_fsdp._comm.communicator import Communicator, Transfer
 from composable_fsdp._comm.verify_ranks import gather_rows, multi_rank_axes
 from composable_fsdp._layout.grad_scaling import ReduceOp
-from composable_fsdp._memory.streams import Work, blocks_the_host
+from composable_fsdp._memory.streams import Work
+from composable_fsdp._runtime.root.clock import Clock, Mark
 from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
 
-__all__ = ["Calibration", "Clock", "StepTimes", "median_over_ranks"]
+__all__ = ["Calibration", "median_over_ranks"]
 
 _LEAST, _MIDDLE, _MOST = 1 << 12, 1 << 20, 1 << 24
 """Bytes of the full tensors of the measured collectives. Estimated; swept in virtual time only."""
@@ -32,9 +33,6 @@ _REPEATS = 2
 _NANOSECOND = 1e-9
 
 _BACKWARD_HOOKS = {Hook.PRE_BACKWARD, Hook.GRAD_READY, Hook.POST_BACKWARD, Hook.END_BACKWARD}
-
-Mark: TypeAlias = Any
-"""A point in time: an event on the current stream, or seconds of the host's clock."""
 
 
 class _Entered(NamedTuple):
@@ -64,7 +62,7 @@ class Calibration:
         steps: int,
     ) -> None:
         self._communicators = communicators
-        self._names = dict.fromkeys(full_bytes)
+        self._names = tuple(full_bytes)
         most = max(_LEAST_LARGE, max(full_bytes.values(), default=0))
         self._sizes = sorted({_LEAST, min(_MIDDLE, most), min(_MOST, most)})
         """The bytes of the messages: no larger than the model's own, so that the peak of memory is that of training."""
@@ -81,13 +79,13 @@ class Calibration:
         self._last = ""
         """The last group with parameters that time was counted for."""
         self._host_seconds: dict[tuple[bool, str], float] = defaultdict(float)
-        """Where waits block the host, the seconds of the runtime's work in this step, without waits."""
+        """The seconds of the runtime's work in this step, without waits. Empty on devices with streams."""
         self._waited = 0.0
         """The seconds of the waits in this step."""
         self._steps: list[tuple[float, Mapping[tuple[bool, str], float]]] = []
-        """Of each step, the seconds of waits, and of computation by group and pass."""
+        """The seconds of each step: those of its waits, and those of computation by pass and group."""
         self.waited = 0.0
-        """Where waits block the host, their seconds in a step. Set with the costs."""
+        """The seconds for which waits block the host in a step; 0 on devices with streams. Set with the costs."""
         self._to_measure = [
             (name, communicator, kind)
             for mesh, names_of_mesh in axis_names(axes).items()
@@ -253,79 +251,6 @@ def _over_ranks(
     return values
 
 
-_EARLY_STEPS = 64
-"""The number of steps after a choice in which times are compared at every second step. Estimated."""
-_INTERVAL = 64
-"""The number of steps from one comparison to the next one after that. Estimated."""
-_MOST_KEPT_CHOICES = 8
-"""The number of measurements in a row without another choice, from which on each doubles the interval. Estimated."""
-_CHANGE = 0.1
-"""The relative change of the time of a step from which costs are measured again. Estimated."""
-
-
-class StepTimes:
-    """The times of the steps after a choice of settings: of all early ones, and of two in each later interval.
-
-    Steps that leave gradients unsynchronized do not count.
-
-    Args:
-        device: the device of the computation.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._clock = Clock(device)
-        self._kept_choices = 0
-        self.restart(has_changed=True)
-
-    def restart(self, *, has_changed: bool) -> None:
-        """Begin again, after a choice that has changed the settings or not."""
-        self._kept_choices = 0 if has_changed else self._kept_choices + 1
-        self.steps = 0
-        """The number of steps since then."""
-        self.seconds: float | None = None
-        """The mean time of the first two steps after the one that rebuilt the groups."""
-        self._begin: Mark | None = None
-        self._samples: list[tuple[Mark, Mark]] = []
-
-    def begin_step(self) -> None:
-        """Begin a step, before its forward."""
-        self._begin = self._clock.mark() if self._is_sampled else None
-        self.steps += 1
-
-    def end_step(self, *, synchronized: bool) -> None:
-        """End a step, after its backward. ``synchronized`` if it has reduced gradients over all ranks."""
-        if self._begin is not None and synchronized:
-            self._samples.append((self._begin, self._clock.mark()))
-        self._begin = None
-
-    @property
-    def _is_sampled(self) -> bool:
-        return 0 < self.steps <= self._early_steps or self.steps % self._interval in (0, 1)
-
-    @property
-    def _early_steps(self) -> int:
-        return _EARLY_STEPS if self._kept_choices < _MOST_KEPT_CHOICES else 2
-
-    @property
-    def _interval(self) -> int:
-        return _INTERVAL << max(0, self._kept_choices - _MOST_KEPT_CHOICES)
-
-    def has_changed(self) -> bool | None:
-        """Return whether the last two steps took another time than the first two, on this rank. Call it between steps.
-
-        ``None`` if there is nothing to compare. All ranks get ``None`` in the same steps.
-        """
-        if len(self._samples) < 2:
-            return None
-        self._clock.synchronize()
-        times = [self._clock.seconds(*sample) for sample in self._samples]
-        self._samples.clear()
-        if self.seconds is None:
-            self.seconds = fmean(times)
-            return None
-        return min(times) > (1 + _CHANGE) * self.seconds or max(times) < (1 - _CHANGE) * self.seconds
-
-
 def _middle(
     steps: Sequence[tuple[float, Mapping[tuple[bool, str], float]]],
 ) -> tuple[float, Mapping[tuple[bool, str], float]]:
@@ -345,40 +270,3 @@ def _of_slowest(rows: list[list[float]]) -> list[float]:
 
 def _wait_for(launch: Callable[..., Work], *tensors: torch.Tensor) -> None:
     launch(*tensors).wait()
-
-
-class Clock:
-    """The clock of the computation on ``device``: events on its streams, or the host's clock where waits block it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._module = None if blocks_the_host(device) else torch.get_device_module(device)
-        self.is_host = self._module is None
-        """True if waits block the host, so that its work is part of a step's time."""
-
-    def mark(self) -> Mark:
-        """Return the current point in time of the current stream."""
-        if self._module is None:
-            return time.perf_counter()
-        event = self._module.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the seconds between two marks, after :meth:`synchronize`."""
-        return end - begin if self._module is None else 1e-3 * float(begin.elapsed_time(end))
-
-    def synchronize(self) -> None:
-        """Block the host until all marks have been reached."""
-        if self._module is not None:
-            event = self._module.Event(enable_timing=True)
-            event.record()
-            event.synchronize()
-
-    def time(self, function: Callable[[], object]) -> float:
-        """Return the seconds that ``function`` takes on the device."""
-        begin = self.mark()
-        function()
-        end = self.mark()
-        self.synchronize()
-        return self.seconds(begin, end)

@@ -38,7 +38,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     ParameterState,
 )
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
-from composable_fsdp._runtime.root.calibration import Calibration, StepTimes, median_over_ranks
+from composable_fsdp._runtime.root.calibration import Calibration, median_over_ranks
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
 from composable_fsdp._runtime.root.model_check import check_models
@@ -47,6 +47,7 @@ from composable_fsdp._runtime.root.recovery import Rendezvous, disconnect, has_f
 from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
 from composable_fsdp._runtime.root.root_options import check_settings
 from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
+from composable_fsdp._runtime.root.step_times import StepTimes
 from composable_fsdp._runtime.root.unused_modules import UnusedModules
 from composable_fsdp._runtime.schedule.choose import Choice
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord

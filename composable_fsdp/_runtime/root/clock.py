@@ -1,0 +1,53 @@
+"""The clock of the computation on a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from composable_fsdp._memory.streams import blocks_the_host
+
+__all__ = ["Clock", "Mark"]
+
+Mark: TypeAlias = Any
+"""A point in time: an event on the current stream, or seconds of the host's clock."""
+
+
+class Clock:
+    """The clock of the computation on ``device``: events on its streams, or the host's clock where waits block it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = None if blocks_the_host(device) else torch.get_device_module(device)
+        self.is_host = self._module is None
+        """True if waits block the host, so that its work is part of a step's time."""
+
+    def mark(self) -> Mark:
+        """Return the current point in time of the current stream."""
+        if self._module is None:
+            return time.perf_counter()
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        """Return the seconds between two marks, after :meth:`synchronize`."""
+        return end - begin if self._module is None else 1e-3 * float(begin.elapsed_time(end))
+
+    def synchronize(self) -> None:
+        """Block the host until all marks have been reached."""
+        if self._module is not None:
+            event = self._module.Event(enable_timing=True)
+            event.record()
+            event.synchronize()
+
+    def time(self, function: Callable[[], object]) -> float:
+        """Return the seconds that ``function`` takes on the device."""
+        begin = self.mark()
+        function()
+        end = self.mark()
+        self.synchronize()
+        return self.seconds(begin, end)
