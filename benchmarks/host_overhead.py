@@ -4,7 +4,8 @@
 
 The process group is fake and the tensors are tiny, so the time is that of Python. The steps of both libraries run in
 turn. Overhead is the time of the step minus that of the same model without sharding, per group. With ``--alone`` all
-steps of a library run in sequence, so that its code and objects stay in the processor's caches.
+steps of a library run in sequence, so that its code and objects stay in the processor's caches. The floor is a step
+written by hand with torch's own calls alone (``hand_written.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hand_written import shard_by_hand
 from libraries import LIBRARIES, fake_ranks, shard
 from report import interleaved, parser, publish, ratios, sequential, spread
 from torch import nn
@@ -45,12 +47,17 @@ def build(parameters: int, library: str | None, mesh: DeviceMesh, *, bf16: bool)
     return model
 
 
-def step(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
-    """Return forward and backward as a variant that returns its CPU microseconds per group."""
+def step(
+    model: nn.Module, x: torch.Tensor, run_once: Callable[[torch.Tensor], None] | None = None
+) -> Callable[[], float]:
+    """Return forward and backward, or ``run_once``, as a variant that returns its CPU microseconds per group."""
 
     def run() -> float:
         begin = time.process_time()
-        model(x).sum().backward()
+        if run_once is None:
+            model(x).sum().backward()
+        else:
+            run_once(x)
         taken = time.process_time() - begin
         for parameter in model.parameters():
             parameter.grad = None
@@ -63,15 +70,22 @@ def measure(parameters: int, mesh: DeviceMesh, rounds: int, *, bf16: bool, alone
     x = torch.randn(4, 16, requires_grad=True, dtype=torch.bfloat16 if bf16 else torch.float32)
     libraries = {"none": None, "ours": "ours", "fsdp2": "fsdp2"}
     variants = {name: step(build(parameters, library, mesh, bf16=bf16), x) for name, library in libraries.items()}
+    if not bf16:
+        by_hand = build(parameters, None, mesh, bf16=False)
+        variants["floor"] = step(by_hand, x, shard_by_hand(by_hand, list(by_hand), mesh))
     samples = (sequential if alone else interleaved)(variants, rounds, warm_up=5)
     base = spread(samples["none"])["median"]
     ours, fsdp2 = ([taken - base for taken in samples[name]] for name in ("ours", "fsdp2"))
+    floor = [taken - base for taken in samples.get("floor", ())]
+    columns = ("floor us", "floor/fsdp2", "ours/floor")
+    lowest = (spread(floor), ratios(floor, fsdp2), ratios(ours, floor)) if floor else ("", "", "")
     return {
         "parameters": parameters,
         "dtype": "bf16" if bf16 else "fp32",
         "ours us": spread(ours),
         "fsdp2 us": spread(fsdp2),
         "ours/fsdp2": ratios(ours, fsdp2),
+        **dict(zip(columns, lowest, strict=True)),
     }
 
 
@@ -86,7 +100,7 @@ def main() -> None:
         rows = [
             measure(size, mesh, rounds, bf16=bf16, alone=arguments.alone) for bf16 in (False, True) for size in sizes
         ]
-    columns = ["parameters", "dtype", "ours us", "fsdp2 us", "ours/fsdp2"]
+    columns = ["parameters", "dtype", "ours us", "fsdp2 us", "ours/fsdp2", "floor us", "floor/fsdp2", "ours/floor"]
     settings = {"ranks": WORLD, **({"each library": "alone"} if arguments.alone else {})}
     publish("host overhead per group", settings, columns, rows, arguments.out)
 

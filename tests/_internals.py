@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         find_runs,
         plan_gather,
         plan_reduce,
+        split_at,
         worth_all_reducing,
     )
     from composable_fsdp._layout.grad_scaling import ReduceOp, Reduction, divide, plan_reduction
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from composable_fsdp._memory.buffers import OwnedBuffer, cast_and_move
     from composable_fsdp._memory.streams import CommStream, CommStreams, InFlight, backend_for, without_grad
     from composable_fsdp._runtime import lazy_init
+    from composable_fsdp._runtime.collectives import reduce_scatter
     from composable_fsdp._runtime.collectives.all_gather import (
         GatherCache,
         cached_gather,
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket, CachedPart
     from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
-    from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
+    from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter, ReducedBucket
     from composable_fsdp._runtime.groups.param_group import ParamGroup
     from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
     from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
@@ -89,7 +91,12 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._runtime.lazy_init import iteration_of
     from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
-    from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
+    from composable_fsdp._runtime.params.sharded_param import (
+        ParameterSource,
+        ShardedParameter,
+        local_part,
+        take_gradients,
+    )
     from composable_fsdp._runtime.root.calibration import Calibration
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
     from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration, Pass

@@ -25,6 +25,7 @@ __all__ = [
     "find_runs",
     "plan_gather",
     "plan_reduce",
+    "split_at",
     "worth_all_reducing",
 ]
 
@@ -327,3 +328,27 @@ def find_runs(layout: GatherLayout) -> tuple[PackedRun, ...]:
         runs.append(PackedRun(start, width, place, shards.full_numel, shards.padded_numel))
         start += width
     return tuple(runs)
+
+
+def split_at(begins: Sequence[int], ends: Sequence[int], numel: int) -> tuple[list[int], list[int]]:
+    """Return the widths that split ``numel`` elements into intervals and the gaps around them.
+
+    Also return which of the pieces each interval is.
+
+    Args:
+        begins: the first element of each interval, in any order. Intervals may be empty, and do not overlap.
+        ends: the end of each interval.
+        numel: the end of the last gap.
+    """
+    widths: list[int] = []
+    pieces = [0] * len(begins)
+    last = 0
+    for begin, end, k in sorted(zip(begins, ends, range(len(begins)), strict=True)):
+        if last < begin:
+            widths.append(begin - last)
+        pieces[k] = len(widths)
+        widths.append(end - begin)
+        last = end
+    if last < numel:
+        widths.append(numel - last)
+    return widths, pieces

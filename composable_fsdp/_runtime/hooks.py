@@ -34,7 +34,7 @@ from composable_fsdp._runtime.groups.state import (
     state_of,
 )
 from composable_fsdp._runtime.lazy_init import assemble
-from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
+from composable_fsdp._runtime.params.sharded_param import alias_of, local_part, without_torch_function
 from composable_fsdp._runtime.pytree import map_tensors, tensors_in
 from composable_fsdp.errors import ConfigurationError
 
@@ -253,12 +253,13 @@ def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
     Parameters, which ``keep_vars=True`` gives, stay.
     """
-    for name in reversed(state):
-        if not name.startswith(prefix):  # the values of other modules, which are earlier
-            return
-        value = state[name]
-        if isinstance(value, DTensor) and value.storage_offset() and not isinstance(value, nn.Parameter):
-            state[name] = alias_of(value, local_part(value))
+    with without_torch_function():
+        for name in reversed(state):
+            if not name.startswith(prefix):  # the values of other modules, which are earlier
+                return
+            value = state[name]
+            if isinstance(value, DTensor) and value.storage_offset() and not isinstance(value, nn.Parameter):
+                state[name] = alias_of(value, local_part(value))
 
 
 def _is_full_tensor(value: Any, shape: tuple[int, ...]) -> bool:

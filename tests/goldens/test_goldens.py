@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composable_fsdp.testing import run_ranks
-from tests._internals import ScheduleRunner, ShardedParameter, passes
+from tests._internals import BucketReduceScatter, ReducedBucket, ScheduleRunner, passes
 from tests.goldens.cases import Found, known_programs
 from tests.goldens.observe import PORTABLE, Digest, Observation, observe_programs
 from tests.goldens.records import UNSTABLE, Key, Record, differences, read, stable, write
@@ -29,19 +29,19 @@ def fuse_nothing(*args: object) -> dict[str, tuple[str, ...]]:
     return {}
 
 
-def flip_a_bit(self: ShardedParameter, *args: Any) -> None:
-    (local,) = args
-    if local.numel():
-        local = local.clone()
-        local.view(-1).view(torch.uint8)[0] ^= 1
-    ACCEPT(self, local)
+def flip_bits(self: BucketReduceScatter, *args: Any) -> ReducedBucket:
+    reduced = FINISH(self, *args)
+    for local in reduced.gradients:
+        if local.numel():
+            local.view(-1).view(torch.uint8)[0] ^= 1
+    return reduced
 
 
-ACCEPT = ShardedParameter.accept_gradient
+FINISH = BucketReduceScatter.finish
 BREAKAGES: dict[str, tuple[Any, Callable[..., Any], str]] = {
     "_keep": (ScheduleRunner, free_after_every_forward, "collective:all-gather"),
     "fuse_adjacent": (passes, fuse_nothing, "collective:all-gather"),
-    "accept_gradient": (ShardedParameter, flip_a_bit, "results"),
+    "finish": (BucketReduceScatter, flip_bits, "results"),
 }
 """Maps each replaced name to its owner, the replacement, and the difference that must be found."""
 
@@ -73,7 +73,7 @@ def test_a_change_of_the_library_is_noticed(name: str) -> None:
     after = recorded(observe_broken, name, list(SOME.values()))
     changes = [change for pair in zip(before, after, strict=True) for change in differences(*pair)]
     assert any(change.startswith(BREAKAGES[name][2]) for change in changes), changes
-    if name == "accept_gradient":
+    if name == "finish":
         assert set(changes) == {"results"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from composable_fsdp import (
     no_sync,
 )
 from composable_fsdp.testing import run_ranks
-from tests._internals import CommStream, Communicator, Encoder, ShardedParameter
+from tests._internals import CommStream, Communicator, Encoder, ShardedParameter, reduce_scatter, take_gradients
 from tests.helpers.counted_collectives import COMMUNICATORS
 from tests.helpers.transports import SOCKETS
 
@@ -184,13 +184,12 @@ def watch_gradients() -> None:
     """Check that gradients are read on the stream that wrote them, before the communication stream runs, then freed."""
     happened: list[str] = []
     taken: list[weakref.ref[torch.Tensor]] = []
-    take, encode, run = ShardedParameter.take_gradient, Encoder.encode, CommStream.run
+    take, encode, run = take_gradients, Encoder.encode, CommStream.run
 
-    def watched_take(self: ShardedParameter, sum_dtype: torch.dtype) -> torch.Tensor | None:
-        gradient = take(self, sum_dtype)
-        if gradient is not None:
-            taken.append(weakref.ref(gradient))
-        return gradient
+    def watched_take(parameters: Sequence[ShardedParameter], sum_dtype: torch.dtype) -> list[torch.Tensor | None]:
+        gradients = take(parameters, sum_dtype)
+        taken.extend(weakref.ref(gradient) for gradient in gradients if gradient is not None)
+        return gradients
 
     def watched_encode(self: Encoder, values: torch.Tensor, out: torch.Tensor) -> None:
         happened.append("encode")
@@ -203,7 +202,7 @@ def watch_gradients() -> None:
         return run(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedParameter, "take_gradient", watched_take)
+        patch.setattr(reduce_scatter, "take_gradients", watched_take)
         patch.setattr(Encoder, "encode", watched_encode)
         patch.setattr(CommStream, "run", watched_run)
         model = fully_shard(nn.Linear(6, 5), comm_policy=CommunicationPolicy(reduce_scatter=Int8(), min_numel=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from tests._internals import (
     TensorShards,
     plan_gather,
     plan_reduce,
+    split_at,
     worth_all_reducing,
 )
 from tests.helpers.layouts import (
@@ -216,3 +218,20 @@ def test_a_lone_element_takes_one_aligned_step(itemsize: int) -> None:
     layout = plan_gather([TensorShards((1,), 0, 1)] * 2, itemsize=itemsize, zero_copy_min_bytes=0)
     assert layout.store.offsets == (0, ALIGNMENT_BYTES // itemsize)
     assert layout.store.numel * itemsize == 2 * ALIGNMENT_BYTES
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6), st.integers(0, 3), st.randoms())
+def test_pieces_are_the_intervals_and_the_gaps_between_them(
+    gaps_and_lengths: list[tuple[int, int]], last_gap: int, random: Random
+) -> None:
+    intervals, end = [], 0
+    for gap, length in gaps_and_lengths:
+        intervals.append((end + gap, end + gap + length))
+        end += gap + length
+    random.shuffle(intervals)
+    begins, ends = [begin for begin, _ in intervals], [end for _, end in intervals]
+    widths, pieces = split_at(begins, ends, end + last_gap)
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    assert sum(widths) == end + last_gap
+    assert [(starts[i], starts[i] + widths[i]) for i in pieces] == intervals
+    assert all(widths[i] for i in range(len(widths)) if i not in pieces)

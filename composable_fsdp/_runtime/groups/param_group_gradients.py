@@ -28,7 +28,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     GradientState,
     advance,
 )
-from composable_fsdp._runtime.params.sharded_param import without_torch_function
+from composable_fsdp._runtime.params.sharded_param import accept_gradients
 
 __all__ = ["AutogradRun", "ParamGroupGradients", "PendingReduction", "ReductionLaunch", "reduce_together"]
 
@@ -404,10 +404,8 @@ class PendingReduction:
         launch = self.launch
         offloaded = any(member.is_offloaded for member in launch.members)
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
-        with without_torch_function():
-            for bucket in reduced:
-                for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
-                    parameter.accept_gradient(gradient)
+        for bucket in reduced:
+            accept_gradients(bucket.parameters, bucket.gradients)
         for member in launch.members:
             if launch.is_last:
                 member.end_reduction(partial=launch.partial)

@@ -14,7 +14,7 @@ The tensors of one parameter of shape ``(S0, S1, ...)`` in a step, in order (doc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -41,12 +41,14 @@ __all__ = [
     "ParameterSource",
     "ReplacedParameter",
     "ShardedParameter",
+    "accept_gradients",
     "alias_of",
     "find_parameter",
     "find_replaced",
     "find_unsharded",
     "local_part",
     "note_replaced",
+    "take_gradients",
     "without_torch_function",
 ]
 
@@ -313,14 +315,8 @@ class ShardedParameter:
         if self.trainable and not cast(Any, self.unsharded)._post_accumulate_grad_hooks:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
 
-    def take_gradient(self, sum_dtype: torch.dtype) -> torch.Tensor | None:
-        """Remove and return this rank's full gradient, accumulated microbatches included, or ``None``.
-
-        Args:
-            sum_dtype: the dtype for pending sums over model-parallel axes.
-        """
-        unsharded = self.unsharded
-        gradient, unsharded.grad = unsharded.grad, None
+    def _complete_gradient(self, gradient: torch.Tensor | None, sum_dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the sum of ``gradient``, from autograd, and of the accumulated microbatches."""
         inner = self.sharding.inner
         if gradient is not None and inner is not None:
             gradient = inner.local_gradient(gradient, sum_dtype)
@@ -342,35 +338,9 @@ class ShardedParameter:
         if gradient.dtype == dtype and self.accumulated is None and self.sharding.inner is None:
             return
         is_first = self.accumulated is None
-        total = self.take_gradient(dtype)
+        (total,) = take_gradients((self,), dtype)
         assert total is not None
         self.accumulated = total.to(dtype, copy=True) if is_first else total
-
-    def accept_gradient(self, local: torch.Tensor) -> None:
-        """Set or add this rank's shard of the reduced gradient, then call the user's hooks on the sharded parameter.
-
-        May be called under :data:`without_torch_function`; the hooks run outside of it.
-        """
-        sharded: Any = self.sharded
-        spec = sharded._spec
-        if self._gradient_dtype is not _SAME_DTYPE:
-            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-        # ``DTensor(...)`` also calls an ``__init__`` that does nothing and doubles the cost.
-        gradient: Any = DTensor.__new__(DTensor, local, spec, requires_grad=False)
-        hooks = sharded._backward_hooks
-        for hook in tuple(hooks.values()) if hooks else ():
-            with _with_torch_function():
-                replacement = hook(gradient)
-            gradient = gradient if replacement is None else replacement
-        held = sharded.grad
-        if held is None:
-            sharded.grad = gradient
-        else:
-            held._local_tensor.add_(gradient._local_tensor)
-        hooks = sharded._post_accumulate_grad_hooks
-        for hook in tuple(hooks.values()) if hooks else ():
-            with _with_torch_function():
-                hook(sharded)
 
     def drop_gradient(self) -> None:
         """Drop gradients that were not reduced."""
@@ -413,6 +383,59 @@ _by_tensor_id: WeakValueDictionary[int, ShardedParameter] = WeakValueDictionary(
 Keys are no weak references, since ``torch.utils.swap_tensors``, which converts modules, rejects tensors that have any.
 An ``id`` may belong to an earlier tensor, so :func:`find_parameter` compares the object.
 """
+
+
+def take_gradients(parameters: Iterable[ShardedParameter], sum_dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Remove and return this rank's full gradients, accumulated microbatches included, ``None`` where there is none.
+
+    Args:
+        parameters: the parameters of a bucket, in one loop.
+        sum_dtype: the dtype for pending sums over model-parallel axes.
+    """
+    gradients = []
+    for parameter in parameters:
+        unsharded = parameter.unsharded
+        gradient, unsharded.grad = unsharded.grad, None
+        if parameter.accumulated is not None or parameter.sharding.inner is not None:
+            gradient = parameter._complete_gradient(gradient, sum_dtype)
+        gradients.append(gradient)
+    return gradients
+
+
+def accept_gradients(parameters: Iterable[ShardedParameter], shards: Iterable[torch.Tensor]) -> None:
+    """Set or add this rank's shards of the reduced gradients, then call the user's hooks on each sharded parameter.
+
+    One loop for all parameters: a method call for each takes as long as the rest of what Python does.
+    """
+    new = DTensor.__new__  # ``DTensor(...)`` also calls an ``__init__`` that does nothing and doubles the cost
+    with without_torch_function():
+        for parameter, local in zip(parameters, shards, strict=True):
+            sharded: Any = parameter.sharded
+            spec = sharded._spec
+            if parameter._gradient_dtype is not _SAME_DTYPE:
+                spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+            gradient: Any = new(DTensor, local, spec, requires_grad=False)
+            hooks = sharded._backward_hooks
+            if hooks:
+                gradient = _after_hooks(hooks, gradient)
+            if sharded.grad is None:
+                sharded.grad = gradient
+            else:
+                sharded.grad._local_tensor.add_(gradient._local_tensor)
+            hooks = sharded._post_accumulate_grad_hooks
+            if hooks:
+                with _with_torch_function():
+                    for hook in tuple(hooks.values()):
+                        hook(sharded)
+
+
+def _after_hooks(hooks: Mapping[int, Callable[[Any], Any]], gradient: Any) -> Any:
+    """Return ``gradient``, or what the user's ``hooks`` return in place of it."""
+    with _with_torch_function():
+        for hook in tuple(hooks.values()):
+            replacement = hook(gradient)
+            gradient = gradient if replacement is None else replacement
+    return gradient
 
 
 def find_parameter(tensor: object) -> ShardedParameter | None:
