@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import composable_fsdp
 from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.codecs import ErrorFeedback, Int8
-from composable_fsdp.testing import Race, SimulatedEvent, SimulatedStream, simulated_accelerator
+from composable_fsdp.testing import SimulatedEvent, SimulatedStream, simulated_accelerator
 from tests._internals import InFlight
+from tests.helpers.simulated_offload import simulated_offload
 
 PACKAGE = Path(composable_fsdp.__file__).parent
 WIDTH, STEPS = 64, 3
@@ -50,6 +51,7 @@ class Block(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+@simulated_offload()
 def train(mesh: DeviceMesh, prepare: Callable[[Any], object] = id, library: Any = fully_shard, **options: Any) -> None:
     """Train some steps, the second of which runs twice without synchronizing gradients."""
     torch.manual_seed(0)
@@ -84,7 +86,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one reduction in flight": {
         "prepare": lambda model: (model.set_max_fused_bytes(0), model.set_reduce_scatter_max_input_buffers(1))
     },
-    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "offload, unfused, bf16": {
+        "offload_policy": CPUOffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(**BF16),
+        "prepare": lambda model: model.set_max_fused_bytes(0),
+    },
     "unused parameters reduced": {"prepare": lambda model: model.set_reduce_scatter_unused_params(True)},
     "sums held unsharded": {"prepare": lambda model: model.set_requires_all_reduce(False)},
     "own optimizer event": {
@@ -118,8 +125,8 @@ Site = tuple[str, str, str]
 ORDERING = {SimulatedStream: ("wait_stream", "wait_event", "record_event"), SimulatedEvent: ("wait", "record")}
 
 
-def train_without(mesh: DeviceMesh, left_out: Site | None, **options: Any) -> tuple[list[Race], set[Site]]:
-    """Train without the calls of one site. Return the races, and all sites."""
+def train_without(mesh: DeviceMesh, left_out: Site | None, **options: Any) -> tuple[list[object], set[Site]]:
+    """Train without the calls of one site. Return the races and errors, and all sites."""
     sites: set[Site] = set()
 
     def seen(kind: type, name: str) -> Any:
@@ -138,6 +145,7 @@ def train_without(mesh: DeviceMesh, left_out: Site | None, **options: Any) -> tu
 
         return method
 
+    failures: list[object] = []
     with simulated_accelerator() as device:
         for kind, names in ORDERING.items():
             for name in names:
@@ -145,25 +153,25 @@ def train_without(mesh: DeviceMesh, left_out: Site | None, **options: Any) -> tu
                 patch.start()
         try:
             train(mesh, **options)
+        except RuntimeError as error:
+            failures.append(error)
         finally:
             mock.patch.stopall()
-    return device.races, sites
+    return [*device.races, *failures], sites
 
 
 UNNOTICED = {
     ("_memory/streams.py", "blocks_the_host", "record_event"): "asks whether the device has streams",
     ("_memory/streams.py", "__init__", "record_event"): "asks whether the device has streams",
-    ("_runtime/root/calibration.py", "mark", "record"): "measures time",
-    ("_runtime/root/calibration.py", "synchronize", "record"): "measures time",
 }
-"""The sites whose calls can be left out without a race, with the reason."""
+"""The sites whose calls can be left out without a race or an error, with the reason."""
 
 
 def test_each_wait_of_the_package_is_needed(mesh: DeviceMesh) -> None:
     options = SETTINGS["unfused"]
     races, sites = train_without(mesh, None, **options)
     assert not races
-    assert len(sites - UNNOTICED.keys()) == 4
+    assert len(sites - UNNOTICED.keys()) == 6
     assert {site for site in sites if not train_without(mesh, site, **options)[0]} == UNNOTICED.keys()
 
 
