@@ -3,111 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import checkpoint
 
 import composable_fsdp
-from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.codecs import ErrorFeedback, Int8
 from composable_fsdp.testing import SimulatedEvent, SimulatedStream, simulated_accelerator
 from tests._internals import InFlight
-from tests.helpers.simulated_offload import simulated_offload
+from tests.helpers.stream_training import BF16, SETTINGS, TRAININGS, alone, train
 
 PACKAGE = Path(composable_fsdp.__file__).parent
-WIDTH, STEPS = 64, 3
 
 
 @pytest.fixture(name="mesh")
 def _mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("simulated_accelerator_alone", store=FakeStore(), rank=0, world_size=8)
-    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-    dist.destroy_process_group()
+    with alone() as mesh:
+        yield mesh
 
 
-class Block(nn.Module):
-    """Two linear layers, recomputed in backward if asked for."""
-
-    recomputes = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.recomputes:
-            return checkpoint(self.layers, x, use_reentrant=False)  # type: ignore[no-any-return]
-        return self.layers(x)  # type: ignore[no-any-return]
-
-
-@simulated_offload()
-def train(mesh: DeviceMesh, prepare: Callable[[Any], object] = id, library: Any = fully_shard, **options: Any) -> None:
-    """Train some steps, the second of which runs twice without synchronizing gradients."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Block() for _ in range(3)))
-    for block in model:
-        library(block, mesh=mesh, **options)
-    library(model, mesh=mesh, **options)
-    model[1].recomputes = True
-    prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    for step in range(STEPS):
-        for is_last in [False, True] if step == 1 else [True]:
-            model.set_requires_gradient_sync(is_last)
-            model(torch.randn(8, WIDTH)).square().sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            model(torch.randn(8, WIDTH))
-
-
-BF16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bf16": {"mp_policy": MixedPrecisionPolicy(**BF16)},
-    "stays unsharded": {"reshard_after_forward": False},
-    "unfused": {"prepare": lambda model: model.set_max_fused_bytes(0)},
-    "deep prefetch": {"prepare": lambda model: (model.set_max_fused_bytes(0), model.set_prefetch_limit(3))},
-    "smaller mesh": {"reshard_after_forward": 2},
-    "own reduce group": {"prepare": lambda model: model.set_separate_reduce_scatter_group(True)},
-    "bounded": {"prepare": lambda model: (model.set_max_fused_bytes(0), model.set_max_unsharded_bytes(1 << 17))},
-    "one reduction in flight": {
-        "prepare": lambda model: (model.set_max_fused_bytes(0), model.set_reduce_scatter_max_input_buffers(1))
-    },
-    "offload": {"offload_policy": CPUOffloadPolicy()},
-    "offload, unfused, bf16": {
-        "offload_policy": CPUOffloadPolicy(),
-        "mp_policy": MixedPrecisionPolicy(**BF16),
-        "prepare": lambda model: model.set_max_fused_bytes(0),
-    },
-    "unused parameters reduced": {"prepare": lambda model: model.set_reduce_scatter_unused_params(True)},
-    "sums held unsharded": {"prepare": lambda model: model.set_requires_all_reduce(False)},
-    "own optimizer event": {
-        "prepare": lambda model: model.set_post_optim_event(torch.cpu.current_stream().record_event())  # type: ignore[func-returns-value]
-    },
-    "int8 both ways": {
-        "comm_policy": CommunicationPolicy(all_gather=Int8(), reduce_scatter=ErrorFeedback(Int8()), min_numel=1)
-    },
-}
-
-
-@pytest.mark.parametrize("axes", [("shard",), ("replicate", "shard")], ids=["sharded", "hybrid"])
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_training_has_no_races(mesh: DeviceMesh, axes: tuple[str, ...], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", TRAININGS)
+def test_training_has_no_races(name: str) -> None:
     with simulated_accelerator() as device:
-        train(mesh[axes] if len(axes) == 1 else mesh, **options)
+        TRAININGS[name]()
     assert [str(race) for race in device.races] == []
 
 
