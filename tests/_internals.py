@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from composable_fsdp._memory.buffers import OwnedBuffer, cast_and_move
     from composable_fsdp._memory.streams import CommStream, CommStreams, InFlight, backend_for, without_grad
     from composable_fsdp._runtime import lazy_init
-    from composable_fsdp._runtime.collectives import reduce_scatter
+    from composable_fsdp._runtime.collectives import all_gather, bucket, reduce_scatter
     from composable_fsdp._runtime.collectives.all_gather import (
         GatherCache,
         cached_gather,
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket, CachedPart
     from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
     from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter, ReducedBucket
+    from composable_fsdp._runtime.groups import param_group_buckets
     from composable_fsdp._runtime.groups.param_group import ParamGroup
     from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
     from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of

@@ -10,7 +10,14 @@ Freed memory goes to the pool of the stream that it was allocated on, as in torc
 allocation on that stream may get it, so by then all accesses on other streams must be ordered before that stream.
 ``Tensor.record_stream`` exempts memory from that.
 
-Not simulated: host memory, so neither pinned memory nor reads of the host are checked; time; and other devices.
+All memory is the device's, except *host memory*: tensors made with ``pin_memory=True`` or by ``pin_memory()``, copies
+by ``cpu()``, and the results of operations on such tensors alone. Those operations run on the host, after work for
+which the host has waited: by a ``synchronize``, by a copy between host and device that is not ``non_blocking`` or not
+of pinned memory, or by an operation that returns values of device memory to the host (``item``, ``tolist``, ``numpy``,
+``nonzero``), which waits for the current stream. ``tensor.to("cpu:0")`` copies host memory to the device.
+
+Not simulated: time, other devices, and accesses of the host that are no operations of torch, such as those through
+``data_ptr()`` or an array of numpy that is kept.
 """
 
 from __future__ import annotations
@@ -42,6 +49,8 @@ _NO_ACCESS = ("detach", "alias", "_unsafe_view", "lift_fresh")
 """Operations that read and write nothing, although their schema does not mark them as views."""
 _NO_WRITE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 """Operations that allocate memory and write nothing."""
+_COPIES = ("copy_", "_foreach_copy_", "_to_copy", "_pin_memory", "clone")
+"""Operations that may copy between host and device."""
 _NOTED_ELSEWHERE = ("prim", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operations that access no memory, or that the process group notes."""
 _MOST_RUNS = 64
@@ -108,6 +117,8 @@ class _Block:
 
     stream: SimulatedStream
     what: str
+    is_host: bool = False
+    is_pinned: bool = False
     accesses: list[_Access] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
     """The streams given to ``record_stream``."""
@@ -119,21 +130,25 @@ class SimulatedEvent:
     def __init__(self, accelerator: SimulatedAccelerator, **_: object) -> None:
         self._accelerator = accelerator
         self._clock: _Clock = {}
+        self._is_recorded = False
 
     def record(self, stream: SimulatedStream | None = None) -> None:
+        self._is_recorded = True
         self._clock = dict((stream or self._accelerator.current).clock)
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
         _join((stream or self._accelerator.current).clock, self._clock)
 
     def synchronize(self) -> None:
-        _join(self._accelerator.host, self._clock)
+        _join(self._accelerator.host.clock, self._clock)
 
     def query(self) -> bool:
-        return all(self._accelerator.host.get(stream, 0) >= number for stream, number in self._clock.items())
+        return all(self._accelerator.host.clock.get(stream, 0) >= number for stream, number in self._clock.items())
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
-        """Return 0: operations take no time."""
+        """Return 0: operations take no time. As on CUDA, the host must have waited for both events."""
+        if not (self._is_recorded and end._is_recorded and self.query() and end.query()):
+            raise RuntimeError("Both events must be recorded and completed before calculating elapsed time.")
         return 0.0
 
 
@@ -147,11 +162,11 @@ class SimulatedStream:
         self.clock: _Clock = {}
 
     def __str__(self) -> str:
-        return f"stream {self.number}{self.name and f' ({self.name})'}"
+        return f"stream {self.number}{self.name and f' ({self.name})'}" if self.number >= 0 else "the host"
 
     def advance(self) -> int:
         """Begin an operation, after all that the host has waited for. Return its number."""
-        _join(self.clock, self._accelerator.host)
+        _join(self.clock, self._accelerator.host.clock)
         number = self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return number
 
@@ -167,7 +182,7 @@ class SimulatedStream:
         return event
 
     def synchronize(self) -> None:
-        _join(self._accelerator.host, self.clock)
+        _join(self._accelerator.host.clock, self.clock)
 
     def query(self) -> bool:
         return self.record_event().query()
@@ -177,9 +192,9 @@ class SimulatedAccelerator:
     """Streams, memory and the races found so far."""
 
     def __init__(self) -> None:
-        self.numbers = count()
-        self.host: _Clock = {}
-        """The operations for which the host has waited."""
+        self.numbers = count(-1)
+        self.host = SimulatedStream(self, name="host")
+        """The operations of the host. Its clock has those of streams for which the host has waited."""
         self.default = self.current = SimulatedStream(self, name="default")
         self.races: list[Race] = []
         """The races, each pair of places once."""
@@ -204,41 +219,42 @@ class SimulatedAccelerator:
     def synchronize(self, device: object = None) -> None:
         """Block the host until all work is done."""
         for stream in [self.default, *self._streams()]:
-            _join(self.host, stream.clock)
+            _join(self.host.clock, stream.clock)
 
     def access(self, operation: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """Note one operation on the current stream."""
         number, what = self.current.advance(), self._here(operation)
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
-                block = self._block_of(tensor, what)
+                block = self.block_of(tensor, what)
                 if block is not None:
                     self._note(block, _Access(self.current, number, is_write, _runs(tensor), what))
 
-    def allocate(self, storage: torch.UntypedStorage, operation: str) -> None:
+    def allocate(self, storage: torch.UntypedStorage, operation: str) -> _Block:
         """Note that ``storage`` has got memory on the current stream."""
         stream, what = self.current, f"{storage.nbytes()} bytes allocated by {self._here(operation)}"
-        _join(stream.clock, self.host)
+        _join(stream.clock, self.host.clock)
         for block in self._freed.pop(stream.number, ()):
             late = next((a for a in block.accesses if self._may_run(a, block, stream)), None)
             if late is not None:
                 self._report(Race("reuse", block.what, str(late), f"{what} on {stream}"))
         address = storage.data_ptr()
-        self._blocks[address] = _Block(stream, what)
+        block = self._blocks[address] = _Block(stream, what, is_host=stream is self.host)
         known = storage._cdata
         if known not in self._addresses:
             weakref.finalize(storage, self._end, known)
         self._addresses[known] = address
+        return block
 
     def free(self, address: int) -> None:
-        """Note that the memory at ``address`` is freed."""
+        """Note that the memory at ``address`` is freed. The allocator of host memory waits for copies by itself."""
         block = self._blocks.pop(address, None)
-        if block is not None:
+        if block is not None and not block.is_host:
             self._freed[block.stream.number].append(block)
 
     def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         """Note that ``tensor`` is used on ``stream``, so that its memory is not used again before that is done."""
-        block = self._block_of(tensor, "record_stream")
+        block = self.block_of(tensor, "record_stream")
         if block is not None:
             block.recorded.add(stream.number)
 
@@ -254,7 +270,8 @@ class SimulatedAccelerator:
     def _streams(self) -> list[SimulatedStream]:
         return list({a.stream for block in self._blocks.values() for a in block.accesses})
 
-    def _block_of(self, tensor: torch.Tensor, what: str) -> _Block | None:
+    def block_of(self, tensor: torch.Tensor, what: str) -> _Block | None:
+        """Return the memory of ``tensor``, allocated on the current stream if it is not known; ``None`` if empty."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr() if storage.nbytes() else 0
         if not address:
@@ -292,6 +309,7 @@ class SimulatedAccelerator:
         return f"{operation}{label} at {' < '.join(frames)}"
 
 
+_CPU = torch.device("cpu")
 _HIDDEN = (
     "/torch/utils/",
     "/torch/_ops.py",
@@ -330,13 +348,19 @@ class _Accesses(TorchDispatchMode):
     def __init__(self, accelerator: SimulatedAccelerator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._accelerator = accelerator
+        self.copies_to_host = False
+        """True while :func:`_copy_to_host` copies."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # such a tensor is dispatched again, as operations on the tensors inside it
         name = func.overloadpacket.__name__
-        result = func(*args, **kwargs)
+        if name == "is_pinned":
+            block = self._accelerator.block_of(args[0], name)
+            return block is not None and block.is_pinned
+        is_pinned = bool(kwargs.pop("pin_memory", False)) or name == "_pin_memory"
+        result = args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
         if func.is_view or func.namespace in _NOTED_ELSEWHERE or name in _NO_ACCESS:
             return result
         given, made = _tensors((args, kwargs)), _tensors(result)
@@ -344,13 +368,59 @@ class _Accesses(TorchDispatchMode):
             return result
         written = [each for value in _written_arguments(func, args, kwargs) for each in _tensors(value)]
         known = {_address(tensor) for tensor in given}
-        new = [] if name in _NO_WRITE else [tensor for tensor in made if _address(tensor) not in known]
-        writes = {id(tensor): tensor for tensor in (*written, *new)}
+        new = [tensor for tensor in made if _address(tensor) not in known]
+        writes = {id(tensor): tensor for tensor in (*written, *(() if name in _NO_WRITE else new))}
         reads = [tensor for tensor in given if id(tensor) not in writes]
-        self._accelerator.access(name, reads, writes.values())
-        for tensor in made if name in _NO_WRITE else ():
-            self._accelerator._block_of(tensor, name)
+        self._note(func, name, given, args, kwargs, reads, list(writes.values()), new, is_pinned=is_pinned)
         return result
+
+    def _note(
+        self,
+        func: Any,
+        name: str,
+        given: Sequence[torch.Tensor],
+        args: Any,
+        kwargs: dict[str, Any],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        new: Sequence[torch.Tensor],
+        *,
+        is_pinned: bool,
+    ) -> None:
+        """Note an operation, on the host if all its tensors are there. Wait on the host if the operation does."""
+        accelerator = self._accelerator
+        blocks = [block for tensor in given if (block := accelerator.block_of(tensor, name)) is not None]
+        on_host = [block for block in blocks if block.is_host]
+        to_host = is_pinned or self.copies_to_host
+        to_device = name == "_to_copy" and (kwargs.get("device") or _CPU).index is not None
+        runs_on_host = not to_device and len(on_host) == len(blocks) and (bool(blocks) or to_host)
+        with accelerator.use(accelerator.host if to_host or runs_on_host else None):
+            for tensor in new:
+                block = accelerator.block_of(tensor, name)
+                if block is not None:
+                    block.is_pinned = is_pinned
+        with accelerator.use(accelerator.host if runs_on_host else None):
+            accelerator.access(name, reads, writes)
+        can_be_asynchronous = name in _COPIES and all(block.is_pinned for block in on_host)
+        crosses = not runs_on_host and (bool(on_host) or to_host)
+        is_asynchronous = can_be_asynchronous and bool(_argument(func, args, kwargs, "non_blocking"))
+        if (crosses and not is_asynchronous) or (not runs_on_host and _returns_values(func, args)):
+            accelerator.current.synchronize()
+
+
+def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
+    """Return the argument of ``func`` called ``name``; ``None`` if it was not given."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return kwargs.get(name, args[position] if position < len(args) else None)
+    return None
+
+
+def _returns_values(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether the host gets values of tensors from ``func``, or shapes that depend on them."""
+    if func.overloadpacket.__name__ in ("index", "index_put_", "index_put"):
+        return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -407,6 +477,7 @@ def simulated_accelerator() -> Iterator[SimulatedAccelerator]:
         "current_stream": lambda device=None: accelerator.current,
         "synchronize": accelerator.synchronize,
     }
+    accesses = _Accesses(accelerator)
     active.append(accelerator)
     try:
         with (
@@ -416,7 +487,10 @@ def simulated_accelerator() -> Iterator[SimulatedAccelerator]:
             mock.patch.object(torch.accelerator, "current_stream", names["current_stream"]),
             mock.patch.object(torch.UntypedStorage, "resize_", _noting_resize(accelerator)),
             mock.patch.object(torch.Tensor, "record_stream", partialmethod(_record_stream, accelerator)),
-            _Accesses(accelerator),
+            mock.patch.object(torch.Tensor, "cpu", partialmethod(_copy_to_host, accesses)),
+            mock.patch.object(torch.Tensor, "tolist", partialmethod(_read_on_host, accelerator, torch.Tensor.tolist)),
+            mock.patch.object(torch.Tensor, "numpy", partialmethod(_read_on_host, accelerator, torch.Tensor.numpy)),
+            accesses,
         ):
             yield accelerator
     finally:
@@ -425,6 +499,31 @@ def simulated_accelerator() -> Iterator[SimulatedAccelerator]:
 
 def _record_stream(tensor: torch.Tensor, accelerator: SimulatedAccelerator, stream: SimulatedStream) -> None:
     accelerator.record_stream(tensor, stream)
+
+
+def _copy_to_host(tensor: torch.Tensor, accesses: _Accesses, *_: object, **__: object) -> torch.Tensor:
+    """Replace ``Tensor.cpu``: copy device memory, and return host memory itself."""
+    block = accesses._accelerator.block_of(tensor, "cpu") if type(tensor) is torch.Tensor else None
+    if block is not None and block.is_host:
+        return tensor
+    accesses.copies_to_host = True
+    try:
+        return tensor.clone()
+    finally:
+        accesses.copies_to_host = False
+
+
+def _read_on_host(
+    tensor: torch.Tensor, accelerator: SimulatedAccelerator, read: Any, *args: object, **kwargs: object
+) -> Any:
+    """Replace a method of tensors that reads on the host. One on device memory waits for the current stream."""
+    if not is_traceable_wrapper_subclass_type(type(tensor)) and not isinstance(tensor, FakeTensor):
+        block = accelerator.block_of(tensor, read.__name__)
+        is_host = block is not None and block.is_host
+        with accelerator.use(accelerator.host if is_host else None):
+            accelerator.access(read.__name__, [tensor], [])
+            accelerator.current.synchronize()
+    return read(tensor, *args, **kwargs)
 
 
 def _noting_resize(accelerator: SimulatedAccelerator) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
+import pytest
 import torch
 
 from composable_fsdp.testing import simulated_accelerator
@@ -126,6 +128,96 @@ def test_a_storage_that_is_resized_to_nothing_is_freed() -> None:
         return torch.empty(8), y, z
 
     assert race_of(resize) == ["reuse"]
+
+
+def pinned() -> torch.Tensor:
+    return torch.zeros(8, pin_memory=True)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [*map(methodcaller, ("sum", "tolist", "numpy", "clone")), lambda host: host[0].item()],
+    ids=["sum", "tolist", "numpy", "clone", "item"],
+)
+def test_host_memory_that_is_read_before_the_copy_to_it_is_done_is_found(read: Callable[[Any], object]) -> None:
+    def copy_and_read(x: torch.Tensor, wait: Callable[[], object]) -> object:
+        host = pinned().copy_(x, non_blocking=True)
+        wait()
+        return host, read(host)
+
+    assert race_of(lambda x, _: copy_and_read(x, lambda: None)) == ["read"]
+    assert race_of(lambda x, _: copy_and_read(x, lambda: cpu.Stream().wait_stream(cpu.current_stream()))) == ["read"]
+    assert race_of(lambda x, _: copy_and_read(x, lambda: cpu.current_stream().record_event().synchronize())) == []
+    assert race_of(lambda x, _: copy_and_read(x, cpu.synchronize)) == []
+
+
+def test_host_memory_that_is_written_before_the_copy_from_it_is_done_is_found() -> None:
+    def copy_and_write(side: Any, *, non_blocking: bool, write: Callable[[torch.Tensor], object]) -> object:
+        host = pinned()
+        with cpu.stream(side):
+            device = host.to("cpu:0", non_blocking=non_blocking)
+        write(host)
+        return host, device
+
+    def by_host(host: torch.Tensor) -> object:
+        return host.add_(1)
+
+    def by_copy(host: torch.Tensor) -> object:
+        return host.copy_(torch.ones(8), non_blocking=True)
+
+    for write in (by_host, by_copy):
+        assert race_of(lambda _, side: copy_and_write(side, non_blocking=True, write=write)) == ["write"]  # noqa: B023
+        assert race_of(lambda _, side: copy_and_write(side, non_blocking=False, write=write)) == []  # noqa: B023
+
+
+def test_copies_of_host_memory_that_is_not_pinned_block_the_host() -> None:
+    def copy_and_write(x: torch.Tensor) -> object:
+        host = x.cpu()
+        device = host.to("cpu:0", non_blocking=True)
+        return host.add_(1), device
+
+    assert race_of(lambda x, _: copy_and_write(x)) == []
+
+
+@pytest.mark.parametrize(
+    "read",
+    [*map(methodcaller, ("cpu", "tolist", "numpy", "nonzero")), lambda y: bool(y.any()), lambda y: y[y > 0]],
+    ids=["cpu", "tolist", "numpy", "nonzero", "bool", "mask"],
+)
+def test_the_host_reads_device_memory_after_the_current_stream_only(read: Callable[[Any], object]) -> None:
+    def write_and_read(x: torch.Tensor, side: Any, *, waits: bool) -> object:
+        side.wait_stream(cpu.current_stream())
+        y = add_on(side, x)
+        if waits:
+            cpu.current_stream().wait_stream(side)
+        found = read(y)
+        with cpu.stream(cpu.Stream()):
+            return x.add_(1), y.add_(1), found  # the host has waited for all accesses to x and y
+
+    assert set(race_of(lambda x, side: write_and_read(x, side, waits=False))) >= {"read"}
+    assert race_of(lambda x, side: write_and_read(x, side, waits=True)) == []
+
+
+def test_pinned_memory_says_so() -> None:
+    with simulated_accelerator():
+        assert pinned().is_pinned()
+        assert torch.zeros(8).pin_memory().is_pinned()
+        assert not torch.zeros(8).is_pinned()
+        assert not torch.zeros(8).cpu().is_pinned()
+
+
+def test_times_between_events_need_events_that_the_host_has_waited_for() -> None:
+    with simulated_accelerator():
+        begin, end = cpu.Event(), cpu.Event()
+        with pytest.raises(RuntimeError, match="recorded and completed"):
+            begin.elapsed_time(end)
+        begin.record()
+        torch.zeros(8)
+        end.record()
+        with pytest.raises(RuntimeError, match="recorded and completed"):
+            begin.elapsed_time(end)
+        end.synchronize()
+        assert begin.elapsed_time(end) == 0.0
 
 
 def test_a_race_names_both_places_and_the_memory() -> None:

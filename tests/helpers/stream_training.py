@@ -1,0 +1,204 @@
+"""Trainings on the simulated accelerator that together use everything of the library that runs on streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.checkpoint import Full, state_dict
+from composable_fsdp.codecs import ErrorFeedback, Int8
+from composable_fsdp.testing import ALONE
+from tests.helpers.extension_tensors import Pair, with_weights
+from tests.helpers.simulated_offload import simulated_offload
+
+__all__ = ["BF16", "SETTINGS", "TRAININGS", "alone", "train", "train_alone"]
+
+WIDTH, STEPS = 64, 3
+
+
+@contextmanager
+def alone() -> Iterator[DeviceMesh]:
+    """Make a mesh of 2 replicas of 4 shards, of which only this process exists."""
+    dist.init_process_group(ALONE, store=FakeStore(), rank=0, world_size=8)
+    try:
+        yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    finally:
+        dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """Two linear layers, recomputed in backward if asked for."""
+
+    recomputes = False
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ArithmeticError("test failure")
+        if self.recomputes:
+            return checkpoint(self.layers, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+@simulated_offload()
+def train(
+    mesh: DeviceMesh,
+    *,
+    prepare: Callable[[Any], object] = id,
+    library: Any = fully_shard,
+    between: Callable[[Any], object] = id,
+    kind: Any = None,
+    **options: Any,
+) -> None:
+    """Train some steps, the second of which runs twice without synchronizing gradients.
+
+    Args:
+        prepare: called with the sharded model.
+        between: called with the model after each step.
+        kind: a tensor class for the weights.
+    """
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Block() for _ in range(3)))
+    if kind is not None:
+        with_weights(model, kind)
+    for block in model:
+        library(block, mesh=mesh, **options)
+    library(model, mesh=mesh, **options)
+    model[1].recomputes = kind is None
+    prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    for step in range(STEPS):
+        for is_last in [False, True] if step == 1 else [True]:
+            model.set_requires_gradient_sync(is_last)
+            model(torch.randn(8, WIDTH)).square().sum().backward()
+        if kind is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.randn(8, WIDTH))
+        between(model)
+
+
+def _unfuse(model: Any) -> None:
+    model.set_max_fused_bytes(0)
+
+
+def _prefetch_by_list(model: Any) -> None:
+    _unfuse(model)
+    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+
+
+def _hook_on_stream(model: Any) -> None:
+    stream: Any = torch.cpu.Stream()
+    for module in (*model, model):
+        module.set_all_reduce_hook(lambda output: output.mul_(2), stream=stream)
+
+
+def _hook(model: Any) -> None:
+    for module in (*model, model):
+        module.set_all_reduce_hook(lambda output: output.mul_(2))
+
+
+def _fail(model: Any) -> None:
+    """Fail in forward and in backward, with prefetched all-gathers and reductions in flight."""
+    model[1].fails = True
+    with suppress(ArithmeticError):
+        model(torch.randn(8, WIDTH))
+    model[1].fails = False
+    model.reset_iter_state()
+    loss = model(torch.randn(8, WIDTH)).square().sum()
+    handle = model[0].layers[0].register_full_backward_pre_hook(_raise)
+    with suppress(ArithmeticError):
+        loss.backward()
+    handle.remove()
+    model.reset_iter_state()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _raise(*_: object) -> None:
+    raise ArithmeticError("test failure")
+
+
+def _unshard_by_hand(model: Any) -> None:
+    handles = [block.unshard(async_op=True) for block in model]
+    for handle in handles:
+        handle.wait()
+    model.unshard()
+    model(torch.randn(8, WIDTH)).sum().backward()
+    for module in (*model, model):
+        module.reshard()
+    model.zero_grad()
+
+
+def _read_in_full(model: Any) -> None:
+    assert state_dict(model, Full())
+
+
+def _set_optimizer_event(model: Any) -> None:
+    model.set_post_optim_event(torch.cpu.current_stream().record_event())  # type: ignore[func-returns-value]
+
+
+BF16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+INT8 = CommunicationPolicy(all_gather=Int8(), reduce_scatter=ErrorFeedback(Int8()), min_numel=1)
+INT8_SUMS = CommunicationPolicy(reduce_scatter=Int8(), all_reduce=Int8(), min_numel=1)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "unfused": {"prepare": _unfuse},
+    "plain": {},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(**BF16)},
+    "stays unsharded": {"reshard_after_forward": False},
+    "deep prefetch": {"prepare": lambda model: (_unfuse(model), model.set_prefetch_limit(3))},  # type: ignore[func-returns-value]
+    "prefetch lists": {"prepare": _prefetch_by_list},
+    "smaller mesh": {"reshard_after_forward": 2},
+    "own reduce group": {"prepare": lambda model: model.set_separate_reduce_scatter_group(True)},
+    "bounded": {"prepare": lambda model: (_unfuse(model), model.set_max_unsharded_bytes(1 << 17))},  # type: ignore[func-returns-value]
+    "one reduction in flight": {
+        "prepare": lambda model: (_unfuse(model), model.set_reduce_scatter_max_input_buffers(1))  # type: ignore[func-returns-value]
+    },
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "offload, unfused, bf16": {
+        "offload_policy": CPUOffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(**BF16),
+        "prepare": _unfuse,
+    },
+    "unused parameters reduced": {"prepare": lambda model: model.set_reduce_scatter_unused_params(True)},
+    "sums held unsharded": {"prepare": lambda model: model.set_requires_all_reduce(False)},
+    "own optimizer event": {"prepare": _set_optimizer_event, "between": _set_optimizer_event},
+    "int8 both ways": {"comm_policy": INT8},
+    "int8 all-reduce": {"comm_policy": INT8_SUMS},
+    "hook": {"prepare": _hook},
+    "extension": {"kind": Pair},
+    "after exceptions": {"prepare": _unfuse, "between": _fail},
+    "unsharded by hand": {"between": _unshard_by_hand},
+    "read in full": {"between": _read_in_full},
+}
+"""Options of :func:`train`, for both kinds of mesh."""
+
+
+def train_alone(options: Mapping[str, Any], *, hybrid: bool) -> None:
+    """Run :func:`train` on a mesh of which only this process exists."""
+    with alone() as mesh:
+        train(mesh if hybrid else mesh["shard"], **options)
+
+
+TRAININGS: dict[str, Callable[[], None]] = {
+    **{f"{name}, sharded": partial(train_alone, each, hybrid=False) for name, each in SETTINGS.items()},
+    **{f"{name}, hybrid": partial(train_alone, each, hybrid=True) for name, each in SETTINGS.items()},
+    "hook on a stream": partial(train_alone, {"prepare": _hook_on_stream}, hybrid=False),
+}
