@@ -107,6 +107,7 @@ BENCHMARKS = [
         )
     ),
     Benchmark("network", "network.py", minutes=30),
+    Benchmark("memory-prediction", "memory_prediction.py"),
     Benchmark("schedule-prediction", "schedule_prediction.py", minutes=120),
     Benchmark("soak", "soak.py", minutes=60),
 ]

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.pack import pack_gradient, put_shard, take_shard, unpack_parameter
     from composable_fsdp._layout.placement import cuts, data_parallel_placements, shard_within
     from composable_fsdp._layout.plan import (
+        GradientMemory,
         GroupPlan,
         MessageSizes,
         ParameterSpec,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import groupby
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -28,6 +28,7 @@ from composable_fsdp.codecs.protocol import Codec
 __all__ = [
     "SMALL_BYTES",
     "BucketPlan",
+    "GradientMemory",
     "GroupPlan",
     "MessageSizes",
     "ParameterSpec",
@@ -107,6 +108,11 @@ class ParameterSpec:
     summed_before: bool = False
 
     @property
+    def gradient_bytes(self) -> int:
+        """The bytes of the gradient from autograd."""
+        return prod(self.shape) * self.compute_dtype.itemsize if self.trainable else 0
+
+    @property
     def bucket_key(self) -> BucketKey:
         return (
             self.axes,
@@ -155,6 +161,32 @@ class PlanOptions:
     all_reduce_bytes: int = NEVER_ZERO_COPY
     reduce_whole_bytes: int = NEVER_ZERO_COPY
     max_grad_buckets: int = MessageSizes().grad_buckets
+
+
+class GradientMemory(NamedTuple):
+    """The bytes that gradients take on their way, one stage after the other.
+
+    Args:
+        arrived: the unsharded gradients, before their reduction.
+        launched: the most while the messages are filled, gradients included.
+        in_flight: the messages and the results.
+        sharded: the sharded gradients.
+    """
+
+    arrived: int = 0
+    launched: int = 0
+    in_flight: int = 0
+    sharded: int = 0
+
+    @staticmethod
+    def total(of: Iterable[GradientMemory]) -> GradientMemory:
+        """Return the memory of several reductions, prepared one after the other, that are launched together."""
+        arrived = launched = in_flight = sharded = 0
+        for each in of:
+            launched = max(launched + each.arrived, in_flight + each.launched)
+            arrived, in_flight = arrived + each.arrived, in_flight + each.in_flight
+            sharded += each.sharded
+        return GradientMemory(arrived, launched, in_flight, sharded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +261,22 @@ class BucketPlan:
         return self.gather.all_reduced_numel * self.compute_dtype.itemsize
 
     @property
+    def gradient_memory(self) -> GradientMemory:
+        """The memory of the gradients, if they are not encoded and no hooks reduce them."""
+        layout, itemsize, sum_itemsize = self.reduce, self.compute_dtype.itemsize, self.sum_dtype.itemsize
+        if not layout.indices:
+            return GradientMemory()
+        arrived = sum(shards.numel for shards in layout.shards) * itemsize
+        packed = layout.shards[0].num_shards * layout.packed_numel * self.wire_dtype.itemsize
+        left = arrived - sum(layout.shards[k].numel for k in layout.packed) * itemsize
+        sent = sum(layout.shards[k].numel for k in layout.zero_copy) * self.wire_dtype.itemsize
+        cast = sent if self.wire_dtype != self.compute_dtype else 0
+        others = layout.message.numel * sum_itemsize + layout.output.numel * sum_itemsize
+        sharded = layout.output.numel * self.gradient_dtype.itemsize
+        in_flight = packed + sent + others + (sharded if self.gradient_dtype != self.sum_dtype else 0)
+        return GradientMemory(arrived, max(arrived + packed, packed + left + cast + others), in_flight, sharded)
+
+    @property
     def shard_bytes(self) -> int:
         return self.gather.store.numel * self.dtype.itemsize
 
@@ -267,6 +315,32 @@ class GroupPlan:
         """The bytes of one all-gather that are copied out of a message."""
         gathered = [bucket for bucket in self.buckets if bucket.is_gathered]
         return sum(b.gather.num_shards * b.gather.packed_numel * b.compute_dtype.itemsize for b in gathered)
+
+    @property
+    def gather_sent_bytes(self) -> int:
+        """The bytes of this rank's part of one all-gather that are cast, or copied into a message."""
+        gathered = [
+            (b.gather, b.dtype != b.compute_dtype, b.compute_dtype.itemsize) for b in self.buckets if b.is_gathered
+        ]
+        packed = [layout.packed_numel * itemsize for layout, _, itemsize in gathered if layout.packed]
+        copied = sum(packed) if len(packed) > 1 else 0
+        if copied and not any(layout.zero_copy or layout.all_reduced for layout, *_ in gathered):
+            return copied  # cast by the copy
+        return copied + sum(layout.store.numel * itemsize for layout, is_cast, itemsize in gathered if is_cast)
+
+    @property
+    def packed_only_bytes(self) -> int:
+        """The bytes of the full parameters of buckets that an all-gather does not write to, but only copies to."""
+        gathers = [bucket for bucket in self.buckets if bucket.is_gathered]
+        return sum(b.full_bytes for b in gathers if not b.gather.zero_copy and not b.gather.all_reduced)
+
+    @property
+    def gradient_memory(self) -> tuple[GradientMemory, ...]:
+        """The memory of each gradient bucket."""
+        return tuple(
+            GradientMemory.total(bucket.gradient_memory for bucket in self.buckets if bucket.grad_bucket == number)
+            for number in range(len(self.grad_buckets))
+        )
 
     @property
     def gradient_messages(self) -> tuple[int, ...]:

@@ -202,3 +202,12 @@ def test_a_small_sweep_of_networks_is_not_slower_than_fsdp2() -> None:
         assert row["bound ms"] < row["ours ms"] < row["fsdp2 ms"]
         assert row["ours peak MB"] < 1.02 * row["fsdp2 peak MB"]
         assert row["predicted ms"] == pytest.approx(row["ours ms"], rel=0.01)
+
+
+@pytest.mark.parametrize("waits", ["streams", "host"])
+def test_the_predicted_peak_of_memory_is_the_counted_one(waits: str) -> None:
+    prediction = importlib.import_module("memory_prediction")
+    rows = list(prediction.rows_of("gpt", waits, "bf16"))
+    assert len({row["chosen"] for row in rows}) > 2
+    for row in rows:
+        assert row["predicted MB"] == pytest.approx(row["peak MB"], rel=0.005), row

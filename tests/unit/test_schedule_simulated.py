@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp import AxisCosts, CollectiveCost, Costs
-from tests._internals import GroupSpec, ScheduleOptions, fit_computation, passes, schedule, simulate
+from tests._internals import GradientMemory, GroupSpec, ScheduleOptions, fit_computation, passes, schedule, simulate
 from tests._internals import schedule as s
 
 MIB = 1 << 20
@@ -21,7 +24,8 @@ SECONDS = st.floats(0, 1)
 
 
 def specs_of(**options: object) -> dict[str, GroupSpec]:
-    specs = {n: GroupSpec(n, MIB, MIB, (MIB,), ranks=8, **options) for n in NAMES}  # type: ignore[arg-type]
+    values: dict[str, Any] = {"gradient_memory": (GradientMemory(MIB, MIB, MIB),), "ranks": 8, **options}
+    specs = {n: GroupSpec(n, MIB, MIB, (MIB,), **values) for n in NAMES}
     return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
 
 
@@ -54,7 +58,7 @@ def test_predicted_memory_is_the_unsharded_groups_plus_reductions_in_flight() ->
     after = dict(timeline.memory)
     assert after[s.Event(s.Hook.PRE_FORWARD, "a")] == 2 * MIB
     assert after[s.Event(s.Hook.END_FORWARD)] == 0
-    assert timeline.peak_bytes == 3 * MIB, "two unsharded groups and the gradients of one"
+    assert timeline.peak_bytes == 4 * MIB, "two unsharded groups, gradients that arrive, and those of the last group"
     assert after[s.Event(s.Hook.END_BACKWARD)] == 0
 
 
@@ -86,6 +90,43 @@ def test_messages_are_in_memory_until_their_wait() -> None:
         simulate(passes.build(ORDER, s, ScheduleOptions()), s, costs_of(1.0, 2.0)).peak_bytes for s in (specs, packed)
     ]
     assert peaks[1] == peaks[0] + MIB
+
+
+def test_messages_that_are_copied_out_late_are_beside_the_parameters_for_a_moment() -> None:
+    specs = specs_of(gather_copied_bytes=MIB, late_bytes=MIB, gradient_memory=(GradientMemory(),))
+    plan = passes.build(ORDER, specs, ScheduleOptions(host_waits=True, prefetch_limit=0))
+    timeline = simulate(plan, specs, costs_of(1.0, 2.0))
+    assert dict(timeline.memory)[s.Event(s.Hook.PRE_FORWARD, "a")] == MIB, "the message is freed by the wait"
+    assert timeline.peak_bytes == 2 * MIB
+
+
+def test_gradients_arrive_are_sent_and_stay_sharded() -> None:
+    memory = GradientMemory(arrived=2 * MIB, launched=7 * MIB, in_flight=5 * MIB, sharded=MIB)
+    specs = specs_of(gradient_memory=(memory,))
+    plan = passes.build(ORDER, specs, ScheduleOptions(host_waits=True, prefetch_limit=0))
+    timeline = simulate(plan, specs, costs_of(1.0, 2.0))
+    after = dict(timeline.memory)
+    assert after[s.Event(s.Hook.GRAD_READY, "c", 0)] == MIB + 5 * MIB, "unsharded parameters and messages"
+    assert after[s.Event(s.Hook.POST_BACKWARD, "a")] == 2 * MIB + 5 * MIB
+    assert after[s.Event(s.Hook.END_BACKWARD)] == 3 * MIB
+    assert timeline.peak_bytes == MIB + 2 * MIB + 7 * MIB, "the last reduction is launched beside two sharded gradients"
+
+
+def test_early_gradients_stay_until_the_group_is_complete() -> None:
+    specs = specs_of()
+    own: dict[str, Any] = {
+        "unsharded_bytes": MIB,
+        "full_bytes": MIB,
+        "gradient_bytes": (MIB,),
+        "has_parameters": True,
+        "ranks": 8,
+    }
+    memory = GradientMemory(MIB, MIB, MIB)
+    specs["root"] = replace(specs["root"], **own, gradient_memory=(memory,), early_gradient_bytes=MIB // 2)
+    plan = passes.build(ORDER, specs, ScheduleOptions(host_waits=True, prefetch_limit=0))
+    after = dict(simulate(plan, specs, costs_of(1.0, 2.0)).memory)
+    assert after[s.Event(s.Hook.PRE_BACKWARD, "c")] == 2 * MIB + MIB // 2
+    assert after[s.Event(s.Hook.END_BACKWARD)] == 0
 
 
 def test_replicas_add_their_all_reduce() -> None:

@@ -452,6 +452,16 @@ class FSDPState:
         return self.group.process_groups[0].unequal_use
 
     @property
+    def params_after_nested(self) -> list[int]:
+        """The indices of the parameters whose modules follow a nested group in module order."""
+        if not self.has_nested_states:
+            return []
+        order = [m for module in self.modules for m in module.modules()]
+        first = next((at for at, m in enumerate(order) if find_state(m) not in (None, self)), len(order))
+        later = {id(module) for module in order[first:]}
+        return [i for i, p in enumerate(self.group.parameters) if any(id(module) in later for module, _ in p.owners)]
+
+    @property
     def frees_with_last_gradient(self) -> bool:
         """True if the modules' backward needs no parameter once all gradients are ready."""
         plan = self.group.plan

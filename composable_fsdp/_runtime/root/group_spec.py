@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from weakref import ref
 
-from composable_fsdp._layout.plan import SMALL_BYTES
+from composable_fsdp._layout.plan import SMALL_BYTES, GradientMemory
+from composable_fsdp._memory.streams import blocks_the_host
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
 from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
@@ -56,6 +57,7 @@ def spec_of(
     is_small = plan.is_sent and plan.full_bytes <= max(SMALL_BYTES, settings.max_fused_bytes // 2)
     shard_axis, replicate_axis = axes[pgs.axes]
     buckets = plan.gradient_messages if plan.in_grad_buckets else (sum(plan.gradient_messages),)
+    memory = plan.gradient_memory
     sizes = [size if count else 0 for size, count in zip(plan.grad_bucket_bytes, plan.grad_buckets, strict=True)]
     return GroupSpec(
         name=names[state],
@@ -86,7 +88,11 @@ def spec_of(
         separate_reduce=pgs.has_separate_scatter,
         gather_messages=1 if pgs.gather.coalesces else plan.gather_messages,
         gather_copied_bytes=plan.gather_copied_bytes,
+        gather_sent_bytes=plan.gather_sent_bytes,
+        late_bytes=plan.packed_only_bytes if blocks_the_host(tensors.device) else 0,
         gradient_messages=tuple(map(bool, buckets)) if pgs.scatter.coalesces else buckets,
+        gradient_memory=memory if plan.in_grad_buckets else (GradientMemory.total(memory),),
+        early_gradient_bytes=sum(plan.specs[index].gradient_bytes for index in state.params_after_nested),
     )
 
 

@@ -226,6 +226,7 @@ class ScheduleRunner:
                 costs,
                 current=self.settings,
                 fixed=set_by_user(self._root),
+                unseen=self._known.unseen,
             )
         sizes = self.choice.settings.message_sizes if self.choice else MessageSizes()
         for state in self._states.values():

@@ -60,7 +60,7 @@ class Choice:
     Args:
         settings: the chosen settings.
         seconds: the predicted time of a step.
-        peak_bytes: the predicted maximum of unsharded parameters, messages, and gradients in flight.
+        peak_bytes: the predicted maximum of unsharded parameters, messages, and gradients, sharded ones included.
         default_seconds: the predicted time of a step with the settings without costs.
         source: the origin of the costs.
         measured_seconds: the mean time of two steps with these settings on this rank, from the begin of forward to
@@ -102,6 +102,7 @@ def choose(
     *,
     current: ScheduleSettings = DEFAULT_SETTINGS,
     fixed: Collection[str] = (),
+    unseen: Collection[int] = (),
 ) -> Choice:
     """Return the settings with the shortest predicted step that take no more memory than two known schedules.
 
@@ -115,6 +116,7 @@ def choose(
         costs: the table of costs.
         current: the settings in use, which are kept unless others are clearly faster.
         fixed: the settings that the user has set, which keep their current values.
+        unseen: as for :func:`build`.
     """
     known: dict[ScheduleSettings, Timeline] = {}
     specs_of = cache(specs_of)  # the same for all prefetch limits
@@ -123,12 +125,12 @@ def choose(
         if settings not in known:
             chosen = {each: getattr(settings, each) for each in ("prefetch_limit", "max_fused_bytes")}
             specs = specs_of(replace(settings, prefetch_limit=0))
-            known[settings] = simulate(build(order, specs, replace(options, **chosen)), specs, costs)
+            known[settings] = simulate(build(order, specs, replace(options, **chosen), unseen=unseen), specs, costs)
         return known[settings]
 
     def rank(settings: ScheduleSettings) -> tuple[bool, float, int]:
         timeline = predict(settings)
-        return timeline.peak_bytes > limit, timeline.seconds, timeline.peak_bytes
+        return timeline.bounded_bytes > limit, timeline.seconds, timeline.bounded_bytes
 
     def improve(settings: ScheduleSettings) -> ScheduleSettings:
         while True:
@@ -140,7 +142,7 @@ def choose(
 
     kept = {name: getattr(current, name) for name in fixed}
     default, plain = replace(DEFAULT_SETTINGS, **kept), replace(_PLAIN, **kept)
-    limit = max(predict(plain).peak_bytes, predict(default).peak_bytes)
+    limit = max(predict(plain).bounded_bytes, predict(default).bounded_bytes)
     best = min((improve(current), improve(plain)), key=rank)
     if rank(current)[0] == rank(best)[0] and predict(best).seconds > (1 - _HYSTERESIS) * predict(current).seconds:
         best = current

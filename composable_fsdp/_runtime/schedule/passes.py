@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from composable_fsdp._layout.plan import GradientMemory
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
     Barrier,
@@ -100,7 +101,11 @@ class GroupSpec:
         separate_reduce: its reduce-scatters have a process group of their own, and run beside all-gathers.
         gather_messages: the number of messages of its all-gather.
         gather_copied_bytes: the bytes of its all-gather that are copied out of messages.
+        gather_sent_bytes: the bytes of this rank's part that are cast, or copied into a message.
+        late_bytes: the part of ``unsharded_bytes`` that is allocated by the wait for the all-gather.
         gradient_messages: the number of messages of the reduction of each bucket; one each by default.
+        gradient_memory: the memory of the gradients of each bucket.
+        early_gradient_bytes: the bytes of gradients that precede the backward of nested groups.
     """
 
     name: str
@@ -132,7 +137,11 @@ class GroupSpec:
     separate_reduce: bool = False
     gather_messages: int = 1
     gather_copied_bytes: int = 0
+    gather_sent_bytes: int = 0
+    late_bytes: int = 0
     gradient_messages: tuple[int, ...] = ()
+    gradient_memory: tuple[GradientMemory, ...] = ()
+    early_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

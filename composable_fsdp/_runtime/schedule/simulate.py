@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
+from composable_fsdp._layout.plan import GradientMemory
 from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.passes import GroupSpec, Specs
 from composable_fsdp._runtime.schedule.schedule import (
@@ -48,11 +49,16 @@ class Timeline:
 
     Args:
         spans: the intervals of computation and of collectives, in the order of their launch.
-        memory: after each event, the bytes of unsharded parameters, and of messages and gradients in flight.
+        memory: after each event, the bytes of unsharded parameters, of messages, and of gradients.
+        peak_bytes: the most bytes at any time, also within an event.
+        bounded_bytes: the most bytes after any event of unsharded parameters, of messages to copy out, and of gradients
+            in flight. Choices are bounded by these: where the rest has its peak depends on activations too.
     """
 
     spans: tuple[Span, ...]
     memory: tuple[tuple[Event, int], ...]
+    peak_bytes: int
+    bounded_bytes: int
 
     @property
     def seconds(self) -> float:
@@ -63,11 +69,6 @@ class Timeline:
     def exposed(self) -> float:
         """The seconds in which nothing is computed."""
         return self.seconds - sum(span.end - span.begin for span in self.spans if span.stream == "compute")
-
-    @property
-    def peak_bytes(self) -> int:
-        """The maximum of ``memory``."""
-        return max((nbytes for _, nbytes in self.memory), default=0)
 
 
 def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
@@ -80,9 +81,9 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
     """
     simulation = _Simulation(specs, costs)
     for name in schedule.initially_unsharded:
-        simulation.unsharded[name] = 0.0
+        simulation.unshard(name, 0.0)
     events = Counter((event.hook, event.group) for event, _ in schedule)
-    memory = []
+    memory, bounded = [], 0
 
     def share(seconds: Mapping[str, float], event: Event) -> float:
         return seconds.get(event.group, 0.0) / events[event.hook, event.group]
@@ -91,12 +92,17 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
         is_unseen = event.hook is Hook.POST_BACKWARD and not events[Hook.GRAD_READY, event.group]
         if is_unseen or event.hook is Hook.GRAD_READY:
             simulation.compute(event, share(costs.backward, event))
+        if event.hook is Hook.GRAD_READY:
+            simulation.arrive(event, in_buckets=events[event.hook, event.group] > 1)
         for action in actions:
             simulation.perform(action)
         if event.hook is Hook.PRE_FORWARD:
             simulation.compute(event, share(costs.forward, event))
-        memory.append((event, simulation.bytes))
-    return Timeline(tuple(simulation.spans), tuple(memory))
+        elif event.hook is Hook.PRE_BACKWARD:
+            simulation.arrive_early(event.group)
+        memory.append((event, simulation.held))
+        bounded = max(bounded, simulation.bounded)
+    return Timeline(tuple(simulation.spans), tuple(memory), simulation.peak, bounded)
 
 
 _MOST_SLOWER = 16.0
@@ -130,6 +136,15 @@ def fit_computation(schedule: Schedule, specs: Specs, costs: Costs, waited: floa
 
 
 @dataclass
+class _Messages:
+    """The messages of an all-gather, those to copy out, and the bytes of parameters that are allocated by that."""
+
+    nbytes: int
+    copied_bytes: int
+    late_bytes: int
+
+
+@dataclass
 class _Simulation:
     """The clocks, memory and collectives of a simulated iteration."""
 
@@ -139,18 +154,44 @@ class _Simulation:
     spans: list[Span] = field(default_factory=list)
     unsharded: dict[str, float] = field(default_factory=dict)
     """The time at which each group that is unsharded or in flight arrives."""
-    messages: dict[str, int] = field(default_factory=dict)
-    """The bytes of the messages of each group whose all-gather has not been waited for."""
-    reductions: deque[tuple[float, int]] = field(default_factory=deque)
-    """The end and the bytes of each reduction in flight."""
+    gathers: dict[str, _Messages] = field(default_factory=dict)
+    """The messages of the all-gather of each group that has not been waited for. Fused groups share them."""
+    early: dict[str, int] = field(default_factory=dict)
+    """The bytes of the gradients of each group that have arrived before those of nested groups."""
+    reductions: deque[tuple[float, int, GradientMemory]] = field(default_factory=deque)
+    """The end of each reduction in flight, its bytes, and the memory of its gradients."""
     free_from: dict[str, float] = field(default_factory=dict)
     """The time from which each stream, and each process group, is free."""
+    held: int = 0
+    """The bytes of unsharded parameters, of messages, and of gradients."""
+    peak: int = 0
+    """The most bytes so far."""
+    bounded: int = 0
+    """The bytes that count for ``Timeline.bounded_bytes``."""
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of unsharded parameters, and of messages and gradients in flight."""
-        parameters = sum(self.specs[name].unsharded_bytes for name in self.unsharded if name in self.specs)
-        return parameters + sum(self.messages.values()) + sum(nbytes for _, nbytes in self.reductions)
+    def allocate(self, nbytes: int, *, for_now: int = 0) -> None:
+        """Count ``nbytes`` more bytes, and ``for_now`` bytes that are freed at once. A negative number frees."""
+        self.held += nbytes
+        self.peak = max(self.peak, self.held + for_now)
+
+    def unshard(self, name: str, arrival: float) -> None:
+        """Count the unsharded parameters of ``name``, which arrive at a time."""
+        if name not in self.unsharded and name in self.specs:
+            self.allocate(self.specs[name].unsharded_bytes)
+            self.bounded += self.specs[name].unsharded_bytes
+        self.unsharded[name] = arrival
+
+    def arrive_early(self, name: str) -> None:
+        """Count the gradients of ``name`` that precede the backward of nested groups."""
+        if name not in self.early:
+            self.early[name] = self.specs[name].early_gradient_bytes
+            self.allocate(self.early[name])
+
+    def arrive(self, event: Event, *, in_buckets: bool) -> None:
+        """Count the gradients that are ready at ``event``: one bucket of the group, or all of them."""
+        memory = self.specs[event.group].gradient_memory
+        ready = memory[event.bucket : event.bucket + 1] if in_buckets else memory
+        self.allocate(sum(each.arrived for each in ready) - self.early.pop(event.group, 0))
 
     def compute(self, label: object, seconds: float) -> None:
         """Compute for ``seconds``."""
@@ -165,16 +206,20 @@ class _Simulation:
                 self._gather([self.specs[name] for name in groups], str(action))
             case Wait(group):
                 self.now = max(self.now, self.unsharded.get(group, 0.0))
-                self.messages.pop(group, None)
+                self._end_gather(group)
             case Free(group) | Shrink(group, _):
-                self.unsharded.pop(group, None)
-                self.messages.pop(group, None)
+                self._end_gather(group)
+                if self.unsharded.pop(group, None) is not None and group in self.specs:
+                    self.allocate(-self.specs[group].unsharded_bytes)
+                    self.bounded -= self.specs[group].unsharded_bytes
             case Reduce(buckets):
                 self._reduce([(self.specs[each.group], each.number) for each in buckets], str(action))
             case WaitReduce(count):
                 for _ in range(count):
-                    end, _ = self.reductions.popleft()
+                    end, nbytes, memory = self.reductions.popleft()
                     self.now = max(self.now, end)
+                    self.bounded -= nbytes
+                    self.allocate(memory.sharded - memory.in_flight)
 
     def _gather(self, specs: Sequence[GroupSpec], label: str) -> None:
         first = specs[0]
@@ -184,14 +229,31 @@ class _Simulation:
         end = self._send("gather", first.axis, label, seconds, self.now)
         copied = sum(spec.gather_copied_bytes for spec in specs)
         end = self.free_from["gather"] = end + self.costs.copy_seconds(copied)
+        # Fused messages are copied into one.
+        sent = first.gather_sent_bytes if len(specs) == 1 else sum(spec.full_bytes // spec.ranks for spec in specs)
+        messages = _Messages(copied + sent, copied, sum(spec.late_bytes for spec in specs))
+        self.bounded += copied
+        self.allocate(messages.nbytes - messages.late_bytes)
         for spec in specs:
-            self.unsharded[spec.name] = end
-            self.messages[spec.name] = spec.gather_copied_bytes
+            self.unshard(spec.name, end)
+            self.gathers[spec.name] = messages
+
+    def _end_gather(self, group: str) -> None:
+        """Free the messages of the all-gather of ``group``, after the parameters have been copied out of them."""
+        messages = self.gathers.pop(group, None)
+        if messages is not None:
+            self.allocate(messages.late_bytes)
+            self.allocate(-messages.nbytes)
+            self.bounded -= messages.copied_bytes
+            messages.nbytes = messages.copied_bytes = messages.late_bytes = 0
 
     def _reduce(self, buckets: Sequence[tuple[GroupSpec, int]], label: str) -> None:
         first = buckets[0][0]
         nbytes = sum(spec.gradient_bytes[number] for spec, number in buckets)
         self.compute(f"copy in of {label}", self.costs.copy_seconds(nbytes))
+        memory = [spec.gradient_memory[number] for spec, number in buckets if spec.gradient_memory]
+        arrived, launched, in_flight, _ = total = GradientMemory(*map(sum, zip(*memory, strict=True)))
+        self.allocate(in_flight - arrived, for_now=max(0, launched - in_flight))
         count = _messages(spec.gradient_messages[number] if spec.gradient_messages else 1 for spec, number in buckets)
         group = f"{first.axis} (reductions)" if first.separate_reduce else first.axis
         seconds = self._seconds("reduce_scatter", first.axis, nbytes, first.ranks, count)
@@ -200,7 +262,8 @@ class _Simulation:
             axis, shard = first.replicate_axis, nbytes // first.ranks
             seconds = self._seconds("all_reduce", axis, shard, first.replicas)
             end = self._send("replicate", axis, f"all-{label}", seconds, end)
-        self.reductions.append((end, nbytes))
+        self.reductions.append((end, nbytes, total))
+        self.bounded += nbytes
 
     def _seconds(self, kind: str, axis: str, nbytes: int, ranks: int, messages: int = 1) -> float:
         """Return the seconds of a collective. Without other ranks or bytes there is none."""
