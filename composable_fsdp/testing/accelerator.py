@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["Race", "SimulatedAccelerator", "SimulatedEvent", "SimulatedStream", "active", "simulated_accelerator"]
 
-_NO_ACCESS = ("detach", "alias", "_unsafe_view", "lift_fresh")
+_NO_ACCESS = ("detach", "alias", "_unsafe_view", "lift_fresh", "unsafe_split", "unsafe_split_with_sizes")
 """Operations that read and write nothing, although their schema does not mark them as views."""
 _NO_WRITE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 """Operations that allocate memory and write nothing."""
