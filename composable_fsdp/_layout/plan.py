@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -281,7 +281,7 @@ class BucketPlan:
         return self.gather.store.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupPlan:
     """The buckets of one parameter group.
 
@@ -298,25 +298,25 @@ class GroupPlan:
     """True if gradient buckets are worth reductions of their own. False if most of their parameters are frozen."""
     num_trainable: int
 
-    @property
+    @cached_property
     def full_bytes(self) -> int:
         """The size of the full parameters in bytes, in whatever memory."""
         return sum(bucket.full_bytes for bucket in self.buckets)
 
-    @property
+    @cached_property
     def gather_messages(self) -> int:
         """The number of transfers of one all-gather. Those that share a message count once."""
         gathers = [bucket.gather for bucket in self.buckets if bucket.is_gathered]
         packed, reduced = any(each.packed for each in gathers), any(each.all_reduced for each in gathers)
         return packed + reduced + sum(len(each.zero_copy) for each in gathers)
 
-    @property
+    @cached_property
     def gather_copied_bytes(self) -> int:
         """The bytes of one all-gather that are copied out of a message."""
         gathered = [bucket for bucket in self.buckets if bucket.is_gathered]
         return sum(b.gather.num_shards * b.gather.packed_numel * b.compute_dtype.itemsize for b in gathered)
 
-    @property
+    @cached_property
     def gather_sent_bytes(self) -> int:
         """The bytes of this rank's part of one all-gather that are cast, or copied into a message."""
         gathered = [
@@ -328,13 +328,13 @@ class GroupPlan:
             return copied  # cast by the copy
         return copied + sum(layout.store.numel * itemsize for layout, is_cast, itemsize in gathered if is_cast)
 
-    @property
+    @cached_property
     def packed_only_bytes(self) -> int:
         """The bytes of the full parameters of buckets that an all-gather does not write to, but only copies to."""
         gathers = [bucket for bucket in self.buckets if bucket.is_gathered]
         return sum(b.full_bytes for b in gathers if not b.gather.zero_copy and not b.gather.all_reduced)
 
-    @property
+    @cached_property
     def gradient_memory(self) -> tuple[GradientMemory, ...]:
         """The memory of each gradient bucket."""
         return tuple(
@@ -342,7 +342,7 @@ class GroupPlan:
             for number in range(len(self.grad_buckets))
         )
 
-    @property
+    @cached_property
     def gradient_messages(self) -> tuple[int, ...]:
         """The number of transfers of the reduction of each gradient bucket."""
         counts = [0] * len(self.grad_buckets)
@@ -351,25 +351,25 @@ class GroupPlan:
             counts[bucket.grad_bucket] += bool(layout.packed) + bool(layout.all_reduced) + len(layout.zero_copy)
         return tuple(counts)
 
-    @property
+    @cached_property
     def is_sent(self) -> bool:
         """True if a mesh axis with several ranks shards the group."""
         return any(bucket.gather.num_shards > 1 for bucket in self.buckets)
 
-    @property
+    @cached_property
     def is_small(self) -> bool:
         """True if the group is sent at all and is small enough to share collectives with other groups."""
         return self.full_bytes <= SMALL_BYTES and self.is_sent
 
-    @property
+    @cached_property
     def unsharded_bytes(self) -> int:
         return sum(bucket.unsharded_bytes for bucket in self.buckets)
 
-    @property
+    @cached_property
     def wire_bytes(self) -> int:
         return sum(bucket.wire_bytes for bucket in self.buckets)
 
-    @property
+    @cached_property
     def shard_bytes(self) -> int:
         return sum(bucket.shard_bytes for bucket in self.buckets)
 

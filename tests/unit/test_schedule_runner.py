@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -15,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import ScheduleOptions, passes
 
 RANKS, WIDTH = 4, 512
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -199,3 +201,36 @@ def test_a_backward_inside_the_forward_leaves_a_complete_schedule(mesh: DeviceMe
         train(model, torch.ones(1, WIDTH, requires_grad=True))
     found = unsharded_in(lambda: model(torch.ones(1, WIDTH, requires_grad=True)))
     assert found[-2:] == ["wait layers.2", "wait layers.3"], "the last group is prefetched"
+
+
+def accumulate(model: nn.Module, sync: Sequence[bool]) -> None:
+    for last in sync:
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        train(model, torch.ones(1, WIDTH), range(3))
+
+
+def test_accumulation_compiles_its_schedules_once(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Chain(3)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    built: list[ScheduleOptions] = []
+    build = passes.build
+
+    def counted(order: Any, specs: Any, options: ScheduleOptions, *args: Any) -> Any:
+        built.append(options)
+        return build(order, specs, options, *args)
+
+    monkeypatch.setattr(passes, "build", counted)
+    accumulate(model, [False, True] * 3)
+    built.clear()
+    accumulate(model, [False, True] * 2)
+    assert not built, "the schedules of both microbatches are kept"
+    model.set_prefetch_limit(0)  # type: ignore[operator]
+    accumulate(model, [True, True])
+    assert {options.prefetch_limit for options in built} == {0}, "another option has a schedule of its own"
+    built.clear()
+    accumulate(model, [True])
+    model.set_prefetch_limit(0)  # type: ignore[operator]
+    accumulate(model, [True])
+    assert not built, "a setting that keeps its value changes nothing"

@@ -74,7 +74,7 @@ ROOT_DEFAULTS: dict[str, object] = {}
 
 
 class _Setting:
-    """A setting of an FSDP state; each assignment increments its ``settings_version``. Reads are plain attributes."""
+    """A setting of an FSDP state; each change increments its ``settings_version``. Reads are plain attributes."""
 
     def __init__(self, default: object, *, of_root: bool) -> None:
         self._default, self._of_root = default, of_root
@@ -87,8 +87,9 @@ class _Setting:
             ROOT_DEFAULTS[name] = self._default
 
     def __set__(self, state: FSDPState, value: object) -> None:
-        vars(state)[self._name] = value
-        state.settings_version += 1
+        if vars(state).get(self._name, ...) != value:
+            vars(state)[self._name] = value
+            state.settings_version += 1
 
 
 def _setting(default: object = ..., *, of_root: bool = False) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from weakref import ref
 
 from composable_fsdp._layout.plan import SMALL_BYTES, GradientMemory
-from composable_fsdp._memory.streams import blocks_the_host
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
 from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
@@ -36,6 +35,7 @@ def spec_of(
     axes: Mapping[DataParallelAxes, tuple[str, str]],
     settings: ScheduleSettings,
     *,
+    host_waits: bool,
     synchronized: bool = False,
 ) -> GroupSpec:
     """Return the properties of ``state``, which is in the model of ``root`` or used there.
@@ -47,6 +47,7 @@ def spec_of(
         axes: the names of all mesh axes.
         settings: the settings of the schedule. If they have other message sizes than the group, its plan is assumed
             to have them.
+        host_waits: the device has no streams, so waits block the host.
         synchronized: assume that the gradients are reduced, also if they are only accumulated now.
     """
     synchronized = synchronized or state.is_synchronized
@@ -89,7 +90,7 @@ def spec_of(
         gather_messages=1 if pgs.gather.coalesces else plan.gather_messages,
         gather_copied_bytes=plan.gather_copied_bytes,
         gather_sent_bytes=plan.gather_sent_bytes,
-        late_bytes=plan.packed_only_bytes if blocks_the_host(tensors.device) else 0,
+        late_bytes=plan.packed_only_bytes if host_waits else 0,
         gradient_messages=tuple(map(bool, buckets)) if pgs.scatter.coalesces else buckets,
         gradient_memory=memory if plan.in_grad_buckets else (GradientMemory.total(memory),),
         early_gradient_bytes=sum(plan.specs[index].gradient_bytes for index in state.params_after_nested),
@@ -115,17 +116,9 @@ def _chosen(chosen: Sequence[ref[FSDPState]] | None, names: Mapping[FSDPState, s
 
 
 def options_of(
-    root: FSDPState,
-    states: Iterable[FSDPState],
-    settings: ScheduleSettings,
-    *,
-    host_waits: bool,
-    unequal_use: bool = False,
-    leads_to_backward: bool = True,
-    is_last_backward: bool = True,
-    has_barriers: bool = False,
+    root: FSDPState, states: Iterable[FSDPState], settings: ScheduleSettings, *, host_waits: bool
 ) -> ScheduleOptions:
-    """Return the options of ``root`` with ``settings``. The other arguments are fields of the result."""
+    """Return the options of ``root`` with ``settings``, for an iteration that leads to a backward."""
     limits = [state.reductions_in_flight for state in states]
     return ScheduleOptions(
         prefetch_limit=settings.prefetch_limit,
@@ -133,8 +126,4 @@ def options_of(
         max_fused_bytes=settings.max_fused_bytes,
         reductions_in_flight=max(filter(None, limits), default=None),
         host_waits=host_waits,
-        unequal_use=unequal_use,
-        leads_to_backward=leads_to_backward,
-        is_last_backward=is_last_backward,
-        has_barriers=has_barriers,
     )

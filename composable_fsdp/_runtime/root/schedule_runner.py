@@ -52,8 +52,18 @@ _Fused: TypeAlias = Mapping[str, tuple[str, ...]]
 
 _UNFUSED: _Fused = {}
 
-_Key: TypeAlias = tuple[bool, bool, frozenset[str], _Fused, AbstractSet[int], Sequence[Event]]
-"""All that a schedule depends on besides options and plans."""
+
+class _Setup(NamedTuple):
+    """The options and plans that a schedule depends on."""
+
+    specs: Mapping[str, GroupSpec]
+    options: ScheduleOptions
+    foreign: Mapping[str, ref[FSDPState]]
+    """The states of other roots that own tied weights or are prefetched by choice, by a name of their own."""
+
+
+_Key: TypeAlias = tuple[_Setup, bool, bool, frozenset[str], _Fused, AbstractSet[int], Sequence[Event]]
+"""All that a schedule depends on."""
 
 BoundAction: TypeAlias = tuple[Callable[["ScheduleRunner", Any], None], Any]
 """A bound action: a method of the runner and its argument. It has no reference to the runner, which owns it."""
@@ -121,11 +131,9 @@ class ScheduleRunner:
         """The same at the last choice."""
         self.settings = settings_of(root)
         """The settings in use: the chosen ones, and those that the user has set."""
-        self._specs: dict[str, GroupSpec] = {}
+        self._setup = _Setup({}, ScheduleOptions(), {})
         self._synchronized_specs: dict[str, GroupSpec] = {}
         """With costs, the specs as they are when gradients are synchronized."""
-        self._foreign: dict[str, ref[FSDPState]] = {}
-        """The states of other roots that own tied weights or are prefetched by choice, by a name of their own."""
         self._eager: dict[tuple[Hook, str, bool], Row] = {}
         self._compiled: list[tuple[_Key, _Compiled]] = []
         """The compiled schedules, most recent first."""
@@ -169,27 +177,36 @@ class ScheduleRunner:
         return self.record
 
     def _refresh_options(self) -> None:
-        """Make the specs again if an option or the plan of a group has changed."""
+        """Make the setup again if an option or the plan of a group has changed.
+
+        Schedules are kept for earlier setups, so that accumulation, which changes an option for each microbatch,
+        compiles each of them once.
+        """
         if self._versions() != self._version:
-            names = names_of(self._states)
-            self._foreign = {name: ref(state) for state, name in names.items() if name not in self._states}
             self.settings = settings_of(self._root, self.choice.settings if self.choice else DEFAULT_SETTINGS)
-            self._specs = self._specs_with(self.settings)
+            setup = self._new_setup()
+            self._setup = next((key[0] for key, _ in self._compiled if key[0] == setup), setup)
             if self._root.costs is not None:
                 self._synchronized_specs = self._specs_with(self.settings, synchronized=True)
             self._version = self._versions()
             self._eager.clear()
-            self._compiled.clear()
-            self._candidate_for = ()
+
+    def _new_setup(self) -> _Setup:
+        names = names_of(self._states)
+        foreign = {name: ref(state) for state, name in names.items() if name not in self._states}
+        options = options_of(self._root, self._states.values(), self.settings, host_waits=self.streams.block_the_host)
+        return _Setup(self._specs_with(self.settings), options, foreign)
 
     def _specs_with(self, settings: ScheduleSettings, *, synchronized: bool = False) -> dict[str, GroupSpec]:
         names = names_of(self._states)
         axes = axis_names(pgs.axes for state in names for pgs in state.group.process_groups)
-        specs = {
-            name: spec_of(state, self._root, names, axes, settings, synchronized=synchronized)
-            for state, name in names.items()
+        spec = partial(spec_of, host_waits=self.streams.block_the_host, synchronized=synchronized)
+        specs = {name: spec(state, self._root, names, axes, settings) for state, name in names.items()}
+        foreign = {
+            name: replace(spec, is_foreign=True, is_root=False)
+            for name, spec in specs.items()
+            if name not in self._states
         }
-        foreign = {name: replace(specs[name], is_foreign=True, is_root=False) for name in self._foreign}
         return specs | foreign
 
     def choice_is_due(self) -> bool:
@@ -243,26 +260,24 @@ class ScheduleRunner:
         if not self._known.events:
             return costs
         schedule = self.expected(is_last_backward=True, has_barriers=False)
-        return fit_computation(schedule, self._specs, costs, waited)
+        return fit_computation(schedule, self._setup.specs, costs, waited)
 
     def _versions(self) -> int:
-        states = (
-            [*self._states.values(), *alive(tuple(self._foreign.values()))] if self._foreign else self._states.values()
-        )
+        foreign = self._setup.foreign
+        states = [*self._states.values(), *alive(tuple(foreign.values()))] if foreign else self._states.values()
         return sum(state.settings_version + state.group.tensors.plan_version for state in states)
 
     def _candidate_fusions(self) -> _Fused:
-        limit = self.settings.max_fused_bytes
-        if self._candidate_for != (self._known.events, limit):
-            self._candidate_for = self._known.events, limit
-            self._candidate = passes.fusions(self._known.events, self._specs, limit)
+        if self._candidate_for != (self._setup, self._known.events):
+            self._candidate_for = self._setup, self._known.events
+            self._candidate = passes.fusions(self._known.events, self._setup.specs, self._setup.options.max_fused_bytes)
         return self._candidate
 
     def _compile(
         self, order: list[Event], unseen: set[int], record: ForwardRecord, *, leads_to_backward: bool
     ) -> _Compiled:
         """Return the compiled schedule of an iteration whose forward has the events ``order``."""
-        key: _Key = (leads_to_backward, self._unequal_use, record.unsharded, record.fused, unseen, order)
+        key: _Key = (self._setup, leads_to_backward, self._unequal_use, record.unsharded, record.fused, unseen, order)
         for at, (known, compiled) in enumerate(self._compiled):
             if known == key:
                 if at:
@@ -270,22 +285,15 @@ class ScheduleRunner:
                 return compiled
         del self._compiled[_MOST_SCHEDULES - 1 :]
         options = self._options(leads_to_backward=leads_to_backward)
-        schedule = passes.build(order, self._specs, options, record.unsharded, record.fused, unseen)
+        schedule = passes.build(order, self._setup.specs, options, record.unsharded, record.fused, unseen)
         compiled = self._bind(schedule, _UNFUSED if self._unequal_use else record.fused)
         if record is self.record:  # it grows if this is a backward inside its forward
-            key = (*key[:4], set(unseen), list(order))
+            key = (*key[:5], set(unseen), list(order))
         self._compiled.insert(0, (key, compiled))
         return compiled
 
     def _options(self, *, leads_to_backward: bool) -> ScheduleOptions:
-        return options_of(
-            self._root,
-            self._states.values(),
-            self.settings,
-            host_waits=self.streams.block_the_host,
-            unequal_use=self._unequal_use,
-            leads_to_backward=leads_to_backward,
-        )
+        return replace(self._setup.options, unequal_use=self._unequal_use, leads_to_backward=leads_to_backward)
 
     def will_gather(self) -> bool:
         """Return whether some group must be gathered before its modules can run."""
@@ -358,7 +366,7 @@ class ScheduleRunner:
         if not self._known.events:
             return Schedule(())
         kept = frozenset(name for name, state in self._states.items() if state.kept_frozen)
-        return passes.build(self._known.events, self._specs, options, kept, unseen=self._known.unseen)
+        return passes.build(self._known.events, self._setup.specs, options, kept, unseen=self._known.unseen)
 
     # -- events
 
@@ -583,8 +591,8 @@ class ScheduleRunner:
         first = action.groups[0]
         where = "" if self._unequal_use else f" in {direction}"
         label = f"all-gather of {describe_groups(fused.get(first, (first,)))}{where}"
-        if first in self._foreign:  # the other root is fused with nothing here, and may be dropped
-            return ScheduleRunner._gather_foreign, (self._foreign[first], label)
+        if first in self._setup.foreign:  # the other root is fused with nothing here, and may be dropped
+            return ScheduleRunner._gather_foreign, (self._setup.foreign[first], label)
         return ScheduleRunner._gather, ([self._states[name].group for name in action.groups], label)
 
     def _prefetch_of(self, action: Gather, direction: str, fused: _Fused) -> BoundAction:
@@ -592,18 +600,18 @@ class ScheduleRunner:
         launch = self._launch_of(action, direction, fused)
         if self._root.max_unsharded_bytes is None:
             return launch
-        return ScheduleRunner._gather_if_it_fits, ([self._specs[name] for name in action.groups], launch)
+        return ScheduleRunner._gather_if_it_fits, ([self._setup.specs[name] for name in action.groups], launch)
 
     def _wait_of(self, action: Wait, direction: str, fused: _Fused) -> BoundAction:
         """Return the call for ``action``, which gathers the group first if it is sharded against expectation."""
-        spec = self._specs[action.group]
-        names = passes.gathered_with(spec, self._specs, fused, in_backward=direction == "backward")
+        spec = self._setup.specs[action.group]
+        names = passes.gathered_with(spec, self._setup.specs, fused, in_backward=direction == "backward")
         gather = self._launch_of(Gather(names), direction, fused)
         return ScheduleRunner._wait, (self._state(action.group).group, gather)
 
     def _state(self, name: str) -> FSDPState:
         """Return the state called ``name``, of this root or an owner of tied weights, which its users keep alive."""
-        state = self._states[name] if name in self._states else self._foreign[name]()
+        state = self._states[name] if name in self._states else self._setup.foreign[name]()
         assert state is not None
         return state
 
@@ -628,8 +636,8 @@ class ScheduleRunner:
         return row
 
     def _make_eager_row(self, state: FSDPState, hook: Hook, fused: _Fused, *, leads_to_backward: bool) -> Row:
-        spec, event = self._specs[state.name], Event(hook, state.name)
-        after = passes.reshard_after_forward(spec, self._specs, (), leads_to_backward=leads_to_backward)
+        spec, event = self._setup.specs[state.name], Event(hook, state.name)
+        after = passes.reshard_after_forward(spec, self._setup.specs, (), leads_to_backward=leads_to_backward)
         if hook is Hook.POST_FORWARD:
             return Row(event, after=tuple(map(self._after, after)))
         in_backward = hook is Hook.PRE_BACKWARD
@@ -638,8 +646,8 @@ class ScheduleRunner:
         chosen = (spec.backward_prefetch if in_backward else spec.forward_prefetch) or ()
         ahead = []
         for name in chosen:
-            other = self._specs.get(name)
+            other = self._setup.specs.get(name)
             if other is not None and (other.unshard_in_backward or not in_backward):
-                names = passes.gathered_with(other, self._specs, fused, in_backward=in_backward)
+                names = passes.gathered_with(other, self._setup.specs, fused, in_backward=in_backward)
                 ahead.append(self._prefetch_of(Gather(names), direction, fused))
         return row._replace(gathers=tuple(ahead), waits_first=True)  # the waits gather what is missing
