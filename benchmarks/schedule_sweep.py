@@ -212,6 +212,7 @@ def _chosen_step(steps: Steps, default: Recorded, known: dict[object, Recorded])
     """Return the milliseconds of a step with default settings, of the slower one that learns, and after that."""
     model = cast(Any, steps.model)
     model.set_costs(None)
+    steps.run()  # with default settings again, so that the choice does not depend on the cells before
     model.calibrate(1)
     learning = [steps.run(), steps.run()]
     choice = model.schedule_choice()

@@ -80,7 +80,7 @@ def test_a_choice_is_as_predicted_and_neither_slower_nor_larger_than_allowed(
     assert choice.seconds <= default[0]
     assert bounded <= max(default[2], plain[2])
     assert choose(ORDER, lambda settings: specs_of(size, settings), options, costs) == choice, "the same on every rank"
-    again = choose(ORDER, lambda each: specs_of(size, each), options, costs, current=choice.settings)
+    again = choose(ORDER, lambda each: specs_of(size, each), options, costs, current=choice.settings, is_first=False)
     assert again.settings == choice.settings, "nothing has changed"
 
 
@@ -113,7 +113,9 @@ def test_settings_are_kept_unless_others_are_clearly_faster() -> None:
         costs, current = costs_of(1e-6, 5e10, compute), ScheduleSettings(grad_buckets=2)
         seconds = [predicted(1 << 28, each, ScheduleOptions(), costs)[0] for each in (current, DEFAULT_SETTINGS)]
         assert seconds[0] > seconds[1]
-        return choose(ORDER, partial(specs_of, 1 << 28), ScheduleOptions(), costs, current=current).settings == current
+        options, specs = ScheduleOptions(), partial(specs_of, 1 << 28)
+        assert choose(ORDER, specs, options, costs, current=current).settings != current, "the first choice"
+        return choose(ORDER, specs, options, costs, current=current, is_first=False).settings == current
 
     assert kept(compute=5e-1)
     assert not kept(compute=1.2e-2)

@@ -242,6 +242,7 @@ class ScheduleRunner:
                 self._options(leads_to_backward=True),
                 costs,
                 current=self.settings,
+                is_first=self.choice is None,
                 fixed=set_by_user(self._root),
                 unseen=self._known.unseen,
             )

@@ -50,7 +50,7 @@ _VALUES: Mapping[str, Sequence[Any]] = {
 """The values that are tried for each setting."""
 
 _HYSTERESIS = 0.02
-"""A change must shorten the predicted step by this part of its time, because a change rebuilds groups. Estimated."""
+"""A new choice must shorten the predicted step by this part of its time, since a change rebuilds groups. Estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,7 @@ def choose(
     costs: Costs,
     *,
     current: ScheduleSettings = DEFAULT_SETTINGS,
+    is_first: bool = True,
     fixed: Collection[str] = (),
     unseen: Collection[int] = (),
 ) -> Choice:
@@ -114,7 +115,8 @@ def choose(
         specs_of: returns the properties of all groups with given settings.
         options: the options of the root. Those that are settings are replaced.
         costs: the table of costs.
-        current: the settings in use, which are kept unless others are clearly faster.
+        current: the settings in use.
+        is_first: if False, the current settings are kept unless others are clearly faster.
         fixed: the settings that the user has set, which keep their current values.
         unseen: as for :func:`build`.
     """
@@ -144,7 +146,8 @@ def choose(
     default, plain = replace(DEFAULT_SETTINGS, **kept), replace(_PLAIN, **kept)
     limit = max(predict(plain).bounded_bytes, predict(default).bounded_bytes)
     best = min((improve(current), improve(plain)), key=rank)
-    if rank(current)[0] == rank(best)[0] and predict(best).seconds > (1 - _HYSTERESIS) * predict(current).seconds:
+    margin = 0.0 if is_first else _HYSTERESIS
+    if rank(current)[0] == rank(best)[0] and predict(best).seconds >= (1 - margin) * predict(current).seconds:
         best = current
     timeline = predict(best)
     return Choice(best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, costs.source)
