@@ -318,15 +318,12 @@ class GroupPlan:
 
     @cached_property
     def gather_sent_bytes(self) -> int:
-        """The bytes of this rank's part of one all-gather that are cast, or copied into a message."""
-        gathered = [
-            (b.gather, b.dtype != b.compute_dtype, b.compute_dtype.itemsize) for b in self.buckets if b.is_gathered
-        ]
-        packed = [layout.packed_numel * itemsize for layout, _, itemsize in gathered if layout.packed]
-        copied = sum(packed) if len(packed) > 1 else 0
-        if copied and not any(layout.zero_copy or layout.all_reduced for layout, *_ in gathered):
-            return copied  # cast by the copy
-        return copied + sum(layout.store.numel * itemsize for layout, is_cast, itemsize in gathered if is_cast)
+        """The bytes of this rank's part of one all-gather that are cast, but not into the memory that it writes to."""
+        gathered = [bucket for bucket in self.buckets if bucket.is_gathered]
+        if not any(bucket.gather.zero_copy or bucket.gather.all_reduced for bucket in gathered):
+            return 0
+        cast = (bucket for bucket in gathered if bucket.dtype != bucket.compute_dtype)
+        return sum(bucket.gather.store.numel * bucket.compute_dtype.itemsize for bucket in cast)
 
     @cached_property
     def packed_only_bytes(self) -> int:

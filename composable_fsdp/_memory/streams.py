@@ -99,6 +99,7 @@ class InFlight(Generic[T]):
         """Return the result. The current stream (on null streams: the host) continues only once the work is done."""
         if not self._done:
             self._complete()
+            self._stream.wait_for_current()  # to which the memory of the messages returns
         if self._event is not None and self._current_stream is not None:
             self._current_stream().wait_event(self._event)
         self._owned = self._work = self._held = None
@@ -169,8 +170,18 @@ class CommStream:
         if not self._is_null:
             self._stream.wait_event(event)
 
+    def wait_for_current(self) -> None:
+        """Order everything that runs on this stream from now on after what the current stream runs until now."""
+        if not self._is_null:
+            self._stream.wait_stream(self._module.current_stream())
+
     def run(
-        self, launch: Callable[[], Work], finish: Callable[[], T], *, after: InFlight[Any] | None = None
+        self,
+        launch: Callable[[], Work],
+        finish: Callable[[], T],
+        *,
+        after: InFlight[Any] | None = None,
+        finish_in_wait: bool = False,
     ) -> InFlight[T]:
         """Launch a collective and, when it is done, run ``finish`` on the same stream.
 
@@ -179,12 +190,16 @@ class CommStream:
                 for.
             finish: makes the result from the outputs of the collective.
             after: work on another stream that must be done first.
+            finish_in_wait: run ``finish`` on the stream that waits. On null streams it always does.
         """
         pending = InFlight(launch, finish, after, self)
         if not self._is_null:
-            self._stream.wait_stream(self._module.current_stream())
+            self.wait_for_current()
             with self._module.stream(self._stream):
-                pending.enqueue(self._stream, self._module.current_stream)
+                if finish_in_wait:
+                    pending.start()
+                else:
+                    pending.enqueue(self._stream, self._module.current_stream)
         elif after is None:
             pending.start()
         return pending

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from composable_fsdp import CPUOffloadPolicy
-from tests._internals import BucketReduceScatter, all_gather, bucket, buffers, param_group_buckets
+from tests._internals import BucketReduceScatter, bucket, buffers, param_group_buckets
 
 __all__ = ["simulated_offload"]
 
@@ -40,7 +40,7 @@ def simulated_offload() -> Iterator[None]:
     """Have ``CPUOffloadPolicy`` keep shards in pinned memory, and copy shards and gradients, on a CPU mesh."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(param_group_buckets, "rest_device", _rest_device))
-        for module in (bucket, all_gather):
-            stack.enter_context(mock.patch.object(module, "cast_and_move", _cast_and_move))
+        stack.enter_context(mock.patch.object(bucket, "cast_and_move", _cast_and_move))
+        stack.enter_context(mock.patch.object(bucket.Bucket, "cached_part", None))  # for shards on the device only
         stack.enter_context(mock.patch.object(BucketReduceScatter, "finish", _finish))
         yield

@@ -11,16 +11,20 @@ from hypothesis import strategies as st
 from composable_fsdp import AxisCosts, CollectiveCost, Costs
 from tests._internals import (
     DEFAULT_SETTINGS,
+    GradientMemory,
     GroupSpec,
     ScheduleOptions,
     ScheduleSettings,
+    Timeline,
     choose,
     passes,
     simulate,
 )
 from tests._internals import schedule as s
 
+PLAIN = ScheduleSettings(zero_copy=False, grad_buckets=1, first_in_buckets=False, max_fused_bytes=0)
 MIB = 1 << 20
+ANY_MEMORY = ScheduleOptions(max_extra_bytes=1 << 40)
 NAMES = [f"layers.{i}" for i in range(6)]
 ORDER = [
     s.Event(s.Hook.PRE_FORWARD, "root"),
@@ -31,21 +35,23 @@ ORDER = [
 
 def specs_of(size: int, settings: ScheduleSettings) -> dict[str, GroupSpec]:
     """Return the properties of equal groups of ``size`` bytes, each with four large parameters."""
-    buckets = settings.grad_buckets
-    specs = {
-        name: GroupSpec(
+    specs = {}
+    for name in NAMES:
+        buckets = settings.grad_buckets if settings.first_in_buckets or name != NAMES[-1] else 1
+        part = size // buckets
+        specs[name] = GroupSpec(
             name,
             unsharded_bytes=size,
             full_bytes=size,
-            gradient_bytes=(2 * size // buckets,) * buckets,
+            gradient_bytes=(2 * part,) * buckets,
             is_small=size <= settings.max_fused_bytes // 2,
             reduces_grad_buckets=buckets > 1 and size > settings.max_fused_bytes // 2,
             ranks=64,
             gather_messages=4 if settings.zero_copy else 1,
             gather_copied_bytes=0 if settings.zero_copy else size,
+            late_bytes=0 if settings.zero_copy else size,
+            gradient_memory=(GradientMemory(part, 3 * part, 2 * part, part // 32),) * buckets,
         )
-        for name in NAMES
-    }
     return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
 
 
@@ -55,11 +61,10 @@ def costs_of(latency: float, bandwidth: float, compute: float) -> Costs:
     return Costs({"": AxisCosts(cost, cost, cost)}, times, times, copy_bandwidth=1e12, source="a test")
 
 
-def predicted(size: int, settings: ScheduleSettings, options: ScheduleOptions, costs: Costs) -> tuple[float, int, int]:
+def timeline_of(size: int, settings: ScheduleSettings, options: ScheduleOptions, costs: Costs) -> Timeline:
     specs = specs_of(size, settings)
     options = replace(options, prefetch_limit=settings.prefetch_limit, max_fused_bytes=settings.max_fused_bytes)
-    timeline = simulate(passes.build(ORDER, specs, options), specs, costs)
-    return timeline.seconds, timeline.peak_bytes, timeline.bounded_bytes
+    return simulate(passes.build(ORDER, specs, options), specs, costs)
 
 
 SIZES = st.sampled_from([1 << 10, 1 << 18, 1 << 22, 1 << 28])
@@ -72,13 +77,15 @@ def test_a_choice_is_as_predicted_and_neither_slower_nor_larger_than_allowed(
 ) -> None:
     options, costs = ScheduleOptions(host_waits=host_waits), costs_of(latency, bandwidth, compute)
     choice = choose(ORDER, lambda settings: specs_of(size, settings), options, costs)
-    default = predicted(size, DEFAULT_SETTINGS, options, costs)
-    plain = predicted(size, ScheduleSettings(False, 1, max_fused_bytes=0), options, costs)
-    *found, bounded = predicted(size, choice.settings, options, costs)
-    assert [choice.seconds, choice.peak_bytes] == found
-    assert choice.default_seconds == default[0]
-    assert choice.seconds <= default[0]
-    assert bounded <= max(default[2], plain[2])
+    default, plain, chosen = (
+        timeline_of(size, each, options, costs) for each in (DEFAULT_SETTINGS, PLAIN, choice.settings)
+    )
+    assert (choice.seconds, choice.peak_bytes) == (chosen.seconds, chosen.peak_bytes)
+    assert choice.default_seconds == default.seconds
+    assert 0.995 * choice.seconds <= plain.seconds
+    assert 0.995 * choice.seconds <= default.seconds or default.excess_over(plain) > options.max_extra_bytes
+    assert chosen.excess_over(plain) <= options.max_extra_bytes
+    assert chosen.peak_bytes <= plain.peak_bytes + options.max_extra_bytes
     assert choose(ORDER, lambda settings: specs_of(size, settings), options, costs) == choice, "the same on every rank"
     again = choose(ORDER, lambda each: specs_of(size, each), options, costs, current=choice.settings, is_first=False)
     assert again.settings == choice.settings, "nothing has changed"
@@ -101,7 +108,7 @@ def test_what_the_user_has_set_is_kept(latency: float, compute: float, limit: in
 def test_a_long_latency_gives_few_messages_and_a_short_one_many() -> None:
     def settings(latency: float) -> ScheduleSettings:
         costs = costs_of(latency, 5e10, 5e-2)
-        return choose(ORDER, lambda each: specs_of(1 << 28, each), ScheduleOptions(), costs).settings
+        return choose(ORDER, lambda each: specs_of(1 << 28, each), ANY_MEMORY, costs).settings
 
     assert settings(1e-6) == DEFAULT_SETTINGS
     slow = settings(5e-2)
@@ -109,16 +116,17 @@ def test_a_long_latency_gives_few_messages_and_a_short_one_many() -> None:
 
 
 def test_settings_are_kept_unless_others_are_clearly_faster() -> None:
-    def kept(compute: float) -> bool:
+    def kept(compute: float, *, is_first: bool) -> bool:
         costs, current = costs_of(1e-6, 5e10, compute), ScheduleSettings(grad_buckets=2)
-        seconds = [predicted(1 << 28, each, ScheduleOptions(), costs)[0] for each in (current, DEFAULT_SETTINGS)]
+        seconds = [timeline_of(1 << 28, each, ANY_MEMORY, costs).seconds for each in (current, DEFAULT_SETTINGS)]
         assert seconds[0] > seconds[1]
-        options, specs = ScheduleOptions(), partial(specs_of, 1 << 28)
-        assert choose(ORDER, specs, options, costs, current=current).settings != current, "the first choice"
-        return choose(ORDER, specs, options, costs, current=current, is_first=False).settings == current
+        specs = partial(specs_of, 1 << 28)
+        choice = choose(ORDER, specs, ANY_MEMORY, costs, current=current, is_first=is_first)
+        return choice.settings == current
 
-    assert kept(compute=5e-1)
-    assert not kept(compute=1.2e-2)
+    assert [kept(5e-1, is_first=first) for first in (True, False)] == [True, True], "no prediction is that exact"
+    assert [kept(2.5e-2, is_first=first) for first in (True, False)] == [False, True], "a change rebuilds groups"
+    assert [kept(1.2e-2, is_first=first) for first in (True, False)] == [False, False]
 
 
 def test_a_choice_prints_settings_prediction_and_source() -> None:
@@ -126,3 +134,19 @@ def test_a_choice_prints_settings_prediction_and_source() -> None:
     for name in ("zero_copy", "grad_buckets", "prefetch_limit", "max_fused_bytes", "predicted", "without costs"):
         assert name in text
     assert text.endswith("costs            a test")
+
+
+def test_a_bound_on_extra_memory_is_used_and_kept() -> None:
+    """The network is slower than the computation, so that a deeper prefetch and an early reduction pay."""
+    size, costs = 1 << 28, costs_of(1e-6, 5e10, 1.2e-2)
+    plain = timeline_of(size, PLAIN, ScheduleOptions(), costs)
+    excess, seconds = [], []
+    for extra in (0, size // 2, 4 * size):
+        options = ScheduleOptions(max_extra_bytes=extra)
+        choice = choose(ORDER, partial(specs_of, size), options, costs)
+        excess.append(timeline_of(size, choice.settings, options, costs).excess_over(plain))
+        seconds.append(choice.seconds)
+        assert excess[-1] <= extra
+    assert excess[0] == 0
+    assert excess[0] <= excess[1] < excess[2]
+    assert seconds[0] >= seconds[1] > seconds[2]

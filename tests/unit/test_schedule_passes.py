@@ -157,11 +157,15 @@ def chain(**changes: object) -> dict[str, GroupSpec]:
     return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
 
 
-def test_the_next_group_is_gathered_before_the_first_wait_and_after_a_prefetched_one() -> None:
-    plan = passes.build(CHAIN, chain(), ScheduleOptions())
-    assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "a")) == ["gather a", "gather b", "wait a"]
-    assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "b")) == ["wait b", "gather c"]
-    assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "c")) == ["wait c"]
+def test_the_next_group_is_gathered_before_the_wait_or_on_the_host_after_that_for_a_prefetched_one() -> None:
+    for options, second in (
+        (ScheduleOptions(), ["gather c", "wait b"]),
+        (ScheduleOptions(host_waits=True), ["wait b", "gather c"]),
+    ):
+        plan = passes.build(CHAIN, chain(), options)
+        assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "a")) == ["gather a", "gather b", "wait a"]
+        assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "b")) == second
+        assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "c")) == ["wait c"]
 
 
 def test_the_last_groups_of_forward_are_kept_if_the_device_would_wait_for_them() -> None:

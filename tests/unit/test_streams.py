@@ -133,6 +133,24 @@ def test_real_streams_make_the_current_stream_wait_and_never_the_host() -> None:
     assert log[10:] == ["compute waits for event of first", "host waits for event of first"]
 
 
+def test_work_that_is_finished_in_the_wait_runs_on_the_stream_that_waits() -> None:
+    device = SimulatedDevice()
+    log = device.log
+    stream = CommStream("first", device, priority=-1)
+
+    def finish() -> None:
+        log.append(f"finish on {device.current.name}")
+
+    pending = stream.run(lambda: launch(log, "a"), finish, finish_in_wait=True)
+    assert log == ["first waits for compute", "launch a"]
+    pending.wait()
+    assert log[2:] == ["work of a done", "finish on compute", "first waits for compute"], (
+        "messages are used again there"
+    )
+    pending.wait()
+    assert log[5:] == []
+
+
 @pytest.mark.parametrize("simulated", [False, True])
 def test_buffers_live_until_the_work_has_been_waited_for(simulated: bool) -> None:
     stream = CommStream("gather", SimulatedDevice() if simulated else torch.cpu, priority=-1)

@@ -16,7 +16,6 @@ from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, Transfer
 from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp._layout.grad_scaling import ReduceOp
-from composable_fsdp._memory.buffers import cast_and_move
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
 from composable_fsdp._sharding.process_groups import group_by_key
@@ -64,7 +63,8 @@ def launch_gather(
     cached = last.of(buckets)
     gathering = _AllGather(buckets, device, label) if cached is None else CachedLaunch(cached, label)
     try:
-        return streams.gather.run(gathering.launch, gathering.finish)
+        # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
+        return streams.gather.run(gathering.launch, gathering.finish, finish_in_wait=True)
     except BaseException:
         if not gathering.writes_to_places:
             for bucket in buckets:
@@ -127,13 +127,13 @@ def pack_messages(
     payloads = [payload for gather in filled for payload in gather.payloads]
     if not payloads:
         return []
+    dtype = payloads[0].dtype
     if len(payloads) == 1:
-        sent, rows = payloads[0], _rows_of(payloads[0], communicator, device)
+        sent, rows = payloads[0], _allocate_rows(communicator, payloads[0].numel(), dtype, device)
         places: Sequence[torch.Tensor] = (rows,)
     elif _fit_end_to_end(payloads):
-        sent = communicator.allocate(sum(p.numel() for p in payloads), payloads[0].dtype, device)
-        torch.cat(payloads, out=sent)
-        rows = _rows_of(sent, communicator, device)
+        rows = _allocate_rows(communicator, sum(p.numel() for p in payloads), dtype, device)
+        sent = torch.cat(payloads, out=rows[communicator.rank])
         places = torch.split_with_sizes(rows, [p.numel() for p in payloads], dim=1)
     else:
         sent, rows, places = _as_bytes(payloads, communicator, device)
@@ -143,10 +143,12 @@ def pack_messages(
     return [Transfer(rows.view(-1), sent)]
 
 
-def _rows_of(sent: torch.Tensor, communicator: Communicator, device: torch.device) -> torch.Tensor:
-    """Allocate the memory that receives ``sent`` from all ranks, one row per rank."""
-    received = communicator.allocate(communicator.size * sent.numel(), sent.dtype, device)
-    return received.view(communicator.size, sent.numel())
+def _allocate_rows(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate the memory that receives messages of ``numel`` elements, one row per rank.
+
+    A message that is copied together or cast is written to the row of this rank at once, and takes no other memory.
+    """
+    return communicator.allocate(communicator.size * numel, dtype, device).view(communicator.size, numel)
 
 
 def _fit_end_to_end(payloads: Sequence[torch.Tensor]) -> bool:
@@ -159,8 +161,9 @@ def _as_bytes(
     payloads: Sequence[torch.Tensor], communicator: Communicator, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return the message, the memory for all ranks' messages, and the views of each payload in that."""
-    sent = communicator.allocate(sum(aligned_bytes(p.nbytes) for p in payloads), torch.uint8, device)
-    rows = _rows_of(sent, communicator, device)
+    nbytes = sum(aligned_bytes(p.nbytes) for p in payloads)
+    rows = _allocate_rows(communicator, nbytes, torch.uint8, device)
+    sent = rows.view(-1)[nbytes * communicator.rank :][:nbytes]  # also aligned if it is empty
     places, start = [], 0
     for payload in payloads:
         stop = start + payload.nbytes
@@ -214,15 +217,14 @@ class CachedGather:
         """Launch, and return the work, the sent message and the received rows. The caller keeps both until they are
         read.
         """
-        numel, size, device = self._numel, self._communicator.size, self._device
-        allocate = self._communicator.allocate
+        communicator, numel = self._communicator, self._numel
+        rows = _allocate_rows(communicator, numel, self._dtype, self._device)
+        sent = self._packed[0]
         if len(self._packed) > 1:
-            sent = torch.cat(self._packed, out=allocate(numel, self._dtype, device))
-        else:
-            sent = cast_and_move(self._packed[0], self._dtype, device)
-        received = allocate(size * numel, self._dtype, device)
-        work = self._communicator.all_gather([Transfer(received, sent)], label)
-        return work, sent, received.view(size, numel)
+            sent = torch.cat(self._packed, out=rows[communicator.rank])
+        elif sent.dtype != self._dtype:
+            sent = rows[communicator.rank].copy_(sent)
+        return communicator.all_gather([Transfer(rows.view(-1), sent)], label), sent, rows
 
     def take(self, rows: torch.Tensor) -> None:
         """Copy ``rows`` to their places, whose memory is allocated only now."""

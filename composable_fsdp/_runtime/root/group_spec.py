@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from weakref import ref
 
-from composable_fsdp._layout.plan import SMALL_BYTES, GradientMemory
+from composable_fsdp._layout.plan import SMALL_BYTES, GradientMemory, MessageSizes
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
 from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings
-from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
+from composable_fsdp._runtime.schedule.passes import DEFAULT_EXTRA_BYTES, GroupSpec, ScheduleOptions
 from composable_fsdp._sharding.mesh import DataParallelAxes
 
 __all__ = ["names_of", "options_of", "set_by_user", "settings_of", "spec_of"]
@@ -35,7 +35,7 @@ def spec_of(
     axes: Mapping[DataParallelAxes, tuple[str, str]],
     settings: ScheduleSettings,
     *,
-    host_waits: bool,
+    sizes: MessageSizes | None = None,
     synchronized: bool = False,
 ) -> GroupSpec:
     """Return the properties of ``state``, which is in the model of ``root`` or used there.
@@ -45,26 +45,24 @@ def spec_of(
         root: the state of the outermost module.
         names: those of :func:`names_of`. References to states without a name are left out.
         axes: the names of all mesh axes.
-        settings: the settings of the schedule. If they have other message sizes than the group, its plan is assumed
-            to have them.
-        host_waits: the device has no streams, so waits block the host.
+        settings: the settings of the schedule.
+        sizes: assume that the plan has these message sizes; by default it has its own.
         synchronized: assume that the gradients are reduced, also if they are only accumulated now.
     """
     synchronized = synchronized or state.is_synchronized
     tensors, pgs = state.group.tensors, state.group.process_groups[0]
-    is_current = settings.message_sizes == pgs.message_sizes
-    plan = tensors.plan if is_current else tensors.plan_with(settings.message_sizes)
+    plan = tensors.plan if sizes is None or sizes == pgs.message_sizes else tensors.plan_with(sizes)
     reduces_grad_buckets = synchronized and state.can_reduce_grad_buckets(plan)
     is_small = plan.is_sent and plan.full_bytes <= max(SMALL_BYTES, settings.max_fused_bytes // 2)
     shard_axis, replicate_axis = axes[pgs.axes]
     buckets = plan.gradient_messages if plan.in_grad_buckets else (sum(plan.gradient_messages),)
     memory = plan.gradient_memory
-    sizes = [size if count else 0 for size, count in zip(plan.grad_bucket_bytes, plan.grad_buckets, strict=True)]
+    bucket_bytes = [size if count else 0 for size, count in zip(plan.grad_bucket_bytes, plan.grad_buckets, strict=True)]
     return GroupSpec(
         name=names[state],
         unsharded_bytes=plan.unsharded_bytes,
         full_bytes=plan.full_bytes,
-        gradient_bytes=tuple(sizes) if plan.in_grad_buckets else (sum(sizes),),
+        gradient_bytes=tuple(bucket_bytes) if plan.in_grad_buckets else (sum(bucket_bytes),),
         has_parameters=bool(plan.specs),
         is_root=state is root,
         is_small=is_small and not reduces_grad_buckets,
@@ -90,7 +88,7 @@ def spec_of(
         gather_messages=1 if pgs.gather.coalesces else plan.gather_messages,
         gather_copied_bytes=plan.gather_copied_bytes,
         gather_sent_bytes=plan.gather_sent_bytes,
-        late_bytes=plan.packed_only_bytes if host_waits else 0,
+        late_bytes=plan.packed_only_bytes,
         gradient_messages=tuple(map(bool, buckets)) if pgs.scatter.coalesces else buckets,
         gradient_memory=memory if plan.in_grad_buckets else (GradientMemory.total(memory),),
         early_gradient_bytes=sum(plan.specs[index].gradient_bytes for index in state.params_after_nested),
@@ -124,6 +122,7 @@ def options_of(
         prefetch_limit=settings.prefetch_limit,
         max_unsharded_bytes=root.max_unsharded_bytes,
         max_fused_bytes=settings.max_fused_bytes,
+        max_extra_bytes=DEFAULT_EXTRA_BYTES if root.max_extra_bytes is None else root.max_extra_bytes,
         reductions_in_flight=max(filter(None, limits), default=None),
         host_waits=host_waits,
     )

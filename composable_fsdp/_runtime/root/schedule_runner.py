@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
@@ -187,7 +186,7 @@ class ScheduleRunner:
             setup = self._new_setup()
             self._setup = next((key[0] for key, _ in self._compiled if key[0] == setup), setup)
             if self._root.costs is not None:
-                self._synchronized_specs = self._specs_with(self.settings, synchronized=True)
+                self._synchronized_specs = self._specs_with(self.settings, {}, synchronized=True)
             self._version = self._versions()
             self._eager.clear()
 
@@ -195,13 +194,18 @@ class ScheduleRunner:
         names = names_of(self._states)
         foreign = {name: ref(state) for state, name in names.items() if name not in self._states}
         options = options_of(self._root, self._states.values(), self.settings, host_waits=self.streams.block_the_host)
-        return _Setup(self._specs_with(self.settings), options, foreign)
+        return _Setup(self._specs_with(self.settings, {}), options, foreign)
 
-    def _specs_with(self, settings: ScheduleSettings, *, synchronized: bool = False) -> dict[str, GroupSpec]:
+    def _specs_with(
+        self, settings: ScheduleSettings, sizes: Mapping[str, MessageSizes], *, synchronized: bool = False
+    ) -> dict[str, GroupSpec]:
+        """Return the specs of all groups, by name, as they are with ``sizes`` of the messages of some."""
         names = names_of(self._states)
         axes = axis_names(pgs.axes for state in names for pgs in state.group.process_groups)
-        spec = partial(spec_of, host_waits=self.streams.block_the_host, synchronized=synchronized)
-        specs = {name: spec(state, self._root, names, axes, settings) for state, name in names.items()}
+        specs = {
+            name: spec_of(state, self._root, names, axes, settings, sizes=sizes.get(name), synchronized=synchronized)
+            for state, name in names.items()
+        }
         foreign = {
             name: replace(spec, is_foreign=True, is_root=False)
             for name, spec in specs.items()
@@ -238,7 +242,7 @@ class ScheduleRunner:
         else:
             self.choice = choose(
                 self._known.events,
-                partial(self._specs_with, synchronized=True),
+                lambda settings: self._specs_with(settings, self._sizes_with(settings), synchronized=True),
                 self._options(leads_to_backward=True),
                 costs,
                 current=self.settings,
@@ -246,15 +250,24 @@ class ScheduleRunner:
                 fixed=set_by_user(self._root),
                 unseen=self._known.unseen,
             )
-        sizes = self.choice.settings.message_sizes if self.choice else MessageSizes()
-        for state in self._states.values():
-            changed = state.group.process_groups[0].message_sizes != sizes
-            for pgs in state.group.process_groups:
+        for name, sizes in self._sizes_with(self.choice.settings if self.choice else None).items():
+            group = self._states[name].group
+            changed = group.process_groups[0].message_sizes != sizes
+            for pgs in group.process_groups:
                 pgs.message_sizes = sizes
-            if changed and state.group.tensors.plan_with(sizes) != state.group.plan:
-                state.group.rebuild()
+            if changed and group.tensors.plan_with(sizes) != group.plan:
+                group.rebuild()
         self._version = -1
         self._chosen_for = self._inputs = self._choice_inputs()
+
+    def _sizes_with(self, settings: ScheduleSettings | None) -> dict[str, MessageSizes]:
+        """Return the message sizes of all groups with chosen ``settings``, or without a choice."""
+        sizes = dict.fromkeys(self._states, settings.message_sizes if settings else MessageSizes())
+        ended = [event.group for event in self._known.events if event.hook is Hook.POST_FORWARD]
+        trained = [name for name in ended if self._states[name].group.parameters]
+        if settings and trained and not settings.first_in_buckets:
+            sizes[trained[-1]] = replace(sizes[trained[-1]], grad_buckets=1)
+        return sizes
 
     def fitted(self, costs: Costs, waited: float) -> Costs:
         """Return ``costs`` by which the last steps take as long as they did, each with ``waited`` seconds of waits."""

@@ -32,6 +32,7 @@ from composable_fsdp._runtime.schedule.schedule import (
 from composable_fsdp.policies import AUTO_RESHARD, Reshard, ReshardKind
 
 __all__ = [
+    "DEFAULT_EXTRA_BYTES",
     "DEFAULT_FUSED_BYTES",
     "PREFETCH_LIMIT",
     "GroupSpec",
@@ -61,6 +62,9 @@ Each further one costs its unsharded size. It pays where reductions take longer 
 
 DEFAULT_FUSED_BYTES = 1 << 20
 """The default maximum size of the full parameters in one fusion, in bytes."""
+
+DEFAULT_EXTRA_BYTES = 8 << 20
+"""The default of ``max_extra_bytes``: small groups that are fused may take a few times the size of a fusion."""
 
 _MIN_BYTES_IN_FLIGHT = 1 << 20
 """On streams, the bytes of gradients that may always be in flight: small messages cost latency, not bandwidth."""
@@ -101,7 +105,7 @@ class GroupSpec:
         separate_reduce: its reduce-scatters have a process group of their own, and run beside all-gathers.
         gather_messages: the number of messages of its all-gather.
         gather_copied_bytes: the bytes of its all-gather that are copied out of messages.
-        gather_sent_bytes: the bytes of this rank's part that are cast, or copied into a message.
+        gather_sent_bytes: the bytes of this rank's part that are cast beside the messages.
         late_bytes: the part of ``unsharded_bytes`` that is allocated by the wait for the all-gather.
         gradient_messages: the number of messages of the reduction of each bucket; one each by default.
         gradient_memory: the memory of the gradients of each bucket.
@@ -152,6 +156,7 @@ class ScheduleOptions:
         prefetch_limit: the number of groups to prefetch.
         max_unsharded_bytes: the bound on unsharded parameters for prefetching, in bytes.
         max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
+        max_extra_bytes: the bytes by which the peak memory of chosen settings may exceed that of FSDP2's schedule.
         reductions_in_flight: the number of reductions in flight, or ``None`` for the default of the device.
         host_waits: the device has no streams, so waits block the host.
         unequal_use: ranks may run different modules. Nothing is fused, and with a bound nothing is prefetched.
@@ -163,6 +168,7 @@ class ScheduleOptions:
     prefetch_limit: int = PREFETCH_LIMIT
     max_unsharded_bytes: int | None = None
     max_fused_bytes: int = DEFAULT_FUSED_BYTES
+    max_extra_bytes: int = DEFAULT_EXTRA_BYTES
     reductions_in_flight: int | None = None
     host_waits: bool = False
     unequal_use: bool = False
@@ -470,10 +476,11 @@ def _fits(groups: Iterable[str], specs: Specs, options: ScheduleOptions) -> bool
 def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
     """Move all-gathers to the earlier events of other groups: by default one group ahead, or as the user chose.
 
-    A prefetch follows the wait for a group that was itself prefetched: an arriving message is in memory twice for a
-    moment, as message and as parameters, and should not add to the next one. Otherwise it precedes the wait. An
-    all-gather that does not fit in ``max_unsharded_bytes`` is not moved. A group that forward does not use is freed at
-    its end.
+    A prefetch precedes the wait for the group that is needed, so that in forward on streams the network does not idle
+    while that is copied out of its message. Otherwise it follows the wait, if the group was itself prefetched: a group
+    that is copied is in memory twice for a moment, as message and as parameters, and should not add to the next one.
+    An all-gather that does not fit in ``max_unsharded_bytes`` is not moved. A group that forward does not use is freed
+    at its end.
     """
     steps = [(event, list(actions)) for event, actions in schedule]
     held = set(schedule.initially_unsharded)
@@ -488,7 +495,7 @@ def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sche
             continue
         in_backward = event.hook is Hook.PRE_BACKWARD
         place = next((i for i, action in enumerate(own) if isinstance(action, Wait)), len(own))
-        if not any(isinstance(action, Gather) for action in own):
+        if (in_backward or options.host_waits) and not any(isinstance(action, Gather) for action in own):
             place = len(own)
         if in_backward and not specs[event.group].unshard_in_backward:
             continue

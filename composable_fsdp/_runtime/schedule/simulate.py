@@ -50,15 +50,28 @@ class Timeline:
     Args:
         spans: the intervals of computation and of collectives, in the order of their launch.
         memory: after each event, the bytes of unsharded parameters, of messages, and of gradients.
-        peak_bytes: the most bytes at any time, also within an event.
-        bounded_bytes: the most bytes after any event of unsharded parameters, of messages to copy out, and of gradients
-            in flight. Choices are bounded by these: where the rest has its peak depends on activations too.
+        peaks: the most bytes at any time, also within an event, by the number of groups whose activations are held.
     """
 
     spans: tuple[Span, ...]
     memory: tuple[tuple[Event, int], ...]
-    peak_bytes: int
-    bounded_bytes: int
+    peaks: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at any time."""
+        return max(self.peaks)
+
+    def excess_over(self, other: Timeline) -> int:
+        """Return the bytes by which the peak can exceed that of ``other``, another schedule of the same model.
+
+        It holds whatever activations take: only times are compared at which ``other`` holds as many of them, or more.
+        """
+        excess = own = others = 0
+        for here, there in zip(reversed(self.peaks), reversed(other.peaks), strict=True):
+            own, others = max(own, here), max(others, there)
+            excess = max(excess, own - others)
+        return excess
 
     @property
     def seconds(self) -> float:
@@ -83,12 +96,14 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
     for name in schedule.initially_unsharded:
         simulation.unshard(name, 0.0)
     events = Counter((event.hook, event.group) for event, _ in schedule)
-    memory, bounded = [], 0
+    last_ready = {event.group: event for event, _ in schedule if event.hook is Hook.GRAD_READY}
+    memory = []
 
     def share(seconds: Mapping[str, float], event: Event) -> float:
         return seconds.get(event.group, 0.0) / events[event.hook, event.group]
 
     for event, actions in schedule:
+        simulation.hold_activations(event, is_last=last_ready.get(event.group) == event)
         is_unseen = event.hook is Hook.POST_BACKWARD and not events[Hook.GRAD_READY, event.group]
         if is_unseen or event.hook is Hook.GRAD_READY:
             simulation.compute(event, share(costs.backward, event))
@@ -101,8 +116,7 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
         elif event.hook is Hook.PRE_BACKWARD:
             simulation.arrive_early(event.group)
         memory.append((event, simulation.held))
-        bounded = max(bounded, simulation.bounded)
-    return Timeline(tuple(simulation.spans), tuple(memory), simulation.peak, bounded)
+    return Timeline(tuple(simulation.spans), tuple(memory), tuple(simulation.peaks))
 
 
 _MOST_SLOWER = 16.0
@@ -158,27 +172,40 @@ class _Simulation:
     """The messages of the all-gather of each group that has not been waited for. Fused groups share them."""
     early: dict[str, int] = field(default_factory=dict)
     """The bytes of the gradients of each group that have arrived before those of nested groups."""
-    reductions: deque[tuple[float, int, GradientMemory]] = field(default_factory=deque)
-    """The end of each reduction in flight, its bytes, and the memory of its gradients."""
+    reductions: deque[tuple[float, GradientMemory]] = field(default_factory=deque)
+    """The end of each reduction in flight, and the memory of its gradients."""
     free_from: dict[str, float] = field(default_factory=dict)
     """The time from which each stream, and each process group, is free."""
     held: int = 0
     """The bytes of unsharded parameters, of messages, and of gradients."""
-    peak: int = 0
-    """The most bytes so far."""
-    bounded: int = 0
-    """The bytes that count for ``Timeline.bounded_bytes``."""
+    peaks: list[int] = field(default_factory=lambda: [0])
+    """The most bytes so far, by the number of groups whose activations are held."""
+    activations: int = 0
+    """The number of groups whose activations are held."""
+    released: set[str] = field(default_factory=set)
+    """The groups whose last gradients have arrived in the current run of their backward."""
 
     def allocate(self, nbytes: int, *, for_now: int = 0) -> None:
         """Count ``nbytes`` more bytes, and ``for_now`` bytes that are freed at once. A negative number frees."""
         self.held += nbytes
-        self.peak = max(self.peak, self.held + for_now)
+        self.peaks[self.activations] = max(self.peaks[self.activations], self.held + for_now)
+
+    def hold_activations(self, event: Event, *, is_last: bool) -> None:
+        """Count a group whose activations are held since ``event``, or not any more: from its last gradient on."""
+        if event.hook is Hook.PRE_FORWARD and self.specs[event.group].has_parameters:
+            self.activations += 1
+            if len(self.peaks) == self.activations:
+                self.peaks.append(0)
+        elif event.hook is Hook.PRE_BACKWARD:
+            self.released.discard(event.group)
+        elif event.hook is Hook.POST_BACKWARD or (event.hook is Hook.GRAD_READY and is_last):
+            self.activations -= event.group not in self.released
+            self.released.add(event.group)
 
     def unshard(self, name: str, arrival: float) -> None:
         """Count the unsharded parameters of ``name``, which arrive at a time."""
         if name not in self.unsharded and name in self.specs:
             self.allocate(self.specs[name].unsharded_bytes)
-            self.bounded += self.specs[name].unsharded_bytes
         self.unsharded[name] = arrival
 
     def arrive_early(self, name: str) -> None:
@@ -211,14 +238,12 @@ class _Simulation:
                 self._end_gather(group)
                 if self.unsharded.pop(group, None) is not None and group in self.specs:
                     self.allocate(-self.specs[group].unsharded_bytes)
-                    self.bounded -= self.specs[group].unsharded_bytes
             case Reduce(buckets):
                 self._reduce([(self.specs[each.group], each.number) for each in buckets], str(action))
             case WaitReduce(count):
                 for _ in range(count):
-                    end, nbytes, memory = self.reductions.popleft()
+                    end, memory = self.reductions.popleft()
                     self.now = max(self.now, end)
-                    self.bounded -= nbytes
                     self.allocate(memory.sharded - memory.in_flight)
 
     def _gather(self, specs: Sequence[GroupSpec], label: str) -> None:
@@ -228,23 +253,20 @@ class _Simulation:
         seconds = self._seconds("all_gather", first.axis, nbytes, first.ranks, count)
         end = self._send("gather", first.axis, label, seconds, self.now)
         copied = sum(spec.gather_copied_bytes for spec in specs)
-        end = self.free_from["gather"] = end + self.costs.copy_seconds(copied)
-        # Fused messages are copied into one.
-        sent = first.gather_sent_bytes if len(specs) == 1 else sum(spec.full_bytes // spec.ranks for spec in specs)
+        sent = sum(spec.gather_sent_bytes for spec in specs)
         messages = _Messages(copied + sent, copied, sum(spec.late_bytes for spec in specs))
-        self.bounded += copied
         self.allocate(messages.nbytes - messages.late_bytes)
         for spec in specs:
             self.unshard(spec.name, end)
             self.gathers[spec.name] = messages
 
     def _end_gather(self, group: str) -> None:
-        """Free the messages of the all-gather of ``group``, after the parameters have been copied out of them."""
+        """Copy the parameters out of the messages of the all-gather of ``group``, and free these."""
         messages = self.gathers.pop(group, None)
         if messages is not None:
+            self.compute(f"copy out of gather {group}", self.costs.copy_seconds(messages.copied_bytes))
             self.allocate(messages.late_bytes)
             self.allocate(-messages.nbytes)
-            self.bounded -= messages.copied_bytes
             messages.nbytes = messages.copied_bytes = messages.late_bytes = 0
 
     def _reduce(self, buckets: Sequence[tuple[GroupSpec, int]], label: str) -> None:
@@ -262,8 +284,7 @@ class _Simulation:
             axis, shard = first.replicate_axis, nbytes // first.ranks
             seconds = self._seconds("all_reduce", axis, shard, first.replicas)
             end = self._send("replicate", axis, f"all-{label}", seconds, end)
-        self.reductions.append((end, nbytes, total))
-        self.bounded += nbytes
+        self.reductions.append((end, total))
 
     def _seconds(self, kind: str, axis: str, nbytes: int, ranks: int, messages: int = 1) -> float:
         """Return the seconds of a collective. Without other ranks or bytes there is none."""
