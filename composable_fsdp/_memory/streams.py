@@ -99,8 +99,9 @@ class InFlight(Generic[T]):
         """Return the result. The current stream (on null streams: the host) continues only once the work is done."""
         if not self._done:
             self._complete()
-            self._stream.wait_for_current()  # to which the memory of the messages returns
-        if self._event is not None and self._current_stream is not None:
+            # The memory of the messages returns to the stream, and others may wait for the result too.
+            self._event, self._current_stream = self._stream.wait_for_current()
+        elif self._event is not None and self._current_stream is not None:
             self._current_stream().wait_event(self._event)
         self._owned = self._work = self._held = None
         result: T = self._result
@@ -170,10 +171,17 @@ class CommStream:
         if not self._is_null:
             self._stream.wait_event(event)
 
-    def wait_for_current(self) -> None:
-        """Order everything that runs on this stream from now on after what the current stream runs until now."""
+    def wait_for_current(self) -> tuple[Any, Callable[[], Any]]:
+        """Order everything that runs on this stream from now on after what the current stream runs until now.
+
+        Returns:
+            the event in the current stream, ``None`` on null streams, and the function that returns the current stream.
+        """
+        event = None
         if not self._is_null:
-            self._stream.wait_stream(self._module.current_stream())
+            event = self._module.current_stream().record_event()
+            self._stream.wait_event(event)
+        return event, self._module.current_stream
 
     def run(
         self,
@@ -194,7 +202,7 @@ class CommStream:
         """
         pending = InFlight(launch, finish, after, self)
         if not self._is_null:
-            self.wait_for_current()
+            self._stream.wait_stream(self._module.current_stream())
             with self._module.stream(self._stream):
                 if finish_in_wait:
                     pending.start()
