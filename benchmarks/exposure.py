@@ -9,7 +9,8 @@ over a network that takes no time. Nothing is random or depends on the host's cl
 figures.
 
 The floor is the first all-gather and the last reduce-scatter of a block in fp32. They cannot be hidden if the gradients
-of a block are sent together, as FSDP2 does. Ours sends them in buckets, so it can be below the floor.
+of a block are sent together, as FSDP2 does. Ours sends them in buckets where the memory allows it, so it can be below
+the floor.
 """
 
 from __future__ import annotations
@@ -52,17 +53,21 @@ class Variant:
         ahead: the number of blocks to prefetch in both passes, if it is not the library's default. It is set by lists
             in FSDP2, and by ``set_prefetch_limit`` in ours, which keeps one more block from forward to backward.
         narrow: if true, gradients are sent in 16 bits and summed in fp32 by the receiver. Only for ours.
+        extra_bytes: the memory per rank that schedules may take above FSDP2's, if not the default. Only for ours.
     """
 
     library: str
     separate_reductions: bool = False
     ahead: int | None = None
     narrow: bool = False
+    extra_bytes: int | None = None
 
     def build(self, mesh: Any) -> nn.Module:
         model = nn.Sequential(*(FusedBlock(DIM, HIDDEN, KV) for _ in range(LAYERS)))
         options = {"comm_policy": CommunicationPolicy(reduce_scatter=Cast(torch.bfloat16))} if self.narrow else {}
         shard(LIBRARIES[self.library], model, list(model), mesh, bf16=True, **options)
+        if self.extra_bytes is not None:
+            cast(Any, model).set_max_extra_bytes(self.extra_bytes)
         if self.ahead is not None and self.library == "ours":
             cast(Any, model).set_prefetch_limit(self.ahead)
         elif self.ahead is not None:
@@ -74,6 +79,7 @@ class Variant:
 
 VARIANTS = {
     "ours": Variant("ours"),
+    "ours, 512 MiB more": Variant("ours", extra_bytes=512 << 20),
     "ours, three ahead": Variant("ours", ahead=3),
     "ours, two groups": Variant("ours", separate_reductions=True),
     "ours, 16-bit gradients": Variant("ours", narrow=True),

@@ -167,12 +167,14 @@ def test_early_reductions_overlap_and_16_bits_expose_only_the_first_gather_and_l
     exposure: Any = importlib.import_module("exposure")
     monkeypatch.setattr(exposure, "LAYERS", 4)
     wire = exposure.ShmSocket(gbit=400.0, shared=True)
-    ((narrow,), (wide,), (peer,)) = (
-        exposure.steps(exposure.VARIANTS[name], 64, [wire]) for name in ("ours, 16-bit gradients", "ours", "fsdp2")
+    ((narrow,), (early,), (default,), (peer,)) = (
+        exposure.steps(exposure.VARIANTS[name], 64, [wire])
+        for name in ("ours, 16-bit gradients", "ours, 512 MiB more", "ours", "fsdp2")
     )
     one_gather = (exposure.floor(64, 400.0) - 0.04) / 3 + 0.02  # gathers are bf16, reductions fp32: a third
     assert narrow["exposed ms"] == pytest.approx(2 * one_gather, abs=0.2)
-    assert narrow["exposed ms"] < wide["exposed ms"] < peer["exposed ms"] - one_gather
+    assert narrow["exposed ms"] < early["exposed ms"] < peer["exposed ms"] - one_gather
+    assert early["exposed ms"] < default["exposed ms"] < peer["exposed ms"], "early buckets need memory"
 
 
 def test_a_recorded_step_takes_the_times_of_another_network(sim: ModuleType, network: ModuleType) -> None:
