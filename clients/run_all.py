@@ -3,7 +3,7 @@
     make clients                                     # all; makes .venv-clients first
     python clients/run_all.py --only peft,trl        # programs whose names contain one of these
 
-The programs do not depend on the library: ``python -m composable_fsdp.interop program.py`` replaces torch's
+The programs do not depend on the library: ``composable-fsdp run program.py`` replaces torch's
 ``fully_shard`` by ours. Results are stored in ``clients/results/DATE.json``. A later run on the same day replaces the
 results of its programs. ``clients/RESULTS.md`` is made from the file. The exit code is 1 if a program fails or differs
 on ours.
@@ -68,7 +68,7 @@ class Run:
 def run(client: Client, library: str) -> Run:
     """Run ``client`` with a timeout. Afterwards none of its processes is left."""
     script, *options = shlex.split(client.command)
-    switch = ["-m", "composable_fsdp.interop"] if library == "ours" else []
+    switch = ["-m", "composable_fsdp", "run"] if library == "ours" else []
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(client.ranks)]
     command = [*launcher, *shlex.split(client.launcher), *switch, str(HERE / script), *options]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:

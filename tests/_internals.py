@@ -148,14 +148,12 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.names import entries_of, parameter_names, plain_name
     from composable_fsdp.checkpoint._state_dict.optimizer_params import lacking, restored
     from composable_fsdp.checkpoint._state_dict.options import Form
-    from composable_fsdp.checkpoint._tools.cli import app
     from composable_fsdp.checkpoint._tools.convert import convert
     from composable_fsdp.checkpoint._tools.sources import DcpSource, Kind, open_source
     from composable_fsdp.checkpoint._tools.verify import verify
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
     from composable_fsdp.codecs._hadamard import hadamard_
-    from composable_fsdp.diagnostics import _commands
     from composable_fsdp.diagnostics._compare import ABSENT, FORGOTTEN, Files, read, sequences, waits
     from composable_fsdp.diagnostics._records import (
         Dump,

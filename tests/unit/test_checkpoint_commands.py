@@ -1,4 +1,4 @@
-"""``python -m composable_fsdp.checkpoint``: output and exit codes."""
+"""``composable-fsdp checkpoint``: output and exit codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from composable_fsdp.checkpoint import load, save, save_safetensors
-from tests.helpers.fresh_process import run_module, run_program
 from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate
 
 pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
@@ -19,11 +18,11 @@ pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[che
 
 from typer.testing import CliRunner, Result
 
-from tests._internals import app
+from composable_fsdp.cli.app import app
 
 
 def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
 
 
 # -- inspect
@@ -222,19 +221,3 @@ def test_exit_codes_say_whose_fault_it_is(tmp_path: Path) -> None:
     for arguments, code, message in cases:
         done = run(*arguments)
         assert (done.exit_code, message in done.stderr) == (code, True), done.stderr
-
-
-@pytest.mark.multiprocess
-def test_runs_as_a_module(tmp_path: Path) -> None:
-    done = run_module("composable_fsdp.checkpoint", "inspect", tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == f"error: {tmp_path} is not a checkpoint, and no complete checkpoint is in it.\n"
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("absent", ["typer", "rich"])
-def test_a_missing_package_is_named(absent: str) -> None:
-    script = f"import sys; sys.modules[{absent!r}] = None\nfrom composable_fsdp.checkpoint.__main__ import main\nmain()"
-    done = run_program(script)
-    assert done.returncode == 1
-    assert f'this command needs {absent}, which is not installed: pip install "composable-fsdp[cli]"' in done.stderr

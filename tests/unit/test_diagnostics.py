@@ -165,21 +165,27 @@ def test_a_rank_that_arrived_and_failed_is_shown_as_awaited() -> None:
 
 def test_the_diagnostics_command_shows_ranks_side_by_side(tmp_path: Path) -> None:
     testing = pytest.importorskip("typer.testing")
-    from tests._internals import _commands as commands
+    from composable_fsdp.cli.app import app
 
     ranks = (0, 1, 2)
     events = [[collective(label, n, ranks=ranks) for n, label in enumerate(each)] for each in ("abc", "abc", "axc")]
     store(tmp_path, by_rank(*(make_dump(rank, *own, world_size=4) for rank, own in zip(ranks, events, strict=True))))
-    shown = testing.CliRunner().invoke(commands.app, ["merge", str(tmp_path), "--stacks"])
+    shown = testing.CliRunner().invoke(app, ["diagnostics", "merge", str(tmp_path), "--stacks"])
     assert shown.exit_code == 1
     assert "No file of rank 3" in shown.stdout
     (line,) = (line for line in shown.stdout.splitlines() if "first difference" in line)
     assert [cell.strip() for cell in line.split("│")[1:-1]] == ["first difference", "1", "b", "x"]
     assert "ranks 0-1" in shown.stdout
     assert "rank 2, thread MainThread\n  f" in shown.stdout
-    empty = testing.CliRunner().invoke(commands.app, ["merge", str(tmp_path / "nothing")])
-    assert empty.exit_code == 2
-    assert "there is no file of diagnostics in" in empty.output
+    found = json.loads(testing.CliRunner().invoke(app, ["diagnostics", "merge", str(tmp_path), "--json"]).stdout)
+    (group,) = found["process_groups"]
+    assert group["first_difference"] == {"number": 1, "labels": {"0": "b", "1": "b", "2": "x"}}
+    assert (found["missing"], list(found["ranks"])) == ([3], ["0", "1", "2"])
+    empty = testing.CliRunner().invoke(app, ["diagnostics", "merge", str(tmp_path / "nothing")])
+    assert (empty.exit_code, empty.stderr) == (
+        2,
+        f"error: there is no file of diagnostics in {tmp_path / 'nothing'}.\n",
+    )
 
 
 # -- events that write files
@@ -204,7 +210,7 @@ def test_a_fault_is_written_once_and_says_where(tmp_path: Path) -> None:
     trace.emit_fault(error, "the forward of a")
     assert str(error) == (
         f"rank 1 is gone\n{tmp_path / file_name(0)} has what this rank did until then; "
-        f"python -m composable_fsdp.diagnostics merge {tmp_path}"
+        f"composable-fsdp diagnostics merge {tmp_path}"
     )
     (fault,) = read(tmp_path).dumps[0].faults
     assert (fault.error, fault.text, fault.where) == ("PeerError", "rank 1 is gone", "all-gather of a")

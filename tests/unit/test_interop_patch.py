@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,13 +15,11 @@ from torch import nn
 
 import composable_fsdp as ours
 from composable_fsdp.interop import patch_torch
-from composable_fsdp.interop.__main__ import main
 from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
 
 ORIGINAL = (torch_fsdp.fully_shard, torch_fsdp.register_fsdp_forward_method, torch_fsdp.share_comm_ctx)
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(ours.__file__).parents[1])}
 TORCH = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed.fsdp._fully_shard")
 
 
@@ -127,32 +121,3 @@ def test_a_submodule_sharded_by_torch_is_refused() -> None:
         ours.fully_shard(model[0])
     del model
     gc.collect()
-
-
-PROGRAM = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = fully_shard(nn.Linear(2, 2))
-print(__name__, *sys.argv[1:], *[base.__module__ for base in type(model).__mro__[1:3]])
-"""
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("flags", [("program.py",), ("-m", "program")])
-def test_an_unchanged_torch_program_runs_on_this_library(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    command = [sys.executable, "-m", "composable_fsdp.interop", *flags, "--steps", "3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert done.stdout == "__main__ --steps 3 composable_fsdp._api.fsdp_module torch.distributed.fsdp\n", done.stderr
-
-
-def test_without_a_program_the_command_says_how_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["composable_fsdp.interop"])
-    with pytest.raises(SystemExit) as ended:  # Python prints a text that is the exit code, and ends with 1
-        main()
-    assert ended.value.code == "usage: python -m composable_fsdp.interop (script.py | -m module) [argument ...]"

@@ -1,0 +1,58 @@
+"""``run``: runs a program with torch's ``fully_shard`` replaced by ours."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.interop import patch_torch
+
+__all__ = ["run"]
+
+
+def run(
+    context: typer.Context,
+    program: Annotated[
+        str, typer.Argument(help="a script, or -m and the name of a module; its arguments follow", show_default=False)
+    ],
+) -> None:
+    """Run a program written for torch's FSDP2 on this library.
+
+    Torch's fully_shard, register_fsdp_forward_method and share_comm_ctx are replaced by ours. The exit code is that of
+    the program.
+
+    Examples:
+
+    composable-fsdp run train.py --lr 1e-4
+
+    torchrun --nproc-per-node 8 -m composable_fsdp run train.py --lr 1e-4
+
+    torchrun --nproc-per-node 8 -m composable_fsdp run -m package.train --lr 1e-4
+    """
+    programs: list[Callable[[], None]] = context.obj
+    arguments = [program, *context.args]
+    as_module = program == "-m"
+    if as_module and len(arguments) == 1:
+        raise ConfigurationError("-m needs the name of a module.")
+    if not as_module and not Path(program).exists():
+        raise ConfigurationError(f"there is no program {program}.")
+    programs.append(partial(_run, arguments[as_module:], as_module=as_module))
+
+
+def _run(arguments: Sequence[str], *, as_module: bool) -> None:
+    """Run a script or a module as ``__main__`` with ``sys.argv`` and ``sys.path`` as Python sets them."""
+    sys.argv = list(arguments)
+    if not getattr(sys.flags, "safe_path", False):  # of Python 3.11 and newer
+        sys.path[0] = str(Path.cwd() if as_module else Path(arguments[0]).resolve().parent)
+    patch_torch()
+    if as_module:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
