@@ -227,6 +227,6 @@ def test_a_waiting_rank_ends_on_a_signal(job: list[subprocess.Popen[str]], tmp_p
 
 
 def shown(folder: Path) -> str:
-    done = run_module("composable_fsdp.diagnostics", "merge", folder)
+    done = run_module("composable_fsdp", "diagnostics", "merge", folder)
     assert done.returncode == 1, done.stderr
     return done.stdout
