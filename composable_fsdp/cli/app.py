@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from composable_fsdp.cli import checkpoint_commands, diagnostics_commands
+from composable_fsdp.cli.doctor import doctor
 from composable_fsdp.cli.printing import print_error
 from composable_fsdp.cli.run_program import run
 from composable_fsdp.errors import ConfigurationError, FSDPError
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint_commands.app, name="checkpoint")
 app.add_typer(diagnostics_commands.app, name="diagnostics")
+app.command("doctor")(doctor)
 app.command(
     "run",
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True},

@@ -59,7 +59,14 @@ def test_a_missing_package_is_named(absent: str) -> None:
 
 
 def test_every_command_has_help_with_an_example() -> None:
-    for words in ("run", "checkpoint inspect", "checkpoint verify", "checkpoint convert", "diagnostics merge"):
+    for words in (
+        "doctor",
+        "run",
+        "checkpoint inspect",
+        "checkpoint verify",
+        "checkpoint convert",
+        "diagnostics merge",
+    ):
         shown = run(*words.split(), "--help")
         assert shown.exit_code == 0
         assert f"composable-fsdp {words}" in " ".join(shown.stdout.split()), words
