@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from composable_fsdp.cli import checkpoint_commands, diagnostics_commands
+from composable_fsdp.cli.calibrate import calibrate
 from composable_fsdp.cli.doctor import doctor
 from composable_fsdp.cli.printing import print_error
 from composable_fsdp.cli.run_program import run
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_commands.app, name="checkpoint")
 app.add_typer(diagnostics_commands.app, name="diagnostics")
 app.command("doctor")(doctor)
+app.command("calibrate")(calibrate)
 app.command(
     "run",
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True},

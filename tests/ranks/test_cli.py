@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from composable_fsdp import CollectiveCost, Costs, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests.helpers.torchrun import finished, torchrun
+from tests.helpers.torchrun import ROOT, finished, torchrun
 
 pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
 
+from composable_fsdp.cli.calibrate import measure_costs
 from composable_fsdp.cli.doctor_checks import Interface, Severity
 from composable_fsdp.cli.doctor_ranks import Examined, examine_ranks
 from composable_fsdp.cli.doctor_values import read_machine
@@ -109,6 +120,115 @@ def test_doctor_runs_under_torchrun() -> None:
     assert {"launch", "all-reduce", "clocks"} <= checks.keys()
     assert checks["all-reduce"]["text"].startswith("2 ranks over gloo, ")
     assert done.returncode == int(any(each["severity"] == "error" for each in found))
+
+
+# -- calibrate
+
+
+def one_table(*shape: int) -> None:
+    names = ("outer", "inner")[-len(shape) :]
+    costs = measure_costs(init_device_mesh("cpu", shape), names, rounds=2)
+    assert set(costs.axes) == set(names)
+    tables: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, costs)
+    assert tables == tables[:1] * len(tables)
+    model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    with TemporaryDirectory() as folder:
+        costs.save(Path(folder, "costs.json"))
+        model.set_costs(Path(folder, "costs.json"))
+    assert model.costs().axes == costs.axes
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
+def test_all_ranks_measure_one_table_that_a_model_accepts(shape: tuple[int, ...]) -> None:
+    run_ranks(one_table, math.prod(shape), *shape)
+
+
+def known_latencies(base: float, *shape: int) -> None:
+    asked = []
+
+    def measure(communicator: Any, kind: str, sizes: Any, clock: Any) -> CollectiveCost:
+        """Return costs that grow with the ranks of the axis and differ between the ranks of the job."""
+        asked.append((kind, communicator.size))
+        noise = 1 + (dist.get_rank() - 1) * 1e-3
+        return CollectiveCost((base + 1e-3 * (communicator.size - 1)) * noise, 1e9 * noise)
+
+    with mock.patch("composable_fsdp.cli.calibrate.measure_collective", measure):
+        costs = measure_costs(init_device_mesh("cpu", shape), ("", "inner")[: len(shape)], rounds=1)
+    gather = costs.axis("inner").all_gather
+    assert [gather.latency, gather.per_rank] == pytest.approx([base, 1e-3], rel=1e-2, abs=1e-9)
+    assert gather.bandwidth == pytest.approx(1e9, rel=1e-2)
+    both = costs.axis("inner").all_reduce
+    assert [both.latency, both.per_rank] == pytest.approx([2 * base, 2e-3], rel=1e-2, abs=1e-9)
+    assert asked == [("all_gather", 4), ("all_gather", 2), ("reduce_scatter", 4), ("reduce_scatter", 2)]
+
+
+@pytest.mark.parametrize("base", [2e-3, 0.0])
+def test_latency_is_divided_by_a_measurement_on_two_ranks(base: float) -> None:
+    run_ranks(known_latencies, 4, base, 4)
+
+
+def test_calibrate_writes_the_table_that_it_prints(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    output = torchrun(*COMMAND, "calibrate", "--mesh", "1x2", "--names", "r,s", "--rounds", "1", "--out", str(path))
+    found = Costs.load(path)
+    assert (list(found.axes), found.source) == (["s"], "composable-fsdp calibrate on a mesh of 1x2 ranks on cpu")
+    row = next(line for line in output.splitlines() if "reduce-scatter" in line)
+    latency = f"{1e6 * found.axes['s'].reduce_scatter.latency:,.2f}"
+    assert [cell.strip() for cell in row.split("│")[1:5]] == ["s", "2", "reduce-scatter", latency]
+
+
+INTERRUPTED = """
+import os, sys
+from unittest import mock
+import torch.distributed as dist
+from composable_fsdp.cli import main
+from composable_fsdp.cli import calibrate
+real, calls = calibrate.measure_collective, []
+
+
+def measure(*arguments):
+    calls.append(arguments)
+    if len(calls) == 2 and os.environ["RANK"] == "1":
+        raise KeyboardInterrupt
+    return real(*arguments)
+
+
+with mock.patch.object(calibrate, "measure_collective", measure):
+    main()
+"""
+
+
+def test_an_interrupted_rank_ends_the_measurement_on_all(tmp_path: Path) -> None:
+    program, path = tmp_path / "program.py", tmp_path / "costs.json"
+    program.write_text(INTERRUPTED)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), "calibrate", "--out", str(path)],
+            env={**os.environ, **variables, "RANK": str(rank), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [each.communicate(timeout=60) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert ranks[0].returncode == 1
+    assert ranks[1].returncode != 0
+    assert re.fullmatch(r"error: measurement of costs .* cannot be done: rank 1 .*\n", outputs[0][1]), outputs[0][1]
+    assert not any("Traceback" in text for output in outputs for text in output)
+    assert not path.exists()
+
+
+# -- run
 
 
 def test_a_program_runs_under_torchrun(tmp_path: Path) -> None:

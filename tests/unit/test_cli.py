@@ -19,6 +19,7 @@ pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
 from typer.testing import CliRunner, Result
 
 from composable_fsdp.cli.app import app
+from composable_fsdp.cli.calibrate import parse_mesh, parse_names
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,6 +62,7 @@ def test_a_missing_package_is_named(absent: str) -> None:
 def test_every_command_has_help_with_an_example() -> None:
     for words in (
         "doctor",
+        "calibrate",
         "run",
         "checkpoint inspect",
         "checkpoint verify",
@@ -69,7 +71,7 @@ def test_every_command_has_help_with_an_example() -> None:
     ):
         shown = run(*words.split(), "--help")
         assert shown.exit_code == 0
-        assert f"composable-fsdp {words}" in " ".join(shown.stdout.split()), words
+        assert f"composable-fsdp {words}" in " ".join(shown.stdout.replace("_", "-").split()), words
     assert "Exit codes: 0 on success;" in run("--help").stdout
 
 
@@ -99,6 +101,39 @@ def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Pat
 def test_invalid_commands_have_exit_code_2(arguments: list[str], message: str) -> None:
     done = run(*arguments)
     assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
+
+
+# -- calibrate
+
+
+def test_a_mesh_has_one_or_two_dims_of_all_ranks() -> None:
+    assert [parse_mesh(text, 8) for text in ("", "8", "2x4", "8x1")] == [(8,), (8,), (2, 4), (8, 1)]
+    assert [parse_names("", 1), parse_names("", 2), parse_names("dp", 1)] == [("",), ("replicate", "shard"), ("dp",)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "2x"], "--mesh must be a number of ranks, or two such as 2x4, not 2x."),
+        (["--mesh", "2x2x2"], "--mesh must be a number of ranks, or two such as 2x4, not 2x2x2."),
+        (["--mesh", "2x4"], "--mesh 2x4 has 8 ranks, but the job has 2."),
+        (["--names", "a,b"], "--names must have a name for each of 1 axes, not a,b."),
+        (["--mesh", "1x2", "--names", "a,a"], "--names must have a name for each of 2 axes, not a,a."),
+        (["--out", "/no/such/file"], "--out /no/such/file: there is no directory /no/such."),
+    ],
+)
+def test_an_invalid_mesh_or_file_is_refused_before_ranks_meet(options: list[str], message: str) -> None:
+    done = run("calibrate", *options, environment={"RANK": "0", "WORLD_SIZE": "2"})
+    assert (done.exit_code, done.stderr) == (2, f"error: {message}\n")
+
+
+def test_one_process_has_nothing_to_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    done = run("calibrate")
+    assert done.exit_code == 2
+    assert done.stderr == (
+        "error: calibrate measures between ranks: torchrun --nproc-per-node N -m composable_fsdp calibrate.\n"
+    )
 
 
 # -- run

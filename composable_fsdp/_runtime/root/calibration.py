@@ -1,4 +1,4 @@
-"""Measurement, in training steps, of the costs from which a schedule is chosen."""
+"""Measurement of the costs from which a schedule is chosen: in training steps, or of collectives alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, C
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
 
-__all__ = ["Calibration", "median_over_ranks"]
+__all__ = [
+    "Calibration",
+    "axes_costs",
+    "collectives_of",
+    "measure_collective",
+    "measure_copies",
+    "median_over_ranks",
+    "message_sizes",
+]
 
 _LEAST, _MIDDLE, _MOST = 1 << 12, 1 << 20, 1 << 24
 """Bytes of the full tensors of the measured collectives. Estimated; swept in virtual time only."""
@@ -64,7 +72,7 @@ class Calibration:
         self._communicators = communicators
         self._names = tuple(full_bytes)
         most = max(_LEAST_LARGE, max(full_bytes.values(), default=0))
-        self._sizes = sorted({_LEAST, min(_MIDDLE, most), min(_MOST, most)})
+        self._sizes = message_sizes(most)
         """The bytes of the messages: no larger than the model's own, so that the peak of memory is that of training."""
         self._steps_left = steps
         self._clock = Clock(axes[0].device)
@@ -86,15 +94,7 @@ class Calibration:
         """The seconds of each step: those of its waits, and those of computation by pass and group."""
         self.waited = 0.0
         """The seconds for which waits block the host in a step; 0 on devices with streams. Set with the costs."""
-        self._to_measure = [
-            (name, communicator, kind)
-            for mesh, names_of_mesh in axis_names(axes).items()
-            for name, communicator, kinds in zip(
-                names_of_mesh, (mesh.shard, mesh.replicate), (_SHARD_KINDS, _REPLICATE_KINDS), strict=True
-            )
-            if communicator.size > 1
-            for kind in kinds
-        ]
+        self._to_measure = collectives_of(axes)
         """The collectives that have not been measured: name of the axis, its communicator and the kind."""
         self._collectives: dict[tuple[str, str], CollectiveCost] = {}
 
@@ -109,7 +109,7 @@ class Calibration:
             return self._agreed_costs()
         for _ in range(-(-len(self._to_measure) // self._steps_left)):
             name, communicator, kind = self._to_measure.pop(0)
-            self._collectives[name, kind] = self._cost(communicator, kind)
+            self._collectives[name, kind] = measure_collective(communicator, kind, self._sizes, self._clock)
         self._steps_left -= 1
         # The measurement above is no work of this hook.
         self._entered = _Entered(Hook.PRE_FORWARD, time.perf_counter(), waited, in_backward=False)
@@ -163,42 +163,9 @@ class Calibration:
         self._segments, self._running, self._left = [], [], None
         self._host_seconds, self._waited = defaultdict(float), 0.0
 
-    def _cost(self, communicator: Communicator, kind: str) -> CollectiveCost:
-        """Return the line through the times of the smallest and the largest message."""
-        label = "measurement of costs"
-
-        def launch(part: torch.Tensor, full: torch.Tensor) -> Work:
-            if kind == "all_gather":
-                return communicator.all_gather([Transfer(full, part)], label)
-            if kind == "reduce_scatter":
-                return communicator.reduce_scatter([Transfer(part, full)], ReduceOp.SUM, label)
-            return communicator.all_reduce([full], ReduceOp.SUM, label)
-
-        ranks, samples, expected = communicator.size, list[tuple[float, float]](), 0.0
-        for nbytes in self._sizes:
-            if expected > _MOST_SECONDS:
-                break
-            numel = -(-nbytes // (4 * ranks)) * ranks
-            part, full = (
-                communicator.allocate(n, torch.float32, self._clock.device).zero_() for n in (numel // ranks, numel)
-            )
-            times = [self._clock.time(partial(_wait_for, launch, part, full)) for _ in range(1 + _REPEATS)]
-            (seconds,) = median_over_ranks([min(times[1:])], [communicator], self._clock.device)
-            samples.append((full.nbytes * (ranks - 1) / ranks, seconds))
-            (small, least), (sent, last) = samples[0], samples[-1]
-            expected = (last - least) * self._sizes[-1] / sent if len(samples) > 1 else 0.0
-        (small, least), (large, most) = samples[0], samples[-1]
-        bandwidth = (large - small or small) / max(most - least, _NANOSECOND)  # equal with very many ranks
-        return CollectiveCost(max(0.0, least - small / bandwidth), bandwidth)
-
-    def _copy_bandwidth(self) -> float:
-        source = torch.zeros(self._sizes[-1] // 8, device=self._clock.device)
-        copy = partial(torch.empty_like(source).copy_, source)
-        return source.nbytes / max(_NANOSECOND, min(self._clock.time(copy) for _ in range(_REPEATS)))
-
     def _agreed_costs(self) -> Costs:
         """Return the same costs on all ranks: medians of collectives, and the computation of the slowest rank."""
-        own = [self._copy_bandwidth()]
+        own = [measure_copies(self._sizes[-1], self._clock)]
         for cost in self._collectives.values():
             own += [cost.latency, cost.bandwidth]
         waited, seconds = _middle(self._steps)
@@ -208,7 +175,7 @@ class Calibration:
         values = iter(median_over_ranks(own, self._communicators, device))
         copy_bandwidth = next(values)
         measured = {key: CollectiveCost(next(values), next(values)) for key in self._collectives}
-        axes = {name: _axis_costs(measured, name) for name in dict.fromkeys(name for name, _ in measured)}
+        axes = axes_costs(measured)
         values = iter(_over_ranks(_of_slowest, times, self._communicators, device))
         self.waited = next(values)
         forward = {name: next(values) for name in self._names}
@@ -217,20 +184,85 @@ class Calibration:
         return Costs(axes, forward, backward, copy_bandwidth, source=f"measured on this job of {ranks} ranks")
 
 
+def measure_collective(communicator: Communicator, kind: str, sizes: Sequence[int], clock: Clock) -> CollectiveCost:
+    """Return the line through the times of the smallest and the largest message. All ranks must call it together.
+
+    Args:
+        communicator: the communicator of an axis with several ranks.
+        kind: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
+        sizes: the bytes of the full tensors, ascending. The largest ones are left out if they would take too long.
+        clock: the clock of the tensors' device.
+    """
+    label = "measurement of costs"
+
+    def launch(part: torch.Tensor, full: torch.Tensor) -> Work:
+        if kind == "all_gather":
+            return communicator.all_gather([Transfer(full, part)], label)
+        if kind == "reduce_scatter":
+            return communicator.reduce_scatter([Transfer(part, full)], ReduceOp.SUM, label)
+        return communicator.all_reduce([full], ReduceOp.SUM, label)
+
+    ranks, samples, expected = communicator.size, list[tuple[float, float]](), 0.0
+    for nbytes in sizes:
+        if expected > _MOST_SECONDS:
+            break
+        numel = -(-nbytes // (4 * ranks)) * ranks
+        part, full = (communicator.allocate(n, torch.float32, clock.device).zero_() for n in (numel // ranks, numel))
+        times = [clock.time(partial(_wait_for, launch, part, full)) for _ in range(1 + _REPEATS)]
+        (seconds,) = median_over_ranks([min(times[1:])], [communicator], clock.device)
+        samples.append((full.nbytes * (ranks - 1) / ranks, seconds))
+        (small, least), (sent, last) = samples[0], samples[-1]
+        expected = (last - least) * sizes[-1] / sent if len(samples) > 1 else 0.0
+    (small, least), (large, most) = samples[0], samples[-1]
+    bandwidth = (large - small or small) / max(most - least, _NANOSECOND)  # equal with very many ranks
+    return CollectiveCost(max(0.0, least - small / bandwidth), bandwidth)
+
+
+def measure_copies(nbytes: int, clock: Clock) -> float:
+    """Return the bytes per second at which the device copies half of ``nbytes`` in its memory."""
+    source = torch.zeros(nbytes // 8, device=clock.device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    return source.nbytes / max(_NANOSECOND, min(clock.time(copy) for _ in range(_REPEATS)))
+
+
 _SHARD_KINDS = ("all_gather", "reduce_scatter")
 _REPLICATE_KINDS = ("all_reduce",)
 """The kinds of collectives that are launched along an axis."""
+
+
+def message_sizes(most: int = _MOST) -> list[int]:
+    """Return the bytes of the messages to measure, ascending and at most ``most``."""
+    return sorted({_LEAST, min(_MIDDLE, most), min(_MOST, most)})
+
+
+def collectives_of(axes: Sequence[DataParallelAxes]) -> list[tuple[str, Communicator, str]]:
+    """Return the collectives of training with ``axes``: name of the axis, its communicator and the kind."""
+    return [
+        (name, communicator, kind)
+        for mesh, names_of_mesh in axis_names(axes).items()
+        for name, communicator, kinds in zip(
+            names_of_mesh, (mesh.shard, mesh.replicate), (_SHARD_KINDS, _REPLICATE_KINDS), strict=True
+        )
+        if communicator.size > 1
+        for kind in kinds
+    ]
+
+
+def axes_costs(measured: Mapping[tuple[str, str], CollectiveCost]) -> dict[str, AxisCosts]:
+    """Return the costs of each axis from those of its collectives, by name of the axis and kind."""
+    return {name: _axis_costs(measured, name) for name in dict.fromkeys(name for name, _ in measured)}
 
 
 def _axis_costs(measured: Mapping[tuple[str, str], CollectiveCost], name: str) -> AxisCosts:
     """Return the costs of an axis. An all-reduce counts as a reduce-scatter and an all-gather, where it is derived."""
     if (name, "all_reduce") in measured:
         both = measured[name, "all_reduce"]
-        half = CollectiveCost(both.latency / 2, 2 * both.bandwidth)
+        half = CollectiveCost(both.latency / 2, 2 * both.bandwidth, both.per_rank / 2)
         return AxisCosts(half, half, both)
     gather, scatter = (measured[name, kind] for kind in _SHARD_KINDS)
     both_bandwidth = 1 / (1 / gather.bandwidth + 1 / scatter.bandwidth)
-    return AxisCosts(gather, scatter, CollectiveCost(gather.latency + scatter.latency, both_bandwidth))
+    latency, per_rank = gather.latency + scatter.latency, gather.per_rank + scatter.per_rank
+    return AxisCosts(gather, scatter, CollectiveCost(latency, both_bandwidth, per_rank))
 
 
 def median_over_ranks(own: Sequence[float], communicators: Sequence[Communicator], device: torch.device) -> list[float]:
