@@ -38,12 +38,29 @@ class MixedPrecisionPolicy:
         reduce_dtype: dtype of the gradient reduction; ``None`` reduces in the dtype of the computation.
         output_dtype: dtype to which floating-point tensors in the module's output are cast; ``None`` leaves them.
         cast_forward_inputs: cast floating-point tensors in the module's inputs to ``param_dtype``, if that is set.
+
+    Raises:
+        ArgumentTypeError: a dtype is no ``torch.dtype``.
+        ConfigurationError: a dtype is not for floating-point or complex numbers.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise ArgumentTypeError(f"{name} must be a torch.dtype such as torch.bfloat16, not {dtype!r}.")
+            if not (dtype.is_floating_point or dtype.is_complex):
+                raise ConfigurationError(
+                    f"{name} must be a floating-point dtype, not {dtype}. To communicate parameters or gradients in "
+                    "fewer bits, pass comm_policy=CommunicationPolicy(all_gather=Int8())."
+                )
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype of an unsharded parameter whose shard has the dtype ``original``."""

@@ -582,6 +582,11 @@ def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
+def has_sharded() -> bool:
+    """Return whether ``fully_shard`` has sharded any module in this process."""
+    return bool(_classes)
+
+
 def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of ``FSDPModule`` and ``original`` for sharded modules of that class, one per class."""
     if original not in _classes:

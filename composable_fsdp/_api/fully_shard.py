@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -79,6 +79,7 @@ def fully_shard(
     comm_policy: CommunicationPolicy | CommunicationFunction | None = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], object] | None = None,
+    **unknown: NoReturn,
 ) -> Modules:
     """Shard the parameters of ``module`` over the data-parallel ranks, in place.
 
@@ -130,6 +131,8 @@ def fully_shard(
             ``module.reset_parameters()``. Runs before ``sync_module_states``. If the values depend on a seed only,
             ``initialize(model, seed=...)`` after ``fully_shard`` makes this function unnecessary.
 
+        unknown: there are no other arguments. The error for one of FSDP1's names what replaces it.
+
     Returns:
         ``module`` itself.
 
@@ -141,9 +144,12 @@ def fully_shard(
         ParameterError: a parameter cannot be sharded, belongs to another group, is on another accelerator, or is on
             the meta device although ``sync_module_states`` or ``param_init_fn`` needs its values. The text names it.
     """
+    if unknown:
+        raise _unknown_argument(next(iter(unknown)))
     enable_from_environment()
     if policy is not None:
         options = dict(locals())  # the arguments: nothing else is assigned before
+        del options["unknown"]
         shard_by_policy(_as_model(options.pop("module")), as_wrap_policy(options.pop("policy")), fully_shard, options)
         return module
     if strategy is not None:
@@ -210,6 +216,28 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     state = find_state(module)
     if state is not None:
         wrap_forward_method(state, module, method_name)
+
+
+_FSDP1_ARGUMENTS = {
+    "auto_wrap_policy": "Pass policy=, which takes the same policies",
+    "backward_prefetch": "Leave it out: backward prefetches, and set_prefetch_limit(n) says how far",
+    "cpu_offload": "Pass offload_policy=CPUOffloadPolicy()",
+    "device_id": "Pass device=",
+    "device_mesh": "Pass mesh=",
+    "forward_prefetch": "Leave it out: forward prefetches, and set_prefetch_limit(n) says how far",
+    "ignored_states": "Pass ignored_params= or ignored_modules=",
+    "limit_all_gathers": "Leave it out: set_prefetch_limit(n) limits them",
+    "mixed_precision": "Pass mp_policy=MixedPrecisionPolicy(...)",
+    "process_group": "Pass mesh=DeviceMesh.from_group(process_group, device_type)",
+    "sharding_strategy": "Pass strategy=, which takes the same names",
+    "use_orig_params": "Leave it out: optimizers always see one parameter for each of the module's",
+}
+"""What to do instead of passing arguments of torch's ``FullyShardedDataParallel``."""
+
+
+def _unknown_argument(name: str) -> ArgumentTypeError:
+    advice = f": it is FSDP1's. {_FSDP1_ARGUMENTS[name]}" if name in _FSDP1_ARGUMENTS else ""
+    return ArgumentTypeError(f"fully_shard() got an unexpected keyword argument {name!r}{advice}.")
 
 
 def _as_function(policy: CommunicationPolicy | CommunicationFunction) -> CommunicationFunction:

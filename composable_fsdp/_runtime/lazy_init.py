@@ -18,7 +18,7 @@ from composable_fsdp._runtime.params.optimizer_steps import note_optimizer_step
 from composable_fsdp._runtime.params.sharded_param import find_parameter, find_replaced, find_unsharded
 from composable_fsdp._runtime.root.iteration import Iteration, awaiting_readers
 from composable_fsdp._runtime.root.recovery import set_order_check
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.errors import ConfigurationError, LifecycleError
 
 __all__ = [
     "ROOT_NAME",
@@ -110,6 +110,7 @@ def _install_optimizer_hooks() -> Callable[[], None]:
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks:
             _check_optimizer(optimizer)
+            _check_gradients(optimizer)
             _wait_for_readers(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -183,6 +184,20 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     vars(optimizer)[_CHECKED_ATTRIBUTE] = number
     _warn_of_low_precision(optimizer, parameters)
+
+
+def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if ``optimizer`` has no gradients, and some of its parameters have gradients that are not reduced yet."""
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        return
+    for p, state in _sharded_parameters(optimizer):
+        found = find_parameter(p)
+        if found is not None and state.group.gradients.holds(found):
+            raise LifecycleError(
+                f"{type(optimizer).__name__} has no gradients to step with: those of {found.name!r} are accumulated "
+                "and not reduced: each backward was inside of no_sync or after set_requires_gradient_sync(False). "
+                "Run the last backward before a step outside of no_sync, or drop them with model.zero_grad()."
+            )
 
 
 class LowPrecisionWarning(UserWarning):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -11,8 +13,9 @@ from typing import Annotated
 
 import typer
 
+from composable_fsdp.cli.printing import print_error
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.interop import patch_torch
+from composable_fsdp.interop._patch import has_sharded, patch_torch
 
 __all__ = ["run"]
 
@@ -52,7 +55,18 @@ def _run(arguments: Sequence[str], *, as_module: bool) -> None:
     if not getattr(sys.flags, "safe_path", False):  # of Python 3.11 and newer
         sys.path[0] = str(Path.cwd() if as_module else Path(arguments[0]).resolve().parent)
     patch_torch()
+    atexit.register(_report_unused)
     if as_module:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _report_unused() -> None:
+    """Say on the first rank if nothing was sharded: the program then did not run on this library."""
+    if not has_sharded() and os.environ.get("RANK", "0") == "0":
+        print_error(
+            "composable-fsdp run: this process sharded nothing. Its program did not call fully_shard of "
+            "torch.distributed.fsdp. FSDP1's FullyShardedDataParallel stays torch's; in processes that the program "
+            "spawns, call composable_fsdp.interop.patch_torch()."
+        )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, TracebackType
 from typing import Any, cast
 
-from composable_fsdp._api.fsdp_module import share_comm_ctx
+from composable_fsdp._api.fsdp_module import has_sharded, share_comm_ctx
 from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
 from composable_fsdp._torch_compat.torch_types import (
     modules_sharded_by_torch,
@@ -24,7 +24,7 @@ from composable_fsdp._torch_compat.torch_types import (
 )
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["TorchPatch", "patch_torch"]
+__all__ = ["TorchPatch", "has_sharded", "patch_torch"]
 
 Function = Callable[..., Any]
 

@@ -52,6 +52,9 @@ def as_policy(policy: object) -> Policy:
         return by_class(policy)
     if isinstance(policy, (set, frozenset, list, tuple)):
         return by_class(*policy)
+    if policy in (transformer_blocks, every_module, by_class, by_size, balanced):
+        name = getattr(policy, "__name__", "")
+        raise ConfigurationError(f"policy={name} is a function that makes a policy: call it, policy={name}(...).")
     if callable(policy):
         return _ByPredicate(policy)
     raise ConfigurationError(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import fully_shard
-from composable_fsdp.errors import DivergenceError, PeerError, UnsupportedError
+from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError, UnsupportedError
 from composable_fsdp.testing import RanksError, run_ranks
 from tests._internals import (
     SLOT_BYTES,
@@ -500,3 +500,13 @@ def fork_a_worker() -> None:
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_forked_process_leaves_the_sockets_to_its_parent() -> None:
     run_ranks(fork_a_worker, 2)
+
+
+def choose_an_unknown_mode() -> None:
+    text = f"^the environment variable {SWITCH} is one of '0', '1', 'copy', not 'off': '0' uses sockets "
+    with pytest.raises(ConfigurationError, match=text):
+        fully_shard(nn.Linear(2, 2))
+
+
+def test_an_unknown_mode_of_shared_memory_is_refused() -> None:
+    run_ranks(choose_an_unknown_mode, 2, environment={SWITCH: "off"})

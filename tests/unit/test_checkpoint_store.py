@@ -18,8 +18,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from composable_fsdp import CheckpointError, ConfigurationError
-from composable_fsdp.checkpoint import latest, load, load_optimizer_state_dict, optimizer_state_dict, save
+from composable_fsdp import ArgumentTypeError, CheckpointError, ConfigurationError
+from composable_fsdp.checkpoint import (
+    latest,
+    load,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    save,
+    save_safetensors,
+)
 from tests._internals import PartialCheckpoint, SavePlanner, manifest, read_metadata
 from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate
 
@@ -495,3 +502,56 @@ def test_copies_of_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     model, _ = trained()
     shutil.copytree(save(tmp_path / "run", model), tmp_path / "elsewhere")
     load(tmp_path / "elsewhere", Tied())
+
+
+# -- wrong arguments
+
+
+def test_swapped_arguments_are_named_with_their_order(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    swapped: Any = save
+    order = r"Call save\(path, model, optimizer, extra\)\.$"
+    for arguments, text in (
+        ((model, tmp_path, optimizer), rf"^path must be a str or a path, not Tied\. {order}"),
+        ((tmp_path, optimizer, model), rf"^model must be an nn.Module, not AdamW\. {order}"),
+        ((tmp_path, model, {"step": 1}), rf"^optimizer must be an optimizer, not dict\. {order}"),
+        ((tmp_path, model, optimizer, 7), rf"^extra must be a dict, not int\. {order}"),
+    ):
+        with pytest.raises(ArgumentTypeError, match=text):
+            swapped(*arguments)
+    swapped = load
+    with pytest.raises(ArgumentTypeError, match=r"not Tied\. Call load\(path, model, optimizer\)\.$"):
+        swapped(model, tmp_path)
+    swapped = save_safetensors
+    with pytest.raises(ArgumentTypeError, match=r"Call save_safetensors\(model, path\)\.$"):
+        swapped(tmp_path, model)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["7", 7.0])
+def test_a_step_that_is_no_int_is_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=rf"^step must be an int, not {step!r}\.$"):
+        save(tmp_path, *trained(), step=step)
+
+
+def test_a_step_may_be_any_kind_of_integer(tmp_path: Path) -> None:
+    assert save(tmp_path, *trained(), step=torch.tensor(7)).path.name == "step-00000007"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("extra", "where", "kind"),
+    [
+        ({"step": 1, "collate": lambda batch: batch}, r"extra\['collate'\]", "function"),
+        ({"loader": {"workers": [1, threading.Lock()]}}, r"extra\['loader'\]\['workers'\]\[1\]", "lock"),
+        ({"items": (i for i in range(3))}, r"extra\['items'\]", "generator"),
+    ],
+)
+def test_an_item_of_extra_that_cannot_be_pickled_is_named(
+    tmp_path: Path, extra: dict[str, Any], where: str, kind: str
+) -> None:
+    text = (
+        rf"{where} of rank 0 is of the class {kind}, which cannot be pickled \(.*\)\. Save what describes it instead: "
+    )
+    with pytest.raises(CheckpointError, match=text):
+        save(tmp_path, *trained(), extra)
+    assert latest(tmp_path) is None

@@ -173,3 +173,14 @@ def test_a_program_ends_as_it_does_without_the_command(tmp_path: Path, end: str,
     done = run_module("composable_fsdp", "run", tmp_path / "program.py", "--help")
     assert (done.returncode, text in done.stderr) == (code, True), done.stderr
     assert "SystemExit" not in done.stderr
+
+
+UNUSED = "composable-fsdp run: this process sharded nothing. Its program did not call fully_shard of "
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_program_that_sharded_nothing_says_so(tmp_path: Path, uses: bool) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM) if uses else "print('done')")
+    done = run_module("composable_fsdp", "run", tmp_path / "program.py")
+    assert (done.returncode, UNUSED in done.stderr) == (0, not uses), done.stderr

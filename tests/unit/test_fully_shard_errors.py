@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from composable_fsdp import (
@@ -24,6 +27,7 @@ from composable_fsdp import (
     UnsupportedError,
     fully_shard,
     register_fsdp_forward_method,
+    wrap,
 )
 from tests._internals import default_mesh
 from tests.helpers.fresh_process import run_program
@@ -366,3 +370,62 @@ def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
 def test_every_error_is_ours() -> None:
     for error in (ConfigurationError, MeshError, ParameterError, UnsupportedError):
         assert issubclass(error, FSDPError)
+
+
+# -- code written for FSDP1, and wrong types
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("auto_wrap_policy", "Pass policy=, which takes the same policies"),
+        ("sharding_strategy", "Pass strategy=, which takes the same names"),
+        ("mixed_precision", r"Pass mp_policy=MixedPrecisionPolicy\(\.\.\.\)"),
+        ("cpu_offload", r"Pass offload_policy=CPUOffloadPolicy\(\)"),
+        ("device_id", "Pass device="),
+        ("device_mesh", "Pass mesh="),
+        ("process_group", r"Pass mesh=DeviceMesh.from_group\(process_group, device_type\)"),
+        ("ignored_states", "Pass ignored_params= or ignored_modules="),
+        ("use_orig_params", "Leave it out: optimizers always see one parameter for each of the module's"),
+        ("backward_prefetch", r"Leave it out: backward prefetches, and set_prefetch_limit\(n\) says how far"),
+        ("forward_prefetch", r"Leave it out: forward prefetches, and set_prefetch_limit\(n\) says how far"),
+        ("limit_all_gathers", r"Leave it out: set_prefetch_limit\(n\) limits them"),
+    ],
+)
+def test_an_argument_of_fsdp1_names_its_replacement(name: str, advice: str) -> None:
+    options: dict[str, Any] = {name: None}
+    text = rf"^fully_shard\(\) got an unexpected keyword argument '{name}': it is FSDP1's. {advice}\.$"
+    for policy in (None, {nn.Linear}):
+        model = nn.Sequential(nn.Linear(3, 3))
+        with pytest.raises(ArgumentTypeError, match=text):
+            fully_shard(model, policy=policy, **options)
+        assert type(model[0]) is nn.Linear
+    assert name not in inspect.signature(fully_shard).parameters
+    assert name in inspect.signature(FullyShardedDataParallel).parameters
+
+
+def test_an_unknown_argument_is_a_type_error_as_for_any_function() -> None:
+    options: dict[str, Any] = {"reshard": True}
+    with pytest.raises(TypeError, match=r"^fully_shard\(\) got an unexpected keyword argument 'reshard'\.$"):
+        fully_shard(nn.Linear(3, 3), **options)
+
+
+@pytest.mark.parametrize("name", ["transformer_blocks", "every_module", "by_class", "by_size", "balanced"])
+def test_a_policy_that_was_not_called_is_refused(name: str) -> None:
+    policy: Any = getattr(wrap, name)
+    text = rf"^policy={name} is a function that makes a policy: call it, policy={name}\(\.\.\.\)\.$"
+    with pytest.raises(ConfigurationError, match=text):
+        fully_shard(nn.Sequential(nn.Linear(3, 3)), policy=policy)
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy, TorchMixedPrecisionPolicy])
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
+def test_a_dtype_that_is_a_text_or_an_integer_dtype_is_refused(policy: Any, name: str) -> None:
+    with pytest.raises(
+        ArgumentTypeError, match=rf"^{name} must be a torch.dtype such as torch.bfloat16, not 'bf16'\.$"
+    ):
+        fully_shard(nn.Linear(3, 3), mp_policy=policy(**{name: "bf16"}))
+    with pytest.raises(
+        ConfigurationError, match=rf"^{name} must be a floating-point dtype, not torch.int8\. .* pass comm_policy="
+    ):
+        fully_shard(nn.Linear(3, 3), mp_policy=policy(**{name: torch.int8}))

@@ -24,6 +24,7 @@ from composable_fsdp import (
     ParameterError,
     fully_shard,
     local_optimizer,
+    no_sync,
     register_fsdp_forward_method,
     rekey_optimizer,
     unsharded_params,
@@ -597,3 +598,44 @@ def test_offloaded_shards_of_a_mesh_without_a_backend_for_cpu_are_warned_of(monk
             fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
         warn_without_cpu_backend(data_parallel_axes(init_device_mesh("cpu", (1,))))
     warn_without_cpu_backend(data_parallel_axes(mesh))
+
+
+# -- steps without gradients
+
+NOTHING_REDUCED = (
+    r"^SGD has no gradients to step with: those of 'linear.weight' are accumulated and not reduced: each backward was "
+    r"inside of no_sync or after set_requires_gradient_sync\(False\)\. Run the last backward before a step outside of "
+    r"no_sync, or drop them with model.zero_grad\(\)\.$"
+)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, local_optimizer])
+def test_a_step_after_backwards_inside_of_no_sync_only_is_refused(wrap: Any, sharded: bool) -> None:
+    model: Any = fully_shard(Encoder())
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.step()  # without any gradients, as with any model
+    for _ in range(2):
+        with no_sync(model, sharded=sharded):
+            model(X).sum().backward()
+    with pytest.raises(LifecycleError, match=NOTHING_REDUCED):
+        optimizer.step()
+    before = model.linear.weight.full_tensor().clone()
+    model(X).sum().backward()
+    optimizer.step()
+    assert not model.linear.weight.full_tensor().equal(before), "the error loses no gradients"
+    optimizer.zero_grad()
+    with no_sync(model, sharded=sharded):
+        model(X).sum().backward()
+    model.zero_grad()
+    optimizer.step()
+
+
+def test_an_optimizer_of_other_parameters_steps_while_gradients_are_accumulated() -> None:
+    model, other = fully_shard(Encoder()), fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with no_sync(model):
+        model(X).sum().backward()
+    optimizer.step()
+    other(X).sum().backward()
+    optimizer.step()

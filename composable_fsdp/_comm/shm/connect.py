@@ -26,7 +26,7 @@ from composable_fsdp._comm.shm.segment import Segment
 from composable_fsdp._comm.shm.shm_socket import ShmSocket
 from composable_fsdp._comm.verify_ranks import gather_objects
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp.errors import PeerError
+from composable_fsdp.errors import ConfigurationError, PeerError
 
 __all__ = ["SWITCH", "connect", "host_identity", "reconnect"]
 
@@ -90,11 +90,17 @@ def reconnect(group: dist.ProcessGroup, engine: ShmEngine) -> None:
 
 
 def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[_RankInfo]] | None:
+    mode = os.environ.get(SWITCH) or "1"
+    if mode not in ("0", "1", "copy"):
+        raise ConfigurationError(
+            f"the environment variable {SWITCH} is one of '0', '1', 'copy', not {mode!r}: '0' uses sockets between "
+            "ranks of one host, 'copy' shares memory for messages only."
+        )
     with ExitStack() as stack:
-        listener = _listener(stack)
+        listener = _listener(stack) if mode != "0" else None
         host = host_identity() if listener is not None else ""
         address = listener.getsockname() if listener is not None else b""
-        copies = os.environ.get(SWITCH) == "copy"
+        copies = mode == "copy"
         info = _RankInfo(host, address, secrets.token_bytes(16), os.getpid(), copies)
         infos = gather_objects(info, group)
         if listener is None or not host or any(each.host != host for each in infos):
@@ -115,8 +121,8 @@ def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[_RankInfo]] | No
 
 
 def _listener(stack: ExitStack) -> socket.socket | None:
-    """Return a listening socket, or ``None`` if shared memory is disabled or unavailable."""
-    if os.environ.get(SWITCH, "1") == "0" or not sys.platform.startswith("linux"):
+    """Return a listening socket, or ``None`` if shared memory is unavailable."""
+    if not sys.platform.startswith("linux"):
         return None
     with suppress(OSError):
         listener = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))

@@ -28,7 +28,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     GradientState,
     advance,
 )
-from composable_fsdp._runtime.params.sharded_param import accept_gradients
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter, accept_gradients
 
 __all__ = ["AutogradRun", "ParamGroupGradients", "PendingReduction", "ReductionLaunch", "reduce_together"]
 
@@ -87,6 +87,13 @@ class ParamGroupGradients:
         """Copy the settings of ``other``."""
         self.divide_factor, self.sum_only = other.divide_factor, other.sum_only
         self.all_reduce_hook = other.all_reduce_hook
+
+    def holds(self, parameter: ShardedParameter) -> bool:
+        """Return whether ``parameter`` has a gradient that is not in its sharded one yet, after a backward."""
+        if self.state is GradientState.PARTIAL:
+            return parameter.trainable
+        own = parameter.accumulated is not None or parameter.unsharded.grad is not None
+        return self.state is GradientState.LOCAL and own
 
     def arrive(self, grad_bucket: int) -> None:
         """Handle a new gradient of an unsharded parameter in ``grad_bucket``."""

@@ -16,6 +16,7 @@ Names are those of the model without wrappers such as ``torch.compile``.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Mapping
@@ -36,11 +37,16 @@ from composable_fsdp.checkpoint._state_dict.names import tensors_of
 from composable_fsdp.checkpoint._state_dict.optimizer_params import OptimizerParams, is_plain
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
 from composable_fsdp.communication_state import CommunicationState
+from composable_fsdp.errors import CheckpointError
 
 __all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "set_random_state"]
 
 Path = tuple[str, ...]
 """The path of a value in a nested state dict. Joined by dots, it is the key in the checkpoint."""
+
+
+_PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
+"""What pickle raises for objects that it cannot write, depending on their class."""
 
 
 @dataclass
@@ -136,7 +142,7 @@ def contents_of(
         merged: the optimizer state of all ranks.
 
     Raises:
-        CheckpointError: the model is on the meta device.
+        CheckpointError: the model is on the meta device, or a part of ``extra`` cannot be pickled.
     """
     contents = Contents()
     tensors, others = tensors_of(model)
@@ -155,7 +161,14 @@ def contents_of(
     for name, kept in communication_of(model).items():
         contents.add_tensor(("communication", name, "residual"), LocalShard(kept["residual"]))
         contents.add_object(("communication", name, "rounds"), kept["rounds"])
-    contents.add_object(("ranks", str(rank), "extra"), dict(extra))
+    try:
+        contents.add_object(("ranks", str(rank), "extra"), dict(extra))
+    except _PICKLE_ERRORS as error:
+        where, value = _unpicklable(dict(extra), "extra")
+        raise CheckpointError(
+            f"{where} of rank {rank} is of the class {type(value).__name__}, which cannot be pickled ({error}). Save "
+            "what describes it instead: numbers, strings, lists, dicts and tensors"
+        ) from error
     contents.add_object(("ranks", str(rank), "random"), get_random_state())
     return contents
 
@@ -205,3 +218,18 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 def _accelerator() -> str | None:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None else device.type
+
+
+def _unpicklable(value: object, where: str) -> tuple[str, object]:
+    """Return the innermost item of ``value`` that cannot be pickled, and its place, such as ``extra['a'][0]``."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    bad = next(((key, item) for key, item in items if not _is_picklable(item)), None)
+    return (where, value) if bad is None else _unpicklable(bad[1], f"{where}[{bad[0]!r}]")
+
+
+def _is_picklable(value: object) -> bool:
+    try:
+        serialize(value)
+    except _PICKLE_ERRORS:
+        return False
+    return True

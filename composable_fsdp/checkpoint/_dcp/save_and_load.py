@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from composable_fsdp.checkpoint._coordination.arguments import check_arguments
 from composable_fsdp.checkpoint._coordination.pending_save import PendingSave
 from composable_fsdp.checkpoint._coordination.progress import wants_progress
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
 from composable_fsdp.checkpoint._dcp.load_directory import CheckpointLoader
 from composable_fsdp.checkpoint._dcp.save_directory import CheckpointSaver
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 
 __all__ = ["load", "save"]
 
@@ -68,12 +70,19 @@ def save(
             state of a DTensor differs between ranks. All ranks raise the same error.
         ConfigurationError: an argument is invalid.
     """
+    check_arguments("save(path, model, optimizer, extra)", path, model, optimizer)
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ArgumentTypeError(
+            f"extra must be a dict, not {type(extra).__name__}. Call save(path, model, optimizer, extra)."
+        )
     extra, show = dict(extra or {}), wants_progress(False if progress is None and asynchronous else progress)
     if step is None and type(extra.get("step")) is int:
         step = extra["step"]
     if keep_last is not None and keep_last < 1:
         raise ConfigurationError(f"keep_last must be at least 1, not {keep_last}: the new checkpoint is one.")
-    if step is not None and step < 0:
+    if step is not None and not hasattr(step, "__index__"):
+        raise ArgumentTypeError(f"step must be an int, not {step!r}.")
+    if step is not None and (step := operator.index(step)) < 0:
         raise ConfigurationError(f"step must not be negative, but is {step}.")
     ranks = meet(f"save({os.fspath(path)!r}, step={step})", timeout)
     saver = CheckpointSaver(ranks, Path(path), step, keep_last)
@@ -143,6 +152,7 @@ def load(
             missing; or an earlier asynchronous save failed. All ranks raise the same error, which names the file or
             lists the differences.
     """
+    check_arguments("load(path, model, optimizer)", path, model, optimizer)
     show = wants_progress(progress)
     ranks = meet(f"load({os.fspath(path)!r})", timeout)
     loader = CheckpointLoader(ranks, Path(path), contents=verify, fallback=fallback, show=show)

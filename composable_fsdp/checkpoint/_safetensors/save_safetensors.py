@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._consistency.rank_report import ranks_text
+from composable_fsdp.checkpoint._coordination.arguments import check_arguments
 from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
 from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts
@@ -77,6 +78,7 @@ def save_safetensors(
         ConfigurationError: an argument is invalid, or two tensors would have the same name in the files.
     """
     what = "save_safetensors"
+    check_arguments("save_safetensors(model, path)", path, model)
     ranks = meet(what, timeout)
     save = _Save(Path(path), max_file_bytes)
     try:
