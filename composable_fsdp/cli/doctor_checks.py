@@ -7,7 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from composable_fsdp._comm.shm.connect import MODES, SWITCH
+from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
 from composable_fsdp._consistency.rank_report import format_ranks
+from composable_fsdp.diagnostics._recording import FOLDER_VARIABLE
 
 __all__ = [
     "Finding",
@@ -22,6 +25,14 @@ __all__ = [
 ]
 
 MIB, GIB = 1 << 20, 1 << 30
+
+_OWN_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    LEVEL_VARIABLE: tuple(level.value for level in OrderCheck),
+    SWITCH: MODES,
+    FOLDER_VARIABLE: (),
+    "COMPOSABLE_FSDP_TRACEBACK": (),
+}
+"""The environment variables that this package reads, with the words that each may have. Empty: any text."""
 
 
 class Severity(str, Enum):
@@ -155,7 +166,7 @@ def check_machine(machine: Machine, backend: str = "") -> list[Finding]:
         machine: its values.
         backend: what the program passes to ``init_process_group``, if known.
     """
-    checks = (_versions, _backends, _interfaces, _shared_memory, _limits, _memory, _launch, _threads)
+    checks = (_versions, _backends, _interfaces, _shared_memory, _limits, _memory, _launch, _variables, _threads)
     return [found for check in checks for found in check(machine)] + list(_offload(machine, backend))
 
 
@@ -349,6 +360,15 @@ def _launch(machine: Machine) -> Iterator[Finding]:
     if machine.port_is_taken and found.get("RANK") == "0" and found.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield _error("launch", f"MASTER_PORT={port} is taken on the host of rank 0", "another MASTER_PORT")
     yield _ok("launch", f"{found.get('WORLD_SIZE')} ranks, {machine.ranks_here} here, store at {address}:{port}")
+
+
+def _variables(machine: Machine) -> Iterator[Finding]:
+    for name, value in machine.environment.items():
+        if name.startswith("COMPOSABLE_FSDP_") and name not in _OWN_VARIABLES:
+            yield _warning("variables", f"{name} has no effect", f"one of {', '.join(_OWN_VARIABLES)}")
+        elif value and _OWN_VARIABLES.get(name) and value not in _OWN_VARIABLES[name]:
+            words = ", ".join(_OWN_VARIABLES[name])
+            yield _error("variables", f"{name}={value} is not one of {words}", f"{name} with one of {words}, or unset")
 
 
 def _threads(machine: Machine) -> Iterator[Finding]:

@@ -52,7 +52,7 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("absent", ["typer", "rich"])
+@pytest.mark.parametrize("absent", ["typer", "rich", "psutil"])
 def test_a_missing_package_is_named(absent: str) -> None:
     done = run_program(f"import sys; sys.modules[{absent!r}] = None\nfrom composable_fsdp.cli import main\nmain()")
     assert done.returncode == 2

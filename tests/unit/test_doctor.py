@@ -187,6 +187,17 @@ CASES: list[tuple[dict[str, Any], str, str, str, str]] = [
         *("error", "launch", "MASTER_PORT=29500 is taken on the host of rank 0", "another MASTER_PORT"),
     ),
     (
+        {"environment": LAUNCHED | {"COMPOSABLE_FSDP_ORDERCHECK": "off"}},
+        *("warning", "variables", "COMPOSABLE_FSDP_ORDERCHECK has no effect"),
+        "one of COMPOSABLE_FSDP_ORDER_CHECK, COMPOSABLE_FSDP_SHARED_MEMORY, COMPOSABLE_FSDP_DIAGNOSTICS, "
+        "COMPOSABLE_FSDP_TRACEBACK",
+    ),
+    (
+        {"environment": LAUNCHED | {"COMPOSABLE_FSDP_SHARED_MEMORY": "off", "COMPOSABLE_FSDP_DIAGNOSTICS": "runs"}},
+        *("error", "variables", "COMPOSABLE_FSDP_SHARED_MEMORY=off is not one of 0, 1, copy"),
+        "COMPOSABLE_FSDP_SHARED_MEMORY with one of 0, 1, copy, or unset",
+    ),
+    (
         {"threads": 8},
         *("warning", "threads", "8 threads for each of 2 ranks on 8 cores: ranks take cores from each other"),
         "OMP_NUM_THREADS=4",

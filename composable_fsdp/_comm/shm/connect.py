@@ -28,12 +28,15 @@ from composable_fsdp._comm.verify_ranks import gather_objects
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp.errors import ConfigurationError, PeerError
 
-__all__ = ["SWITCH", "connect", "host_identity", "reconnect"]
+__all__ = ["MODES", "SWITCH", "connect", "host_identity", "reconnect"]
 
 SWITCH = "COMPOSABLE_FSDP_SHARED_MEMORY"
 """An environment variable: ``0`` on any rank disables shared memory on all ranks; ``copy`` disables shards and
 unsharded parameters in shared memory.
 """
+
+MODES = ("0", "1", "copy")
+"""The words that it may have. ``1`` is the default."""
 
 _HELLO = struct.Struct("=16si")
 
@@ -91,10 +94,10 @@ def reconnect(group: dist.ProcessGroup, engine: ShmEngine) -> None:
 
 def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[_RankInfo]] | None:
     mode = os.environ.get(SWITCH) or "1"
-    if mode not in ("0", "1", "copy"):
+    if mode not in MODES:
         raise ConfigurationError(
-            f"the environment variable {SWITCH} is one of '0', '1', 'copy', not {mode!r}: '0' uses sockets between "
-            "ranks of one host, 'copy' shares memory for messages only."
+            f"the environment variable {SWITCH} is one of {', '.join(map(repr, MODES))}, not {mode!r}: '0' uses "
+            "sockets between ranks of one host, 'copy' shares memory for messages only."
         )
     with ExitStack() as stack:
         listener = _listener(stack) if mode != "0" else None
