@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composable_fsdp._api.direct_call_errors import explanation_of
     from composable_fsdp._api.materialize import reset_parameters
     from composable_fsdp._api.param_discovery import on_other_accelerators
     from composable_fsdp._comm import broadcast, factory
@@ -92,6 +91,7 @@ if TYPE_CHECKING:
         advance,
     )
     from composable_fsdp._runtime.lazy_init import iteration_of
+    from composable_fsdp._runtime.mixed_tensor_errors import explanation_of
     from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
     from composable_fsdp._runtime.params.sharded_param import (
         ParameterSource,

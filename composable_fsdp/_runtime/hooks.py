@@ -34,6 +34,7 @@ from composable_fsdp._runtime.groups.state import (
     state_of,
 )
 from composable_fsdp._runtime.lazy_init import assemble
+from composable_fsdp._runtime.mixed_tensor_errors import explain
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part, without_torch_function
 from composable_fsdp._runtime.pytree import map_tensors, tensors_in
 from composable_fsdp.errors import ConfigurationError
@@ -119,8 +120,14 @@ def hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_being_called(state_of(self)):
+        if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
+        if is_being_called(state_of(self)):
+            try:
+                return original(self, *args, **kwargs)
+            except RuntimeError as error:
+                explain(error)
+                raise
         return _call_as_forward(state_of(self), self, functools.partial(original, self), args, kwargs)
 
     return forward
@@ -135,7 +142,8 @@ def _call_as_forward(
     try:
         args, kwargs = hooks.take_inputs(args, kwargs)
         output = method(*args, **kwargs)
-    except BaseException:
+    except BaseException as error:
+        explain(error)  # before parameters that were unsharded here are sharded again
         hooks.abort()
         raise
     return hooks.finish(module, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -117,6 +118,40 @@ def test_the_error_names_the_sharded_parameter_of_a_plain_module(ran: bool) -> N
     assert text is not None
     assert text.startswith(f"parameter 'linear.weight'{remedy}")
     assert explanation(model[0].refuse) is None
+
+
+class TiedHead(nn.Module):
+    """Computes with the weight of ``first``, without a call of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))  # unsharded in forward, so that no error is about it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.second(x * self.scale), self.first.weight)
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.second(x * self.scale), self.first.weight)
+
+
+@pytest.mark.behaviour("H-02")
+@pytest.mark.parametrize("entry", ["__call__", "forward", "score"])
+def test_an_error_in_the_forward_of_a_sharded_module_is_explained_where_it_is_caught(entry: str) -> None:
+    model = TiedHead()
+    for module in (model.first, model.second, model):
+        fully_shard(module)
+    register_fsdp_forward_method(model, "score")
+    outer = fully_shard(nn.Sequential(model))
+    for call in (getattr(model, entry), outer):
+        with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor") as caught:
+            call(X)
+        if sys.version_info >= (3, 11):
+            (note,) = caught.value.__notes__
+            assert note.startswith(
+                "If the DTensor is a sharded parameter of this TiedHead, one of 'first.weight', 'first.bias', "
+                "'second.weight', …: only calls of the module whose group it is in bring it into memory. Call that"
+            )
 
 
 UNCAUGHT = """
