@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from composable_fsdp._api.materialize import reset_parameters
     from composable_fsdp._api.param_discovery import on_other_accelerators
-    from composable_fsdp._comm import broadcast, factory
+    from composable_fsdp._comm import broadcast, c10d, factory
     from composable_fsdp._comm.c10d import ProcessGroupCommunicator
     from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
     from composable_fsdp._comm.factory import communicator_over, compared, duplicate
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.store_rendezvous import StoreRendezvous, Verdict
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
+    from composable_fsdp._layout import plan as layout_plan
     from composable_fsdp._layout.block import Box, Cut, ShardExtent
     from composable_fsdp._layout.bucket_layout import (
         ALIGNMENT_BYTES,
@@ -99,6 +100,8 @@ if TYPE_CHECKING:
         local_part,
         take_gradients,
     )
+    from composable_fsdp._runtime.root import schedule_runner
+    from composable_fsdp._runtime.root.activation_memory import HasHooksError, activation_memory
     from composable_fsdp._runtime.root.calibration import Calibration
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
     from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration, Pass
@@ -108,7 +111,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
     from composable_fsdp._runtime.root.step_times import StepTimes
     from composable_fsdp._runtime.schedule import passes, schedule
-    from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings, choose
+    from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, Choice, ScheduleSettings, choose
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
     from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
     from composable_fsdp._runtime.schedule.simulate import Timeline, fit_computation, simulate

@@ -5,15 +5,17 @@ On a device whose streams are *null* (the real CPU) the host orders the work: a 
 a collective runs at the wait.
 
 Memory safety needs no ``record_stream``. Every run on a stream first waits for all work that the current stream has so
-far, and the current stream waits for a run before the run's buffers are dropped. So memory that the host has released
-is no longer in use when a communication stream allocates it again.
+far, or had when memory of the communication stream was last released, and the current stream waits for a run before the
+run's buffers are dropped. So memory that the host has released is no longer in use when a communication stream
+allocates it again.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
@@ -163,6 +165,8 @@ class CommStream:
         self._module = module
         self._stream = module.Stream(priority=priority)
         self._is_null = self._stream.record_event() is None
+        self._runs_after: Any = None
+        """The event in the current stream that runs wait for. ``None`` if they wait for all of its work."""
         self.seconds_waited = 0.0
         """The seconds for which the host was blocked by waits for collectives, on a null stream."""
 
@@ -183,6 +187,31 @@ class CommStream:
             self._stream.wait_event(event)
         return event, self._module.current_stream
 
+    def mark(self) -> Any:
+        """Return an event at this point of the current stream; ``None`` on null streams."""
+        return None if self._is_null else self._module.current_stream().record_event()
+
+    @contextmanager
+    def running_after(self, mark: Any) -> Iterator[None]:
+        """Let runs wait for the current stream's work before ``mark`` only.
+
+        What it has run since must have computed nothing that they read, and released no memory of this stream.
+        """
+        self._runs_after = mark
+        try:
+            yield
+        finally:
+            self._runs_after = None
+
+    def run_early(self, function: Callable[[], T], mark: Any) -> T:
+        """Run ``function`` on this stream after ``mark``, and the current stream's later work after it."""
+        current = self._module.current_stream()
+        self._stream.wait_event(mark)
+        with self._module.stream(self._stream):
+            result = function()
+        current.wait_event(self._stream.record_event())
+        return result
+
     def run(
         self,
         launch: Callable[[], Work],
@@ -202,7 +231,10 @@ class CommStream:
         """
         pending = InFlight(launch, finish, after, self)
         if not self._is_null:
-            self._stream.wait_stream(self._module.current_stream())
+            if self._runs_after is None:
+                self._stream.wait_stream(self._module.current_stream())
+            else:
+                self._stream.wait_event(self._runs_after)
             with self._module.stream(self._stream):
                 if finish_in_wait:
                     pending.start()

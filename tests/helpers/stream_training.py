@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_fsdp import (
+    AxisCosts,
+    CollectiveCost,
+    CommunicationPolicy,
+    Costs,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from composable_fsdp.checkpoint import Full, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
 from composable_fsdp.testing import ALONE
+from tests._internals import Choice, ScheduleSettings, c10d, layout_plan, schedule_runner
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
 
-__all__ = ["BF16", "SETTINGS", "TRAININGS", "alone", "train", "train_alone"]
+__all__ = ["BF16", "HELD", "SETTINGS", "TRAININGS", "alone", "chosen", "give_costs", "train", "train_alone"]
 
 WIDTH, STEPS = 64, 3
 
@@ -197,8 +207,36 @@ def train_alone(options: Mapping[str, Any], *, hybrid: bool) -> None:
         train(mesh if hybrid else mesh["shard"], **options)
 
 
+HELD = ScheduleSettings(held_grad_buckets=1, prefetch_limit=2, delay_prefetch=1, max_fused_bytes=0)
+
+
+@contextmanager
+def chosen(settings: ScheduleSettings) -> Iterator[None]:
+    """Let models with costs choose ``settings``, and reduce gradients of any size in buckets."""
+    choice = Choice(settings, seconds=0.0, peak_bytes=0, default_seconds=0.0, source="a test")
+    sizes: dict[str, Any] = {f"_GRAD_BUCKET_{kind}_ON_STREAMS": 1 << 10 for kind in ("BYTES", "PART_BYTES")}
+    with (
+        mock.patch.multiple(c10d, **sizes),
+        mock.patch.object(layout_plan, "SMALL_BYTES", 1 << 10),
+        mock.patch.object(schedule_runner, "choose", return_value=choice),
+    ):
+        yield
+
+
+def give_costs(model: Any) -> None:
+    """Give ``model`` some costs, so that it makes a choice."""
+    cost = CollectiveCost(1e-5, 1e9)
+    model.set_costs(Costs({"": AxisCosts(cost, cost, cost)}))
+
+
+def _train_held(*, hybrid: bool) -> None:
+    with chosen(HELD):
+        train_alone({"prepare": give_costs}, hybrid=hybrid)
+
+
 TRAININGS: dict[str, Callable[[], None]] = {
     **{f"{name}, sharded": partial(train_alone, each, hybrid=False) for name, each in SETTINGS.items()},
     **{f"{name}, hybrid": partial(train_alone, each, hybrid=True) for name, each in SETTINGS.items()},
     "hook on a stream": partial(train_alone, {"prepare": _hook_on_stream}, hybrid=False),
+    **{f"held and delayed, {mesh}": partial(_train_held, hybrid=mesh == "hybrid") for mesh in ("sharded", "hybrid")},
 }

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_fsdp import fully_shard
 from composable_fsdp.testing import BACKEND, run_ranks, simulated_accelerator
+from composable_fsdp.trace import Operation, Recorder
+from tests._internals import DEFAULT_SETTINGS
 from tests.helpers.models import TASKS
+from tests.helpers.stream_training import HELD, chosen, give_costs
 from tests.helpers.training import check_parity, play_task
 from tests.helpers.transports import SOCKETS
 
@@ -23,6 +30,60 @@ def train(name: str) -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_training_has_no_races_and_the_results_of_the_unsharded_model(name: str) -> None:
     run_ranks(train, 2, name, environment=SOCKETS)
+
+
+class Branches(nn.Module):
+    """Large layers of which each rank leaves out others."""
+
+    def __init__(self, skipped: int = -1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.skipped = skipped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != self.skipped:
+                x = layer(x).tanh()
+        return x
+
+
+def train_held(skipped: tuple[int, int], *, is_held: bool) -> tuple[list[torch.Tensor], list[str], list[str]]:
+    """Train blocks of which each rank skips a layer. Return parameters, launches of the last step, and races."""
+    mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
+    with simulated_accelerator() as device, chosen(HELD if is_held else DEFAULT_SETTINGS):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(Branches() for _ in range(4)))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        give_costs(fully_shard(model, mesh=mesh))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for block in model:
+            block.skipped = skipped[dist.get_rank()]
+        recorder = Recorder()
+        for step in range(4):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            with (recorder := Recorder()):
+                model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    launches = [
+        f"{e.operation.name} {e.group}" for e in recorder if e.operation in (Operation.UNSHARD, Operation.REDUCE)
+    ]
+    parameters = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+    return parameters, launches, [str(race) for race in device.races]
+
+
+@pytest.mark.parametrize("skipped", [(-1, -1), (-1, 3), (3, 2), (2, 0)], ids=str)
+def test_held_reductions_and_delayed_gathers_change_no_result_and_have_one_order(skipped: tuple[int, int]) -> None:
+    default = run_ranks(train_held, 2, skipped, is_held=False, environment=SOCKETS)
+    held = run_ranks(train_held, 2, skipped, is_held=True, environment=SOCKETS)
+    for (expected, plain, _), (actual, launches, races) in zip(default, held, strict=True):
+        assert races == []
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        first = ["UNSHARD 1", "REDUCE 3", "REDUCE 3", "UNSHARD 0", "REDUCE 2", "REDUCE 2", "REDUCE 1"]
+        assert [launch for launch in launches[5:] if launch != "UNSHARD root"][: len(first)] == first
+        assert launches != plain
+    assert held[0][1] == held[1][1], "the same order on all ranks"
 
 
 def leave_out_waits() -> None:

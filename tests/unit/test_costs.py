@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import AxisCosts, CollectiveCost, Costs
+from composable_fsdp import ActivationMemory, AxisCosts, CollectiveCost, Costs
 from composable_fsdp.errors import ConfigurationError
 
 COST = CollectiveCost(2e-5, 5e10, per_rank=1e-7)
@@ -70,7 +70,8 @@ def test_a_table_survives_its_file(
     latency: float, bandwidth: float, copy_bandwidth: float | None, times: dict[str, float]
 ) -> None:
     cost = CollectiveCost(latency, bandwidth)
-    costs = Costs({"dp": AxisCosts(cost, cost, COST)}, times, times, copy_bandwidth, "a test")
+    activations = (ActivationMemory("layers.0", 1, 300, 200), ActivationMemory("layers.0", 0, 250, 100))
+    costs = Costs({"dp": AxisCosts(cost, cost, COST)}, times, times, copy_bandwidth, activations, "a test")
     with TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
         costs.save(path)

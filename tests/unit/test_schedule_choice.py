@@ -22,7 +22,7 @@ from tests._internals import (
 )
 from tests._internals import schedule as s
 
-PLAIN = ScheduleSettings(zero_copy=False, grad_buckets=1, first_in_buckets=False, max_fused_bytes=0)
+PLAIN = ScheduleSettings(zero_copy=False, grad_buckets=1, max_fused_bytes=0)
 MIB = 1 << 20
 ANY_MEMORY = ScheduleOptions(max_extra_bytes=1 << 40)
 NAMES = [f"layers.{i}" for i in range(6)]
@@ -37,7 +37,7 @@ def specs_of(size: int, settings: ScheduleSettings) -> dict[str, GroupSpec]:
     """Return the properties of equal groups of ``size`` bytes, each with four large parameters."""
     specs = {}
     for name in NAMES:
-        buckets = settings.grad_buckets if settings.first_in_buckets or name != NAMES[-1] else 1
+        buckets = settings.grad_buckets
         part = size // buckets
         specs[name] = GroupSpec(
             name,
@@ -51,6 +51,9 @@ def specs_of(size: int, settings: ScheduleSettings) -> dict[str, GroupSpec]:
             gather_copied_bytes=0 if settings.zero_copy else size,
             late_bytes=0 if settings.zero_copy else size,
             gradient_memory=(GradientMemory(part, 3 * part, 2 * part, part // 32),) * buckets,
+            gradients=tuple(((number, part),) for number in range(buckets)),
+            can_delay_prefetch=True,
+            can_hold=True,
         )
     return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
 
@@ -63,7 +66,8 @@ def costs_of(latency: float, bandwidth: float, compute: float) -> Costs:
 
 def timeline_of(size: int, settings: ScheduleSettings, options: ScheduleOptions, costs: Costs) -> Timeline:
     specs = specs_of(size, settings)
-    options = replace(options, prefetch_limit=settings.prefetch_limit, max_fused_bytes=settings.max_fused_bytes)
+    chosen = ("prefetch_limit", "delay_prefetch", "held_grad_buckets", "max_fused_bytes")
+    options = replace(options, **{name: getattr(settings, name) for name in chosen})
     return simulate(passes.build(ORDER, specs, options), specs, costs)
 
 
@@ -87,7 +91,9 @@ def test_a_choice_is_as_predicted_and_neither_slower_nor_larger_than_allowed(
     assert chosen.excess_over(plain) <= options.max_extra_bytes
     assert chosen.peak_bytes <= plain.peak_bytes + options.max_extra_bytes
     assert choose(ORDER, lambda settings: specs_of(size, settings), options, costs) == choice, "the same on every rank"
-    again = choose(ORDER, lambda each: specs_of(size, each), options, costs, current=choice.settings, is_first=False)
+    again = choose(
+        ORDER, lambda each: specs_of(size, each), options, costs, current=choice.settings, before=choice.seconds
+    )
     assert again.settings == choice.settings, "nothing has changed"
 
 
@@ -121,7 +127,8 @@ def test_settings_are_kept_unless_others_are_clearly_faster() -> None:
         seconds = [timeline_of(1 << 28, each, ANY_MEMORY, costs).seconds for each in (current, DEFAULT_SETTINGS)]
         assert seconds[0] > seconds[1]
         specs = partial(specs_of, 1 << 28)
-        choice = choose(ORDER, specs, ANY_MEMORY, costs, current=current, is_first=is_first)
+        before = None if is_first else seconds[0]
+        choice = choose(ORDER, specs, ANY_MEMORY, costs, current=current, before=before)
         return choice.settings == current
 
     assert [kept(5e-1, is_first=first) for first in (True, False)] == [True, True], "no prediction is that exact"

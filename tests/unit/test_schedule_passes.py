@@ -55,9 +55,12 @@ def models(draw: st.DrawFn) -> tuple[list[schedule.Event], dict[str, GroupSpec],
             frees_with_last_gradient=draw(st.booleans()),
             has_nested=name == "root",
             can_delay_prefetch=draw(st.booleans()),
+            can_hold=draw(st.booleans()),
         )
     options = ScheduleOptions(
         prefetch_limit=draw(st.integers(0, 3)),
+        delay_prefetch=draw(st.integers(0, 2)),
+        held_grad_buckets=draw(st.integers(0, 3)),
         max_unsharded_bytes=draw(st.none() | st.integers(0, 12).map(lambda n: n * MIB)),
         max_fused_bytes=draw(st.integers(0, 8)) * MIB,
         reductions_in_flight=draw(st.none() | st.integers(1, 3)),
@@ -249,18 +252,36 @@ def test_a_schedule_prints_as_a_table() -> None:
     assert len({line.index("|") for line in lines if "|" in line}) == 1
 
 
+HOST = ScheduleOptions(host_waits=True)
+
+
+def test_delayed_prefetches_and_held_reductions_keep_the_order_of_launches() -> None:
+    buckets = {"gradient_bytes": (1, 1, 1), "reduces_grad_buckets": True, "can_delay_prefetch": True, "can_hold": True}
+    specs = {name: replace(spec, **buckets) if name in "abc" else spec for name, spec in chain().items()}  # type: ignore[arg-type]
+    options = ScheduleOptions(prefetch_limit=2, delay_prefetch=1, held_grad_buckets=1)
+    plan = passes.build(CHAIN, specs, options)
+    assert line_of(plan, s.Event(s.Hook.POST_FORWARD, "a")) == ["free a"], "one less is kept"
+    assert line_of(plan, s.Event(s.Hook.POST_FORWARD, "b")) == ["keep b"]
+    ready = [line_of(plan, s.Event(s.Hook.GRAD_READY, "c", bucket)) for bucket in range(3)]
+    assert ready == [[], ["gather a", "reduce c[0]", "reduce c[1]"], ["reduce c[2]"]]
+    assert line_of(plan, s.Event(s.Hook.GRAD_READY, "b", 0)) == ["reduce b[0]"], "only the first group holds any"
+    later = passes.build(CHAIN, specs, replace(options, delay_prefetch=2, held_grad_buckets=0))
+    ready = [line_of(later, s.Event(s.Hook.GRAD_READY, "c", bucket)) for bucket in range(3)]
+    assert ready == [["reduce c[0]"], ["gather a", "reduce c[1]"], ["reduce c[2]"]]
+
+
 @pytest.mark.parametrize(("buckets", "number"), [(1, None), (2, 0), (3, 1), (4, 2)])
 def test_a_delayed_prefetch_has_a_bucket_after_it(buckets: int, number: int | None) -> None:
     own = GroupSpec(
         "own", full_bytes=100, gradient_bytes=(1,) * buckets, reduces_grad_buckets=True, can_delay_prefetch=True
     )
-    assert passes.delayed_until(own, ["next"], {"next": GroupSpec("next", unsharded_bytes=100)}) == number
+    assert passes.delayed_until(own, ["next"], {"next": GroupSpec("next", unsharded_bytes=100)}, HOST) == number
 
 
 @pytest.mark.parametrize(("nbytes", "number"), [(25, 2), (24, None), (0, None)])
 def test_a_prefetch_smaller_than_a_bucket_is_not_delayed(nbytes: int, number: int | None) -> None:
     own = GroupSpec("own", full_bytes=100, gradient_bytes=(1,) * 4, reduces_grad_buckets=True, can_delay_prefetch=True)
-    assert passes.delayed_until(own, ["next"], {"next": GroupSpec("next", unsharded_bytes=nbytes)}) == number
+    assert passes.delayed_until(own, ["next"], {"next": GroupSpec("next", unsharded_bytes=nbytes)}, HOST) == number
 
 
 ORDERS = st.lists(NAMES, max_size=20)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import AxisCosts, CollectiveCost, Costs
+from composable_fsdp import ActivationMemory, AxisCosts, CollectiveCost, Costs
 from tests._internals import GradientMemory, GroupSpec, ScheduleOptions, fit_computation, passes, schedule, simulate
 from tests._internals import schedule as s
 
@@ -25,7 +25,8 @@ SECONDS = st.floats(0, 1)
 
 def specs_of(**options: object) -> dict[str, GroupSpec]:
     values: dict[str, Any] = {"gradient_memory": (GradientMemory(MIB, MIB, MIB),), "ranks": 8, **options}
-    specs = {n: GroupSpec(n, MIB, MIB, (MIB,), **values) for n in NAMES}
+    values.setdefault("gradient_bytes", (MIB,))
+    specs = {n: GroupSpec(n, MIB, MIB, **values) for n in NAMES}
     return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
 
 
@@ -122,7 +123,9 @@ def test_early_gradients_stay_until_the_group_is_complete() -> None:
         "ranks": 8,
     }
     memory = GradientMemory(MIB, MIB, MIB)
-    specs["root"] = replace(specs["root"], **own, gradient_memory=(memory,), early_gradient_bytes=MIB // 2)
+    specs["root"] = replace(specs["root"], **own, gradient_memory=(memory,))
+    gradients = ((0, MIB // 2), (1, MIB // 2))
+    specs["root"] = replace(specs["root"], gradients=(gradients,), early_gradients=frozenset({1}))
     plan = passes.build(ORDER, specs, ScheduleOptions(host_waits=True, prefetch_limit=0))
     after = dict(simulate(plan, specs, costs_of(1.0, 2.0)).memory)
     assert after[s.Event(s.Hook.PRE_BACKWARD, "c")] == 2 * MIB + MIB // 2
@@ -154,3 +157,55 @@ def test_fitted_computation_predicts_the_measured_step(waited: float) -> None:
         measured = 6 * 2.0 + waited
         assert simulate(plan, specs_of(), fitted).seconds == pytest.approx(measured, rel=0.01)
         assert fitted.forward["a"] / fitted.backward["b"] == pytest.approx(1.0), "of all groups alike"
+
+
+ACTIVATIONS = tuple(
+    ActivationMemory(name, parameter, peak * MIB, held * MIB)
+    for name, parameter, peak, held in (
+        ("c", 1, 12, 9),
+        ("c", 0, 10, 8),
+        ("b", 1, 9, 5),
+        ("b", 0, 6, 4),
+        ("a", 1, 5, 1),
+        ("a", 0, 2, 0),
+    )
+)
+"""Each group has two parameters. The last one's gradient is ready first, when activations take the most memory."""
+
+
+def in_two_buckets(**options: Any) -> dict[str, GroupSpec]:
+    half = MIB // 2
+    return specs_of(
+        gradient_bytes=(MIB, MIB),
+        gradient_memory=(GradientMemory(half, 3 * half, 2 * half),) * 2,
+        gradients=(((1, half),), ((0, half),)),
+        reduces_grad_buckets=True,
+        can_delay_prefetch=True,
+        can_hold=True,
+        **options,
+    )
+
+
+def test_activations_are_part_of_the_peak_where_they_are_held() -> None:
+    costs = replace(costs_of(1.0, 2.0), activations=ACTIVATIONS)
+    specs = in_two_buckets()
+    timeline = simulate(passes.build(ORDER, specs, ScheduleOptions()), specs, costs)
+    assert timeline.peak_bytes == 2 * MIB + 12 * MIB, "two unsharded groups before the first gradient"
+    assert len(timeline.peaks) == 1
+
+
+def test_what_is_delayed_and_held_takes_memory_after_the_peak_and_time_before_it() -> None:
+    costs = replace(costs_of(1.0, 8.0), activations=ACTIVATIONS)
+    specs = in_two_buckets()
+    deep = ScheduleOptions(prefetch_limit=2)
+    late = replace(deep, delay_prefetch=1, held_grad_buckets=1)
+    peaks, begins = [], []
+    for options in (ScheduleOptions(), deep, late):
+        timeline = simulate(passes.build(ORDER, specs, options), specs, costs)
+        peaks.append(timeline.peak_bytes)
+        begins.append({span.label: span.begin for span in timeline.spans})
+    assert peaks[2] == peaks[0] < peaks[1]
+    backward = 3 * 8.0 + 1.0
+    assert begins[2]["gather a"] == pytest.approx(backward, abs=1e-6), "when the backward of c begins"
+    assert begins[2]["reduce c[0]"] == pytest.approx(backward + 4.0, abs=1e-6), "when its bucket is computed"
+    assert begins[1]["reduce c[0]"] == pytest.approx(begins[2]["reduce c[0]"], abs=1e-6)

@@ -8,7 +8,7 @@ of backward. So every rank launches the same reductions in the same order, which
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -344,7 +344,17 @@ class ReductionLaunch:
         is_last: True if no gradient bucket of these groups is left in this backward.
     """
 
-    __slots__ = ("_fused_buckets", "_streams", "by_group", "is_last", "members", "nbytes", "partial", "round_bytes")
+    __slots__ = (
+        "_fused_buckets",
+        "_prepared",
+        "_streams",
+        "by_group",
+        "is_last",
+        "members",
+        "nbytes",
+        "partial",
+        "round_bytes",
+    )
 
     def __init__(
         self,
@@ -358,6 +368,7 @@ class ReductionLaunch:
         self.by_group, self.partial, self.is_last = by_group, partial, is_last
         self.members = [member for member, _ in by_group]
         self._streams, self._fused_buckets = streams, fused_buckets
+        self._prepared: list[BucketReduction] | None = None
         self.nbytes = sum(
             member.grad_bucket_bytes[grad_bucket] for member, grad_buckets in by_group for grad_bucket in grad_buckets
         )
@@ -365,13 +376,26 @@ class ReductionLaunch:
         self.round_bytes = sum(sum(member.grad_bucket_bytes) for member in self.members)
         """The gradient bytes of all gradient buckets of these groups."""
 
+    def has(self, gradients: ParamGroupGradients, grad_bucket: int) -> bool:
+        """Return True if ``grad_bucket`` of ``gradients`` is part of the reduction."""
+        return any(member is gradients and grad_bucket in grad_buckets for member, grad_buckets in self.by_group)
+
+    @without_grad
+    def prepare(self, mark: Any) -> None:
+        """Take the gradients, which the current stream has computed at ``mark``, on the stream of reductions.
+
+        The current stream does not use their memory again before that is done.
+        """
+        self._prepared = self._streams.reduce.run_early(self._jobs, mark)
+
     @labelled("post_backward_reduce", lambda self: describe_groups([member.name for member in self.members]))
     @without_grad
     def run(self) -> PendingReduction:
-        """Take the gradients and launch their reduction. May be called once."""
+        """Take the gradients, unless they are prepared, and launch their reduction. May be called once."""
         begin = trace.now() if trace.listeners else None
         first, name = self.members[0], describe_groups([member.name for member in self.members])
-        pending = launch_reduction(self._streams, self._jobs(), first.device, name, partial=self.partial)
+        reductions = self._jobs() if self._prepared is None else self._prepared
+        pending = launch_reduction(self._streams, reductions, first.device, name, partial=self.partial)
         for member, grad_buckets in self.by_group:
             if trace.listeners:
                 moved = member.traffic_of(grad_buckets)
@@ -395,10 +419,6 @@ class PendingReduction:
     def __init__(self, launch: ReductionLaunch, pending: InFlight[list[ReducedBucket]]) -> None:
         self.launch = launch
         self._pending = pending
-
-    def has(self, gradients: ParamGroupGradients, grad_bucket: int) -> bool:
-        """Return True if ``grad_bucket`` of ``gradients`` is part of the reduction."""
-        return any(member is gradients and grad_bucket in grad_buckets for member, grad_buckets in self.launch.by_group)
 
     def start(self) -> None:
         """Launch the second stage, which waited for the first."""

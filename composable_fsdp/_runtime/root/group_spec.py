@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from weakref import ref
 
-from composable_fsdp._layout.plan import SMALL_BYTES, GradientMemory, MessageSizes
+from composable_fsdp._layout.plan import SMALL_BYTES, GradientMemory, GroupPlan, MessageSizes
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
 from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings
 from composable_fsdp._runtime.schedule.passes import DEFAULT_EXTRA_BYTES, GroupSpec, ScheduleOptions
@@ -80,6 +80,7 @@ def spec_of(
         frees_with_last_gradient=state.frees_with_last_gradient,
         has_nested=state.has_nested_states,
         can_delay_prefetch=not state.has_several_modules and plan.num_trainable == len(plan.specs),
+        can_hold=all(parameter.sharding.inner is None for parameter in tensors.parameters),
         axis=shard_axis,
         ranks=pgs.axes.shard.size,
         replicate_axis=replicate_axis,
@@ -91,8 +92,19 @@ def spec_of(
         late_bytes=plan.packed_only_bytes,
         gradient_messages=tuple(map(bool, buckets)) if pgs.scatter.coalesces else buckets,
         gradient_memory=memory if plan.in_grad_buckets else (GradientMemory.total(memory),),
-        early_gradient_bytes=sum(plan.specs[index].gradient_bytes for index in state.params_after_nested),
+        gradients=_gradients(plan),
+        early_gradients=frozenset(state.params_after_nested),
     )
+
+
+def _gradients(plan: GroupPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return index and bytes of each unsharded gradient, by bucket."""
+    number = len(plan.grad_buckets) if plan.in_grad_buckets else 1
+    found: list[list[tuple[int, int]]] = [[] for _ in range(number)]
+    for bucket in plan.buckets:
+        of_bucket = found[bucket.grad_bucket if plan.in_grad_buckets else 0]
+        of_bucket += [(i, plan.specs[i].gradient_bytes) for i in bucket.indices if plan.specs[i].trainable]
+    return tuple(map(tuple, found))
 
 
 def settings_of(root: FSDPState, chosen: ScheduleSettings = DEFAULT_SETTINGS) -> ScheduleSettings:
@@ -120,6 +132,8 @@ def options_of(
     limits = [state.reductions_in_flight for state in states]
     return ScheduleOptions(
         prefetch_limit=settings.prefetch_limit,
+        delay_prefetch=settings.delay_prefetch,
+        held_grad_buckets=settings.held_grad_buckets,
         max_unsharded_bytes=root.max_unsharded_bytes,
         max_fused_bytes=settings.max_fused_bytes,
         max_extra_bytes=DEFAULT_EXTRA_BYTES if root.max_extra_bytes is None else root.max_extra_bytes,

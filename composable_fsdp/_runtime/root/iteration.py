@@ -250,8 +250,7 @@ class Iteration:
     def calibrate(self, steps: int) -> None:
         """Measure the costs of collectives and of computation in the next ``steps``."""
         groups = {name: state.group for name, state in self.states.items() if state.group.parameters}
-        sizes = {name: group.plan.full_bytes for name, group in groups.items()}
-        self._calibration = Calibration(self._axes, self._communicators, sizes, steps)
+        self._calibration = Calibration(self._axes, self._communicators, groups, steps)
 
     @functools.cached_property
     def _axes(self) -> list[DataParallelAxes]:
@@ -507,6 +506,7 @@ class Iteration:
         self._backward.end()
         self._runner.end_backward()
         self._reductions.clear_waiting()
+        self._reductions.run_held()
         for state in self.states.values():
             state.open_calls = 0
             if state.group.gradients.state in HELD_GRADIENTS:
@@ -693,6 +693,7 @@ class Iteration:
         self._backward.forget()
         self._runner.end_backward()
         self._reductions.clear_waiting()
+        self._reductions.clear_held()
         if self._unused_modules is not None:
             self._unused_modules.forget_backward()
         self._passes.end()

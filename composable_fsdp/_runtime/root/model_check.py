@@ -111,7 +111,7 @@ def _check_names(
     known = {name for names in axes.values() for name in names}
     for what, given, found in (
         ("mesh axes", {*costs.axes} - {""}, known),
-        ("groups", {*costs.forward, *costs.backward}, states.keys()),
+        ("groups", {*costs.forward, *costs.backward, *(each.group for each in costs.activations)}, states.keys()),
     ):
         unknown = sorted(given - found)
         if unknown:

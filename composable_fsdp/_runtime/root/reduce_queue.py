@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
@@ -14,7 +15,7 @@ from composable_fsdp._runtime.groups.param_group_gradients import (
 )
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState
 from composable_fsdp._runtime.groups.state_machine import LOCAL_GRADIENTS
-from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
+from composable_fsdp._runtime.root.schedule_runner import Delayed, ScheduleRunner
 from composable_fsdp._runtime.schedule.passes import is_full
 
 __all__ = ["ReductionQueue"]
@@ -25,7 +26,7 @@ class ReductionQueue:
 
     Args:
         streams: the streams for launches.
-        runner: performs the schedule, in which all-gathers may follow a reduction.
+        runner: performs the schedule, in which all-gathers may be launched with a reduction.
     """
 
     def __init__(self, streams: CommStreams, runner: ScheduleRunner) -> None:
@@ -38,6 +39,8 @@ class ReductionQueue:
         """The fused reductions of this backward, by state. Found once, because it takes a look at every member."""
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
+        self._held: list[tuple[ReductionLaunch, Any]] = []
+        """Reductions that wait for that of the group's next gradient bucket, each with a mark where it was complete."""
         self._in_flight: deque[PendingReduction] = deque()
 
     def begin_backward(self) -> None:
@@ -46,8 +49,12 @@ class ReductionQueue:
         self._fusions.clear()
 
     def reduce_grad_bucket(self, state: FSDPState) -> None:
-        """Launch the reduction of the next gradient bucket of ``state``, which is complete."""
-        self._run(state.group.gradients.take_grad_bucket(self.streams))
+        """Launch or hold the reduction of the next gradient bucket of ``state``, which is complete."""
+        launch = state.group.gradients.take_grad_bucket(self.streams)
+        if self._runner.holds(launch):
+            self._held.append((launch, self.streams.reduce.mark()))
+        else:
+            self._run(launch)
 
     def send(self, state: FSDPState, *, at_end: bool, alone: bool) -> None:
         """Reduce or hold the gradients of ``state``, as configured.
@@ -93,6 +100,10 @@ class ReductionQueue:
         """Forget all waiting states: backward is over or abandoned."""
         self._waiting.clear()
 
+    def clear_held(self) -> None:
+        """Forget all held reductions: backward is abandoned."""
+        self._held.clear()
+
     @property
     def are_in_flight(self) -> bool:
         """True if reduced gradients remain to be set."""
@@ -109,13 +120,32 @@ class ReductionQueue:
         self._in_flight.clear()
 
     def _run(self, launch: ReductionLaunch) -> None:
+        delayed = self._runner.delayed_with(launch)
+        if delayed is Delayed.BEFORE:
+            self._runner.launch_delayed()
+        self.run_held()
+        self._launch(launch)
+        if delayed is Delayed.AFTER:
+            self._make_room(launch)  # so that gradients and prefetched parameters are not in memory together
+            self._runner.launch_delayed()
+
+    def run_held(self) -> None:
+        """Launch the held reductions. They take memory now, but streams run them from when their gradients were ready.
+
+        No reduction is completed while some are held, so they reuse no memory that is still in use.
+        """
+        held, self._held = self._held, []
+        for launch, mark in held:
+            launch.prepare(mark)
+        for launch, mark in held:
+            with self.streams.reduce.running_after(mark):
+                self._launch(launch)
+
+    def _launch(self, launch: ReductionLaunch) -> None:
         self._make_room(launch)
         reduction = launch.run()
         self._start()
         self._in_flight.append(reduction)
-        if self._runner.comes_after(reduction):
-            self._make_room(launch)  # so that gradients and prefetched parameters are not in memory together
-            self._runner.launch_delayed()
 
     def _make_room(self, launch: ReductionLaunch) -> None:
         """Complete the oldest reductions before ``launch``, or the all-gather after it, allocates memory."""

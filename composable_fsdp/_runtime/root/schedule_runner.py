@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 from composable_fsdp._layout.plan import MessageSizes
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup, unshard_together
-from composable_fsdp._runtime.groups.param_group_gradients import PendingReduction
+from composable_fsdp._runtime.groups.param_group_gradients import ReductionLaunch
 from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
@@ -34,6 +35,7 @@ from composable_fsdp._runtime.schedule.schedule import (
     Gather,
     Hook,
     Keep,
+    Reduce,
     Schedule,
     Shrink,
     Wait,
@@ -41,7 +43,7 @@ from composable_fsdp._runtime.schedule.schedule import (
 from composable_fsdp._runtime.schedule.simulate import fit_computation
 from composable_fsdp._sharding.mesh import axis_names
 
-__all__ = ["ScheduleRunner"]
+__all__ = ["Delayed", "ScheduleRunner"]
 
 _MOST_SCHEDULES = 16
 """The number of compiled schedules to keep: one for each combination of order, options and unsharded groups."""
@@ -68,11 +70,19 @@ BoundAction: TypeAlias = tuple[Callable[["ScheduleRunner", Any], None], Any]
 """A bound action: a method of the runner and its argument. It has no reference to the runner, which owns it."""
 
 
+class Delayed(Enum):
+    """The place of delayed gathers, in the order of launches, beside the reduction of a bucket."""
+
+    BEFORE = "before"
+    AFTER = "after"
+
+
 class Row(NamedTuple):
     """The bound actions of one run of a group in a pass.
 
-    ``waits`` follow ``gathers``, or precede them if ``waits_first``. ``delayed`` gathers follow the reduction of
-    ``bucket``. ``after`` are the actions at the post-forward event; ``None`` for eager ones.
+    ``waits`` follow ``gathers``, or precede them if ``waits_first``. ``delayed`` gathers are launched with the
+    reduction of ``bucket``, at ``place``. Reductions of the buckets before ``held`` are held until that is reduced.
+    ``after`` are the actions at the post-forward event; ``None`` for eager ones.
     """
 
     event: Event
@@ -82,6 +92,8 @@ class Row(NamedTuple):
     after: tuple[BoundAction, ...] | None = None
     delayed: tuple[BoundAction, ...] = ()
     bucket: int = -1
+    place: Delayed = Delayed.AFTER
+    held: int = 0
 
 
 class _Compiled:
@@ -149,14 +161,17 @@ class ScheduleRunner:
         """The forward that the backward last came back to, and the rows of its schedule."""
         self.record = ForwardRecord()
         """The record of the current or last forward."""
-        self._delayed: tuple[FSDPState, Row] | None = None
+        self._delayed: tuple[FSDPState, Row, Any] | None = None
+        """The state whose backward has delayed gathers, their row, and a mark at the begin of that backward."""
+        self._holds: tuple[FSDPState, int] | None = None
+        """The state that backward reached first, and the bucket until which its reductions are held."""
 
     # -- passes
 
     def begin_forward(self, *, unequal_use: bool, leads_to_backward: bool) -> ForwardRecord:
         """Begin a forward. With ``unequal_use``, ranks may run different modules."""
         self._unequal_use = unequal_use
-        self._delayed = None  # left by a backward that failed
+        self._delayed = self._holds = None  # left by a backward that failed
         self._cursor = 0
         self.runs_on_all_ranks = leads_to_backward
         steps = self.seen_steps = self._steps_now
@@ -246,7 +261,7 @@ class ScheduleRunner:
                 self._options(leads_to_backward=True),
                 costs,
                 current=self.settings,
-                is_first=self.choice is None,
+                before=self.choice.seconds if self.choice else None,
                 fixed=set_by_user(self._root),
                 unseen=self._known.unseen,
             )
@@ -262,12 +277,7 @@ class ScheduleRunner:
 
     def _sizes_with(self, settings: ScheduleSettings | None) -> dict[str, MessageSizes]:
         """Return the message sizes of all groups with chosen ``settings``, or without a choice."""
-        sizes = dict.fromkeys(self._states, settings.message_sizes if settings else MessageSizes())
-        ended = [event.group for event in self._known.events if event.hook is Hook.POST_FORWARD]
-        trained = [name for name in ended if self._states[name].group.parameters]
-        if settings and trained and not settings.first_in_buckets:
-            sizes[trained[-1]] = replace(sizes[trained[-1]], grad_buckets=1)
-        return sizes
+        return dict.fromkeys(self._states, settings.message_sizes if settings else MessageSizes())
 
     def fitted(self, costs: Costs, waited: float) -> Costs:
         """Return ``costs`` by which the last steps take as long as they did, each with ``waited`` seconds of waits."""
@@ -370,7 +380,7 @@ class ScheduleRunner:
 
     def end_backward(self) -> None:
         """End the backward, successful or not: no reduction launched from now on has gathers to launch after it."""
-        self._delayed = None
+        self._delayed = self._holds = None
 
     def expected(self, *, is_last_backward: bool, has_barriers: bool) -> Schedule:
         """Return the schedule of the next iteration that trains, or an empty one before the first forward."""
@@ -411,9 +421,9 @@ class ScheduleRunner:
     ) -> None:
         """Perform the pre-backward event of ``state``, which is at ``position`` of ``record``.
 
-        A delayed gather follows the launch of a reduction, early or at the end of backward, and precedes the next one.
-        So the order of collectives is the same on all ranks, whatever parameters each has used. If backward reaches
-        another state first, that state is unsharded when it is needed.
+        A delayed gather is launched beside a reduction, early or at the end of backward, without another one between
+        them. So the order of collectives is the same on all ranks, whatever parameters each has used. If backward
+        reaches another state first, that state is unsharded when it is needed.
 
         Args:
             state: the state that backward has reached.
@@ -422,9 +432,12 @@ class ScheduleRunner:
             reduces_grad_buckets: ``state`` reduces its gradients in buckets, before backward reaches other states.
         """
         row = self._backward_row(state, record, position)
+        if row.held and reduces_grad_buckets:
+            self._holds = state, row.held
         if row.delayed and reduces_grad_buckets:
             self._perform(row)
-            self._delayed = state, row._replace(delayed=self._fitting(row.delayed))
+            row = row._replace(delayed=self._fitting(row.delayed))
+            self._delayed = state, row, self.streams.gather.mark()
         elif row.delayed:
             self._perform(row._replace(gathers=(*row.gathers, *row.delayed)))
         else:
@@ -454,19 +467,33 @@ class ScheduleRunner:
 
     # -- delayed gathers
 
-    def comes_after(self, reduction: PendingReduction) -> bool:
-        """Return whether :meth:`launch_delayed` must follow the launch of ``reduction``."""
+    def delayed_with(self, launch: ReductionLaunch) -> Delayed | None:
+        """Return where to call :meth:`launch_delayed` beside ``launch``, or ``None`` to not call it."""
         if self._delayed is None:
+            return None
+        state, row, _ = self._delayed
+        first = 0 if row.bucket == row.held else row.bucket  # held reductions are launched with this one
+        buckets = range(first, row.bucket + 1)
+        return row.place if any(launch.has(state.group.gradients, bucket) for bucket in buckets) else None
+
+    def holds(self, launch: ReductionLaunch) -> bool:
+        """Return whether ``launch``, of the next gradient bucket of a state, must wait for a later one."""
+        if self._holds is None:
             return False
-        state, row = self._delayed
-        return reduction.has(state.group.gradients, row.bucket)
+        state, until = self._holds
+        return any(launch.has(state.group.gradients, bucket) for bucket in range(until))
 
     def launch_delayed(self) -> None:
-        """Launch the all-gathers that waited for a bucket of gradients."""
+        """Launch the delayed all-gathers.
+
+        They follow the backward of their group in memory only, not in time: no group is freed while that runs.
+        """
         delayed, self._delayed = self._delayed, None
         assert delayed is not None
-        for act, target in delayed[1].delayed:
-            act(self, target)
+        _, row, mark = delayed
+        with self.streams.gather.running_after(mark):
+            for act, target in row.delayed:
+                act(self, target)
 
     # -- reductions
 
@@ -585,9 +612,15 @@ class ScheduleRunner:
                 gathers = tuple(action for action in actions if isinstance(action, Gather))
                 if last is not None and event.hook is Hook.POST_FORWARD:
                     rows[last] = rows[last]._replace(after=tuple(map(self._after, actions)))
-                elif last is not None and gathers:
+                    continue
+                if last is None:
+                    continue
+                if sum(isinstance(action, Reduce) for action in actions) > 1:
+                    rows[last] = rows[last]._replace(held=event.bucket)
+                if gathers:
                     delayed = tuple(self._prefetch_of(gather, "backward", fused) for gather in gathers)
-                    rows[last] = rows[last]._replace(delayed=delayed, bucket=event.bucket)
+                    place = Delayed.BEFORE if isinstance(actions[-1], Reduce) else Delayed.AFTER
+                    rows[last] = rows[last]._replace(delayed=delayed, bucket=event.bucket, place=place)
         return _Compiled(forward, backward[::-1])
 
     def _row(self, event: Event, actions: Sequence[Action], direction: str, fused: _Fused) -> Row:

@@ -23,16 +23,19 @@ class ScheduleSettings:
     Args:
         zero_copy: large parameters have messages of their own (:class:`MessageSizes`).
         grad_buckets: the maximum number of gradient buckets of a group.
-        first_in_buckets: the group that backward reaches first has gradient buckets too. While it computes,
-            activations take the most memory, and messages in flight add to that.
+        held_grad_buckets: the number of gradient buckets of the group that backward reaches first whose reductions are
+            held until the next bucket is ready. While that group computes, activations take the most memory.
         prefetch_limit: the number of groups to prefetch.
+        delay_prefetch: the number of the gradient bucket of a group, from 1, with which backward prefetches; 0 at the
+            begin of the group's backward. Where the host waits, the last bucket but one counts in any case.
         max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
     """
 
     zero_copy: bool = True
     grad_buckets: int = MessageSizes().grad_buckets
-    first_in_buckets: bool = True
+    held_grad_buckets: int = 0
     prefetch_limit: int = PREFETCH_LIMIT
+    delay_prefetch: int = 0
     max_fused_bytes: int = DEFAULT_FUSED_BYTES
 
     @property
@@ -41,20 +44,31 @@ class ScheduleSettings:
 
 
 DEFAULT_SETTINGS = ScheduleSettings()
-_PLAIN = ScheduleSettings(zero_copy=False, grad_buckets=1, first_in_buckets=False, max_fused_bytes=0)
+_PLAIN = ScheduleSettings(zero_copy=False, grad_buckets=1, max_fused_bytes=0)
 """One message per group and direction, as FSDP2 sends them."""
 
-_VALUES: Mapping[str, Sequence[Any]] = {
-    "zero_copy": (True, False),
-    "grad_buckets": (4, 2, 1),
-    "first_in_buckets": (True, False),
-    "prefetch_limit": (1, 2, 3),
-    "max_fused_bytes": (1 << 20, 1 << 23, 1 << 26),
-}
-"""The values that are tried for each setting."""
+_CHANGES: Sequence[Mapping[str, Any]] = (
+    *({"zero_copy": value} for value in (True, False)),
+    *({"grad_buckets": value} for value in (4, 2, 1)),
+    *({"prefetch_limit": value, "delay_prefetch": 0} for value in (1, 2, 3)),
+    *({"max_fused_bytes": value} for value in (1 << 20, 1 << 23, 1 << 26)),
+)
+"""The changes of settings that are tried."""
+
+_CHANGES_ON_STREAMS: Sequence[Mapping[str, Any]] = (
+    *({"held_grad_buckets": value} for value in (0, 1, 3)),
+    *({"prefetch_limit": value, "delay_prefetch": bucket} for value, bucket in ((2, 1), (2, 2), (3, 2))),
+)
+"""Further changes, which do nothing where the host waits for collectives."""
+
+_OPTIONS = "prefetch_limit", "delay_prefetch", "held_grad_buckets", "max_fused_bytes"
+"""The settings that are options of a schedule."""
 
 _HYSTERESIS = 0.02
 """A new choice must shorten the predicted step by this part of its time, since a change rebuilds groups. Estimated."""
+
+_CHANGE = 0.1
+"""If the predicted time of the current settings has changed by this part, the costs are others, and nothing is kept."""
 
 _PRECISION = 0.005
 """The part of a step by which predictions are often wrong, as ``benchmarks/schedule_sweep.py`` prints."""
@@ -67,7 +81,8 @@ class Choice:
     Args:
         settings: the chosen settings.
         seconds: the predicted time of a step.
-        peak_bytes: the predicted maximum of unsharded parameters, messages, and gradients, sharded ones included.
+        peak_bytes: the predicted maximum of unsharded parameters, messages, gradients, sharded ones included, and
+            activations, if their memory is known.
         default_seconds: the predicted time of a step with the settings without costs.
         source: the origin of the costs.
         measured_seconds: the mean time of two steps with these settings on this rank, from the begin of forward to
@@ -108,15 +123,15 @@ def choose(
     costs: Costs,
     *,
     current: ScheduleSettings = DEFAULT_SETTINGS,
-    is_first: bool = True,
+    before: float | None = None,
     fixed: Collection[str] = (),
     unseen: Collection[int] = (),
 ) -> Choice:
     """Return the settings with the shortest predicted step, under a limit of memory.
 
     The limit is the peak of the plain settings, which have a single message per group and direction as FSDP2 has, plus
-    ``options.max_extra_bytes``. One setting is varied at a time, beginning with the current ones and with the plain
-    ones, until no change helps. If the best are hardly faster than the current ones, or than the plain ones, these are
+    ``options.max_extra_bytes``. One change is made at a time, beginning with the current settings and with the
+    plain ones, until none helps. If the best are hardly faster than the current ones, or than the plain ones, these are
     chosen.
 
     Args:
@@ -125,7 +140,8 @@ def choose(
         options: the options of the root. Those that are settings are replaced.
         costs: the table of costs.
         current: the settings in use.
-        is_first: if False, the current settings are kept unless others are clearly faster.
+        before: the time that was predicted for the current settings at the last choice; ``None`` at the first one. If
+            it is about the same now, they are kept unless others are clearly faster.
         fixed: the settings that the user has set, which keep their current values.
         unseen: as for :func:`build`.
     """
@@ -134,8 +150,8 @@ def choose(
 
     def predict(settings: ScheduleSettings) -> Timeline:
         if settings not in known:
-            chosen = {each: getattr(settings, each) for each in ("prefetch_limit", "max_fused_bytes")}
-            specs = specs_of(replace(settings, prefetch_limit=0))
+            chosen = {each: getattr(settings, each) for each in _OPTIONS}
+            specs = specs_of(replace(settings, prefetch_limit=0, delay_prefetch=0, held_grad_buckets=0))
             known[settings] = simulate(build(order, specs, replace(options, **chosen), unseen=unseen), specs, costs)
         return known[settings]
 
@@ -146,16 +162,19 @@ def choose(
 
     def improve(settings: ScheduleSettings) -> ScheduleSettings:
         while True:
-            tried = [replace(settings, **{n: v}) for n, values in _VALUES.items() if n not in fixed for v in values]
+            tried = [replace(settings, **change) for change in changes]
             best = min([settings, *tried], key=rank)
             if rank(best) >= rank(settings):
                 return settings
             settings = best
 
+    tried = _CHANGES if options.host_waits else (*_CHANGES, *_CHANGES_ON_STREAMS)
+    changes = [{name: value for name, value in change.items() if name not in fixed} for change in tried]
     kept = {name: getattr(current, name) for name in fixed}
     default, plain = replace(DEFAULT_SETTINGS, **kept), replace(_PLAIN, **kept)
     best = min((improve(current), improve(plain)), key=rank)
-    margin = _PRECISION if is_first else _HYSTERESIS
+    is_new = before is None or abs(predict(current).seconds - before) > _CHANGE * before
+    margin = _PRECISION if is_new else _HYSTERESIS
     near = [known for known in (current, plain) if rank(known)[0] == rank(best)[0]]
     best = next((known for known in near if (1 - margin) * predict(known).seconds <= predict(best).seconds), best)
     timeline = predict(best)

@@ -40,13 +40,14 @@ __all__ = [
     "Specs",
     "bound_in_flight",
     "build",
-    "delay_prefetch_on_host",
+    "delay_prefetch",
     "delayed_until",
     "eager",
     "fuse_adjacent",
     "fuse_small",
     "fusions",
     "gathered_with",
+    "hold_reductions",
     "is_full",
     "keep_last",
     "prefetch",
@@ -99,7 +100,8 @@ class GroupSpec:
         reduces_grad_buckets: each bucket is reduced as soon as its gradients are ready.
         frees_with_last_gradient: no module needs its parameters once all of its gradients are ready.
         has_nested: its modules contain other groups.
-        can_delay_prefetch: prefetches may follow one of its buckets.
+        can_delay_prefetch: prefetches may be launched with one of its buckets.
+        can_hold: reductions of its first buckets may be held.
         axis: the name of the mesh axis that shards it, and ``ranks`` the number of its ranks.
         replicate_axis: the same of the axis over which it is replicated, with ``replicas`` ranks.
         separate_reduce: its reduce-scatters have a process group of their own, and run beside all-gathers.
@@ -109,7 +111,8 @@ class GroupSpec:
         late_bytes: the part of ``unsharded_bytes`` that is allocated by the wait for the all-gather.
         gradient_messages: the number of messages of the reduction of each bucket; one each by default.
         gradient_memory: the memory of the gradients of each bucket.
-        early_gradient_bytes: the bytes of gradients that precede the backward of nested groups.
+        gradients: index and bytes of each unsharded gradient, by bucket.
+        early_gradients: the indices of the gradients that precede the backward of nested groups.
     """
 
     name: str
@@ -134,6 +137,7 @@ class GroupSpec:
     frees_with_last_gradient: bool = True
     has_nested: bool = False
     can_delay_prefetch: bool = False
+    can_hold: bool = False
     axis: str = ""
     ranks: int = 1
     replicate_axis: str = ""
@@ -145,7 +149,8 @@ class GroupSpec:
     late_bytes: int = 0
     gradient_messages: tuple[int, ...] = ()
     gradient_memory: tuple[GradientMemory, ...] = ()
-    early_gradient_bytes: int = 0
+    gradients: tuple[tuple[tuple[int, int], ...], ...] = ()
+    early_gradients: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,10 @@ class ScheduleOptions:
 
     Args:
         prefetch_limit: the number of groups to prefetch.
+        delay_prefetch: the number of the gradient bucket of a group, from 1, with which backward prefetches: then
+            activations take less memory than at the begin of the group's backward. 0 prefetches there.
+        held_grad_buckets: the gradient buckets of the group that backward reaches first whose reductions are held until
+            the next bucket is ready, for the same reason.
         max_unsharded_bytes: the bound on unsharded parameters for prefetching, in bytes.
         max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
         max_extra_bytes: the bytes by which the peak memory of chosen settings may exceed that of FSDP2's schedule.
@@ -166,6 +175,8 @@ class ScheduleOptions:
     """
 
     prefetch_limit: int = PREFETCH_LIMIT
+    delay_prefetch: int = 0
+    held_grad_buckets: int = 0
     max_unsharded_bytes: int | None = None
     max_fused_bytes: int = DEFAULT_FUSED_BYTES
     max_extra_bytes: int = DEFAULT_EXTRA_BYTES
@@ -212,8 +223,10 @@ def build(
         schedule = fuse_small(schedule, specs, fused)
     schedule = keep_last(schedule, specs, options)
     schedule = prefetch(schedule, specs, options)
-    if options.host_waits:
-        schedule = delay_prefetch_on_host(schedule, specs, options, unseen)
+    if options.held_grad_buckets and not options.host_waits:
+        schedule = hold_reductions(schedule, specs, options)
+    if options.host_waits or options.delay_prefetch:
+        schedule = delay_prefetch(schedule, specs, options, unseen)
     return bound_in_flight(schedule, specs, options)
 
 
@@ -433,13 +446,14 @@ def keep_last(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sch
     """Keep the last groups of forward, which backward needs first.
 
     On streams the device would be idle while the last one is gathered again, and the network while it computes. The
-    others are those that backward would prefetch at once, so they take no more memory when backward begins. Where the
-    host waits, all are freed: the memory peak often comes with the loss.
+    others are those that backward would prefetch at once, so they take no more memory when backward begins. Delayed
+    prefetches come later, so one less is kept. Where the host waits, all are freed: the memory peak often comes with
+    the loss.
     """
     if options.host_waits or not options.leads_to_backward or not options.prefetch_limit:
         return schedule
     begun = [e.group for e, _ in schedule.at(Hook.PRE_FORWARD) if specs[e.group].has_parameters]
-    last = begun[max(0, len(begun) - 1 - options.prefetch_limit) :]
+    last = begun[max(0, len(begun) - options.prefetch_limit - (not options.delay_prefetch)) :]
     steps, held = [], set(schedule.initially_unsharded)
     kept: set[str] = set()
     for event, actions in schedule:
@@ -559,13 +573,14 @@ def _take_gather(steps: Sequence[tuple[Event, list[Action]]], at: int, found: Ga
                 return
 
 
-def delay_prefetch_on_host(
+def delay_prefetch(
     schedule: Schedule, specs: Specs, options: ScheduleOptions, unseen: Collection[int] = ()
 ) -> Schedule:
-    """Move prefetches in backward behind a bucket of the group that computes, where the host waits for collectives.
+    """Move prefetches in backward to the reduction of a bucket of the group that computes.
 
-    The bucket is the last one reduced while the group still computes. So the prefetched parameters share memory with
-    the last bucket only, and have the rest of the group's backward to arrive.
+    On streams the prefetch precedes that reduction, which cannot begin before the bucket is computed. Where the host
+    waits for collectives, it follows the last bucket that is reduced while the group still computes. So the prefetched
+    parameters share memory with the last bucket only, and have the rest of the group's backward to arrive.
     """
     steps = [(event, list(actions)) for event, actions in schedule]
     position = len(schedule.at(Hook.PRE_BACKWARD))
@@ -578,34 +593,60 @@ def delay_prefetch_on_host(
         spec = specs[event.group]
         needed = {spec.name, *spec.owners}
         ahead = [a for a in actions if isinstance(a, Gather) and not needed.intersection(a.groups)]
-        index = delayed_until(spec, _prefetch_targets(schedule, at, specs, options), specs)
+        index = delayed_until(spec, _prefetch_targets(schedule, at, specs, options), specs, options)
         if index is None or not ahead:
             continue
         ready = Event(Hook.GRAD_READY, spec.name, index)
         for later in range(at + 1, len(steps)):
-            if steps[later][0] == ready:
+            reduces = any(isinstance(action, Reduce) for action in steps[later][1])
+            if steps[later][0] == ready and not reduces:  # it is held
+                ready = Event(Hook.GRAD_READY, spec.name, ready.bucket + 1)
+            elif steps[later][0] == ready:
                 steps[at][1][:] = [action for action in actions if action not in ahead]
-                steps[later][1].extend(ahead)
+                place = len(steps[later][1]) if options.host_waits else 0
+                steps[later][1][place:place] = ahead
             if steps[later][0].hook is not Hook.GRAD_READY:
                 break  # the run ends, and an earlier one completes the gradients
     return replace(schedule, steps=tuple(Step(event, tuple(actions)) for event, actions in steps))
 
 
-def delayed_until(spec: GroupSpec, ahead: Sequence[str], specs: Specs) -> int | None:
-    """Return the bucket of ``spec`` to prefetch ``ahead`` after, or ``None`` to prefetch when its backward begins.
+def delayed_until(spec: GroupSpec, ahead: Sequence[str], specs: Specs, options: ScheduleOptions) -> int | None:
+    """Return the bucket of ``spec`` to prefetch ``ahead`` with, or ``None`` to prefetch when its backward begins.
 
-    Less than a bucket of prefetched parameters is not worth the later start. If part of the group is frozen, too few
-    gradients come to make room for.
+    Where the host waits, less than a bucket of prefetched parameters is not worth the later start. If part of the group
+    is frozen, too few gradients come to make room for.
     """
     buckets = len(spec.gradient_bytes)
     if not (spec.can_delay_prefetch and spec.reduces_grad_buckets) or buckets < 2:
         return None
+    if not options.host_waits:
+        return min(options.delay_prefetch, buckets) - 1
     if sum(specs[name].unsharded_bytes for name in ahead) * buckets < spec.full_bytes:
         return None
     return buckets - 2
 
 
 # -- reductions in flight
+
+
+def hold_reductions(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
+    """Move the reductions of the first buckets of the group that backward reaches first to the event of a later one.
+
+    There activations take less memory. Streams run the reductions as soon as their gradients are computed all the same.
+    """
+    steps = [(event, list(actions)) for event, actions in schedule]
+    reached = [event.group for event, _ in schedule.at(Hook.PRE_BACKWARD)]
+    name = reached[0] if reached else ""
+    buckets = [actions for event, actions in steps if event.hook is Hook.GRAD_READY and event.group == name]
+    if not buckets or not (specs[name].can_hold and specs[name].reduces_grad_buckets):
+        return schedule
+    last = min(options.held_grad_buckets, len(buckets) - 1)
+    held = [action for actions in buckets[:last] for action in actions if isinstance(action, Reduce)]
+    for actions in buckets[:last]:
+        actions[:] = [action for action in actions if action not in held]
+    place = next((at for at, action in enumerate(buckets[last]) if isinstance(action, Reduce)), 0)
+    buckets[last][place:place] = held
+    return replace(schedule, steps=tuple(Step(event, tuple(actions)) for event, actions in steps))
 
 
 def bound_in_flight(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:

@@ -7,12 +7,12 @@ stream. Computation runs beside them, and waits where the schedule waits.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
 from composable_fsdp._layout.plan import GradientMemory
-from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
+from composable_fsdp._runtime.schedule.costs import ActivationMemory, CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.passes import GroupSpec, Specs
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
@@ -50,7 +50,8 @@ class Timeline:
     Args:
         spans: the intervals of computation and of collectives, in the order of their launch.
         memory: after each event, the bytes of unsharded parameters, of messages, and of gradients.
-        peaks: the most bytes at any time, also within an event, by the number of groups whose activations are held.
+        peaks: the most bytes at any time, also within an event, activations included. If their memory is not known,
+            the most bytes without them, by the number of groups whose activations are held.
     """
 
     spans: tuple[Span, ...]
@@ -65,7 +66,8 @@ class Timeline:
     def excess_over(self, other: Timeline) -> int:
         """Return the bytes by which the peak can exceed that of ``other``, another schedule of the same model.
 
-        It holds whatever activations take: only times are compared at which ``other`` holds as many of them, or more.
+        If the memory of activations is not known, the number holds whatever they take: only times are compared at which
+        ``other`` holds as many of them, or more.
         """
         excess = own = others = 0
         for here, there in zip(reversed(self.peaks), reversed(other.peaks), strict=True):
@@ -92,7 +94,7 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
         specs: the properties of its groups, by name.
         costs: the costs of its collectives and of its computation.
     """
-    simulation = _Simulation(specs, costs)
+    simulation = _Simulation(specs, costs, _ActivationCurve(costs.activations))
     for name in schedule.initially_unsharded:
         simulation.unshard(name, 0.0)
     events = Counter((event.hook, event.group) for event, _ in schedule)
@@ -100,7 +102,10 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
     memory = []
 
     def share(seconds: Mapping[str, float], event: Event) -> float:
-        return seconds.get(event.group, 0.0) / events[event.hook, event.group]
+        """Return the part of the group's ``seconds`` before ``event``. A bucket counts by its gradients' bytes."""
+        sizes, number = specs[event.group].gradient_bytes, events[event.hook, event.group]
+        part = sizes[event.bucket] / sum(sizes) if event.hook is Hook.GRAD_READY and number > 1 else 1 / number
+        return part * seconds.get(event.group, 0.0)
 
     for event, actions in schedule:
         simulation.hold_activations(event, is_last=last_ready.get(event.group) == event)
@@ -110,11 +115,13 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
         if event.hook is Hook.GRAD_READY:
             simulation.arrive(event, in_buckets=events[event.hook, event.group] > 1)
         for action in actions:
-            simulation.perform(action)
+            simulation.perform(action, simulation.runs_since(action, event, actions[-1]))
         if event.hook is Hook.PRE_FORWARD:
             simulation.compute(event, share(costs.forward, event))
         elif event.hook is Hook.PRE_BACKWARD:
             simulation.arrive_early(event.group)
+            simulation.delayed_from = simulation.now
+            simulation.ready_at.clear()
         memory.append((event, simulation.held))
     return Timeline(tuple(simulation.spans), tuple(memory), tuple(simulation.peaks))
 
@@ -158,20 +165,63 @@ class _Messages:
     late_bytes: int
 
 
+class _ActivationCurve:
+    """The measured memory of activations, up to a point of a backward."""
+
+    def __init__(self, measured: Sequence[ActivationMemory]) -> None:
+        self._of: dict[str, dict[int, int]] = {}
+        """The position of each parameter's gradient in the order of a backward, by group and index."""
+        for position, each in enumerate(measured):
+            self._of.setdefault(each.group, {})[each.parameter] = position
+        self._measured = measured
+        self._passed = -1
+        """The position of the last gradient that was passed."""
+        self.held = 0
+        """The bytes now."""
+
+    def __bool__(self) -> bool:
+        return bool(self._measured)
+
+    def begin_forward(self, group: str) -> None:
+        """Move to the begin of a forward of ``group``, when activations take as much as after its backward."""
+        positions = self._of.get(group)
+        if positions:
+            self.held = self._measured[max(positions.values())].held
+
+    def pass_gradients(self, group: str, gradients: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+        """Move past the gradients of ``group``, in their order, and yield the bytes of each.
+
+        Args:
+            group: the name of the group.
+            gradients: the bytes of each gradient by the index of its parameter.
+
+        Yields:
+            the most bytes of activations before the gradient, and the bytes of the gradient.
+        """
+        positions = self._of.get(group, {})
+        for index in sorted(gradients, key=lambda index: positions.get(index, -1)):
+            peak, position = self.held, positions.get(index, -1)
+            if position > self._passed:
+                peak = max(each.peak for each in self._measured[self._passed + 1 : position + 1])
+                self._passed, self.held = position, self._measured[position].held
+            yield peak, gradients[index]
+
+
 @dataclass
 class _Simulation:
     """The clocks, memory and collectives of a simulated iteration."""
 
     specs: Specs
     costs: Costs
+    curve: _ActivationCurve
     now: float = 0.0
     spans: list[Span] = field(default_factory=list)
     unsharded: dict[str, float] = field(default_factory=dict)
     """The time at which each group that is unsharded or in flight arrives."""
     gathers: dict[str, _Messages] = field(default_factory=dict)
     """The messages of the all-gather of each group that has not been waited for. Fused groups share them."""
-    early: dict[str, int] = field(default_factory=dict)
-    """The bytes of the gradients of each group that have arrived before those of nested groups."""
+    early: set[str] = field(default_factory=set)
+    """The groups of which gradients have arrived before those of nested groups."""
     reductions: deque[tuple[float, GradientMemory]] = field(default_factory=deque)
     """The end of each reduction in flight, and the memory of its gradients."""
     free_from: dict[str, float] = field(default_factory=dict)
@@ -180,6 +230,10 @@ class _Simulation:
     """The bytes of unsharded parameters, of messages, and of gradients."""
     peaks: list[int] = field(default_factory=lambda: [0])
     """The most bytes so far, by the number of groups whose activations are held."""
+    ready_at: dict[int, float] = field(default_factory=dict)
+    """The time at which each gradient bucket of the current group was computed."""
+    delayed_from: float = 0.0
+    """The begin of the current group's backward."""
     activations: int = 0
     """The number of groups whose activations are held."""
     released: set[str] = field(default_factory=set)
@@ -188,11 +242,15 @@ class _Simulation:
     def allocate(self, nbytes: int, *, for_now: int = 0) -> None:
         """Count ``nbytes`` more bytes, and ``for_now`` bytes that are freed at once. A negative number frees."""
         self.held += nbytes
-        self.peaks[self.activations] = max(self.peaks[self.activations], self.held + for_now)
+        held = self.held + for_now + self.curve.held
+        self.peaks[self.activations] = max(self.peaks[self.activations], held)
 
     def hold_activations(self, event: Event, *, is_last: bool) -> None:
         """Count a group whose activations are held since ``event``, or not any more: from its last gradient on."""
-        if event.hook is Hook.PRE_FORWARD and self.specs[event.group].has_parameters:
+        if self.curve:
+            if event.hook is Hook.PRE_FORWARD:
+                self.curve.begin_forward(event.group)
+        elif event.hook is Hook.PRE_FORWARD and self.specs[event.group].has_parameters:
             self.activations += 1
             if len(self.peaks) == self.activations:
                 self.peaks.append(0)
@@ -210,15 +268,30 @@ class _Simulation:
 
     def arrive_early(self, name: str) -> None:
         """Count the gradients of ``name`` that precede the backward of nested groups."""
-        if name not in self.early:
-            self.early[name] = self.specs[name].early_gradient_bytes
-            self.allocate(self.early[name])
+        early = self.specs[name].early_gradients
+        if name not in self.early and early:
+            self.early.add(name)
+            gradients = {index: nbytes for bucket in self.specs[name].gradients for index, nbytes in bucket}
+            self._arrive(name, {index: gradients[index] for index in early if index in gradients})
 
     def arrive(self, event: Event, *, in_buckets: bool) -> None:
         """Count the gradients that are ready at ``event``: one bucket of the group, or all of them."""
-        memory = self.specs[event.group].gradient_memory
-        ready = memory[event.bucket : event.bucket + 1] if in_buckets else memory
-        self.allocate(sum(each.arrived for each in ready) - self.early.pop(event.group, 0))
+        spec = self.specs[event.group]
+        here = slice(event.bucket, event.bucket + 1) if in_buckets else slice(None)
+        if in_buckets:
+            self.ready_at[event.bucket] = self.now
+        gradients = {index: nbytes for bucket in spec.gradients[here] for index, nbytes in bucket}
+        others = sum(memory.arrived for memory in spec.gradient_memory[here]) - sum(gradients.values())
+        if spec.name in self.early:
+            self.early.discard(spec.name)
+            gradients = {index: nbytes for index, nbytes in gradients.items() if index not in spec.early_gradients}
+        self._arrive(spec.name, gradients)
+        self.allocate(others)
+
+    def _arrive(self, group: str, gradients: Mapping[int, int]) -> None:
+        for peak, nbytes in self.curve.pass_gradients(group, gradients):
+            self.peaks[self.activations] = max(self.peaks[self.activations], self.held + peak)
+            self.allocate(nbytes)
 
     def compute(self, label: object, seconds: float) -> None:
         """Compute for ``seconds``."""
@@ -226,11 +299,31 @@ class _Simulation:
             self.spans.append(Span("compute", str(label), self.now, self.now + seconds))
             self.now += seconds
 
-    def perform(self, action: Action) -> None:
-        """Perform ``action`` now."""
+    def runs_since(self, action: Action, event: Event, last: Action) -> float | None:
+        """Return the time from which streams run ``action``, if that is before its launch, which is now.
+
+        They run a delayed gather as if it was launched when the backward of its group began, and held reductions as if
+        they were launched when the last of them was computed.
+
+        Args:
+            action: an action of ``event``.
+            event: the current event.
+            last: the last action of ``event``: a gather follows the reduction where the host waits for collectives.
+        """
+        if event.hook is not Hook.GRAD_READY or not isinstance(last, Reduce):
+            return None
+        if isinstance(action, Gather):
+            return self.delayed_from
+        if not isinstance(action, Reduce) or event.bucket not in self.ready_at:
+            return None
+        group, number = action.buckets[0]
+        return self.ready_at[event.bucket - 1] if group == event.group and number < event.bucket else None
+
+    def perform(self, action: Action, since: float | None = None) -> None:
+        """Perform ``action`` now, or on streams as if it was launched at the time ``since``."""
         match action:
             case Gather(groups):
-                self._gather([self.specs[name] for name in groups], str(action))
+                self._gather([self.specs[name] for name in groups], str(action), self.now if since is None else since)
             case Wait(group):
                 self.now = max(self.now, self.unsharded.get(group, 0.0))
                 self._end_gather(group)
@@ -239,19 +332,19 @@ class _Simulation:
                 if self.unsharded.pop(group, None) is not None and group in self.specs:
                     self.allocate(-self.specs[group].unsharded_bytes)
             case Reduce(buckets):
-                self._reduce([(self.specs[each.group], each.number) for each in buckets], str(action))
+                self._reduce([(self.specs[each.group], each.number) for each in buckets], str(action), since)
             case WaitReduce(count):
                 for _ in range(count):
                     end, memory = self.reductions.popleft()
                     self.now = max(self.now, end)
                     self.allocate(memory.sharded - memory.in_flight)
 
-    def _gather(self, specs: Sequence[GroupSpec], label: str) -> None:
+    def _gather(self, specs: Sequence[GroupSpec], label: str, ready: float) -> None:
         first = specs[0]
         count = _messages(spec.gather_messages for spec in specs)
         nbytes = sum(spec.full_bytes for spec in specs)
         seconds = self._seconds("all_gather", first.axis, nbytes, first.ranks, count)
-        end = self._send("gather", first.axis, label, seconds, self.now)
+        end = self._send("gather", first.axis, label, seconds, ready)
         copied = sum(spec.gather_copied_bytes for spec in specs)
         sent = sum(spec.gather_sent_bytes for spec in specs)
         messages = _Messages(copied + sent, copied, sum(spec.late_bytes for spec in specs))
@@ -269,17 +362,20 @@ class _Simulation:
             self.allocate(-messages.nbytes)
             messages.nbytes = messages.copied_bytes = messages.late_bytes = 0
 
-    def _reduce(self, buckets: Sequence[tuple[GroupSpec, int]], label: str) -> None:
+    def _reduce(self, buckets: Sequence[tuple[GroupSpec, int]], label: str, since: float | None) -> None:
         first = buckets[0][0]
         nbytes = sum(spec.gradient_bytes[number] for spec, number in buckets)
-        self.compute(f"copy in of {label}", self.costs.copy_seconds(nbytes))
+        copying = self.costs.copy_seconds(nbytes)
+        if since is None:
+            self.compute(f"copy in of {label}", copying)
+        ready = self.now if since is None else since + copying  # beside the computation
         memory = [spec.gradient_memory[number] for spec, number in buckets if spec.gradient_memory]
         arrived, launched, in_flight, _ = total = GradientMemory(*map(sum, zip(*memory, strict=True)))
         self.allocate(in_flight - arrived, for_now=max(0, launched - in_flight))
         count = _messages(spec.gradient_messages[number] if spec.gradient_messages else 1 for spec, number in buckets)
         group = f"{first.axis} (reductions)" if first.separate_reduce else first.axis
         seconds = self._seconds("reduce_scatter", first.axis, nbytes, first.ranks, count)
-        end = self._send("reduce", group, label, seconds, self.now)
+        end = self._send("reduce", group, label, seconds, ready)
         if first.replicas > 1:
             axis, shard = first.replicate_axis, nbytes // first.ranks
             seconds = self._seconds("all_reduce", axis, shard, first.replicas)
