@@ -29,10 +29,9 @@ class Drawn:
     leaves: tuple[tuple[int, bool, bool | int | None], ...]
     """For each leaf: its hidden size, a flag to shard it by itself, and ``reshard_after_forward``."""
     around: tuple[int, ...]
-    """The leaves that have their own block, which is also sharded.
-
-    A schedule assumes that the parameters of a block are used before the groups inside it.
-    """
+    """The leaves that have their own block, which is also sharded."""
+    own_last: bool
+    """The parameters of a block are used after the group inside it, not before it."""
     order: tuple[int, ...]
     limit: int
     max_unsharded: int | None
@@ -56,6 +55,7 @@ def models(draw: st.DrawFn) -> Drawn:
     return Drawn(
         leaves,
         tuple(sorted(draw(st.sets(places, max_size=2)))),
+        draw(st.booleans()),
         (*range(len(leaves)), *repeats),
         draw(st.integers(0, 3)),
         draw(st.none() | st.sampled_from([0, 200_000, 5_000_000])),
@@ -98,7 +98,8 @@ def build(drawn: Drawn) -> FSDPModule:
             fully_shard(leaf, mesh=mesh, reshard_after_forward=reshard)
     parts = leaves
     for index in drawn.around:
-        parts[index] = Sequence([nn.Linear(WIDTH, WIDTH), parts[index]], (0, 1))
+        inner = [nn.Linear(WIDTH, WIDTH), parts[index]]
+        parts[index] = Sequence(inner[::-1] if drawn.own_last else inner, (0, 1))
         fully_shard(parts[index], mesh=mesh)
     model = Sequence([nn.Linear(WIDTH, WIDTH), *parts], (0, *(1 + index for index in drawn.order)))
     fully_shard(model, mesh=mesh)

@@ -152,6 +152,12 @@ class GroupSpec:
     gradients: tuple[tuple[tuple[int, int], ...], ...] = ()
     early_gradients: frozenset[int] = frozenset()
 
+    @property
+    def is_ready_before_nested(self) -> bool:
+        """True if all of its gradients are ready before the backward of nested groups."""
+        indices = {index for bucket in self.gradients for index, _ in bucket}
+        return bool(indices) and indices <= self.early_gradients
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
@@ -301,10 +307,13 @@ def _eager_backward(
             positions[spec.name] = position
             actions = unshard(spec, held) if spec.unshard_in_backward else ()
             yield _step(held, Event(Hook.PRE_BACKWARD, spec.name), actions)
+            if spec.is_ready_before_nested and runs[spec.name] == 1:
+                yield from _reduce_steps(spec, held, frees=False, in_buckets=False)
             continue
         is_unseen = positions.get(spec.name) in unseen
         runs_left[spec.name] -= 1
-        if not runs_left[spec.name]:  # the gradients of all runs are complete
+        is_reduced = spec.is_ready_before_nested and runs[spec.name] == 1
+        if not runs_left[spec.name] and not is_reduced:  # the gradients of all runs are complete
             others = unreached or any(specs[name].has_parameters for name in held if name != spec.name)
             frees = is_unseen and not (spec.has_nested and others)
             # In a second run, collectives of other groups come between its buckets.
