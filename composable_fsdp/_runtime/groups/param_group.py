@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from weakref import ref
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._runtime.collectives.wire_bytes import all_gather_wire_bytes, smaller_mesh_wire_bytes
 from composable_fsdp._runtime.groups import profiling
 from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets, shard_parameters
-from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
+from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, gradient_hooks, reduce_together
 from composable_fsdp._runtime.groups.state_machine import (
     HELD_GRADIENTS,
     PARAMETER_TRANSITIONS,
@@ -79,7 +78,7 @@ class ParamGroup:
             axes.device,
             precision,
             offload,
-            _gradient_hooks(self),
+            gradient_hooks(self),
             in_common=is_new,
         )
         self.gradients = ParamGroupGradients(name, self.tensors)
@@ -376,22 +375,3 @@ def unshard_together(groups: Sequence[ParamGroup], streams: CommStreams, label: 
         pending = launch(streams, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
     for group in needed:
         group._begin_gather(pending, streams.gather.name, begin)
-
-
-def _gradient_hooks(group: ParamGroup) -> Callable[[int], Callable[[torch.Tensor], None]]:
-    """Return a function that makes the hooks for gradients of a gradient bucket.
-
-    Hooks reference the group weakly: Python's garbage collector does not see references held by tensor hooks, so a
-    cycle through them would never be freed.
-    """
-    weakly = ref(group)
-
-    def hook_of(grad_bucket: int) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            alive = weakly()
-            if alive is not None:
-                alive.gradients.arrive(grad_bucket)
-
-        return hook
-
-    return hook_of

@@ -8,7 +8,9 @@ of backward. So every rank launches the same reductions in the same order, which
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from operator import attrgetter
+from typing import Any, Protocol, TypeAlias
+from weakref import ref
 
 import torch
 
@@ -30,7 +32,14 @@ from composable_fsdp._runtime.groups.state_machine import (
 )
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, accept_gradients
 
-__all__ = ["AutogradRun", "ParamGroupGradients", "PendingReduction", "ReductionLaunch", "reduce_together"]
+__all__ = [
+    "AutogradRun",
+    "ParamGroupGradients",
+    "PendingReduction",
+    "ReductionLaunch",
+    "gradient_hooks",
+    "reduce_together",
+]
 
 
 class AutogradRun:
@@ -68,8 +77,14 @@ class ParamGroupGradients:
         self.state = GradientState.NONE
         self.run = AutogradRun()
         self._tensors = tensors
+        self.device = tensors.device
+        """The device on which modules compute."""
+        self.is_offloaded = tensors.is_offloaded
+        """True if reduced gradients are moved to another device."""
         self._num_ready = 0
-        """The number of gradients that have arrived since the last reduction or :meth:`hold`."""
+        """The number of gradients that have arrived since the last reduction or :meth:`hold`, and of ``_ahead``."""
+        self._ahead = 0
+        """The number of gradients whose arrival will change nothing else, so that their hooks only count them."""
         self._arrived: list[int] = []
         """The number of unlaunched gradients of each gradient bucket.
 
@@ -95,26 +110,30 @@ class ParamGroupGradients:
         own = parameter.accumulated is not None or parameter.unsharded.grad is not None
         return self.state is GradientState.LOCAL and own
 
-    def arrive(self, grad_bucket: int) -> None:
-        """Handle a new gradient of an unsharded parameter in ``grad_bucket``."""
+    def arrive(self, grad_bucket: int, *, is_nested: bool) -> None:
+        """Handle a new gradient of an unsharded parameter in ``grad_bucket``, except those counted by their hooks.
+
+        With ``is_nested`` it comes from an autograd run inside that of the backward, as reentrant checkpoints have.
+        """
         plan = self._tensors.plan
         if self.state is not GradientState.ARRIVING:
             self._advance(GradientOperation.ACCUMULATE)
             if self._launched == 0:
                 self._arrived = [0] * len(plan.grad_buckets)
-        run = self.run.number
-        # The same test as :attr:`AutogradRun.is_around_another`, without a call per parameter.
-        if run != -1 and run != torch._C._current_graph_task_id():  # a reentrant checkpoint: more gradients may follow
+        if is_nested:  # more gradients may follow
             if grad_bucket < self._launched:
                 self._arrived[grad_bucket] += 1
             return
         self._num_ready += 1
-        self._arrived[grad_bucket] += 1
         if self._num_ready >= plan.num_trainable:
             self._num_ready = 0
             self._advance(GradientOperation.READY)
             self.on_ready()
-        elif plan.in_grad_buckets:
+        elif not plan.in_grad_buckets:
+            self._ahead = plan.num_trainable - 1 - self._num_ready
+            self._num_ready += self._ahead
+        else:
+            self._arrived[grad_bucket] += 1
             grad_bucket = self._next
             if self._arrived[grad_bucket] >= plan.grad_buckets[grad_bucket] and any(
                 plan.grad_buckets[grad_bucket + 1 :]
@@ -192,14 +211,15 @@ class ParamGroupGradients:
             bucket.scatter.roll_back()
 
     def _reset_counters(self) -> None:
-        self._num_ready = self._launched = 0
+        self._num_ready = self._ahead = self._launched = 0
         self._arrived = []
 
     # -- reductions
 
     def take_grad_bucket(self, streams: CommStreams) -> ReductionLaunch:
         """Return the reduction of the next gradient bucket, before the later ones are ready."""
-        self._wait_partial()
+        if self._partial is not None:
+            self._partial.wait()  # the reduction includes its result
         grad_bucket = self._next
         self._launched = grad_bucket + 1
         self._arrived[grad_bucket] = 0
@@ -207,21 +227,17 @@ class ParamGroupGradients:
 
     def take_remaining(self) -> list[int]:
         """Reset the counters and return the unlaunched gradient buckets, late ones last; none without gradients."""
-        self._wait_partial()
-        before = self.state
-        if self._advance(GradientOperation.REDUCE) is before:
-            self._reset_counters()
-            return []
-        grad_buckets = self._tensors.plan.grad_buckets
-        rest = [grad_bucket for grad_bucket in range(self._next, len(grad_buckets)) if grad_buckets[grad_bucket]]
-        rest += [late for late in range(self._launched) if self._arrived[late]]
-        self._reset_counters()
-        return rest
-
-    def _wait_partial(self) -> None:
-        """Wait for a partial reduction, whose result the next one includes."""
         if self._partial is not None:
             self._partial.wait()
+        before, launched, arrived = self.state, self._launched, self._arrived
+        self._reset_counters()
+        self.state = advance(GRADIENT_TRANSITIONS, before, GradientOperation.REDUCE, self.name)
+        if self.state is before:
+            return []
+        rest = [number for number, trainable in enumerate(self._tensors.plan.grad_buckets) if trainable]
+        if launched:
+            rest = [number for number in rest if number >= launched] + [k for k in range(launched) if arrived[k]]
+        return rest
 
     def jobs_of(self, grad_buckets: Sequence[int]) -> list[BucketReduction]:
         """Take the gradients of ``grad_buckets`` and return their reductions."""
@@ -229,14 +245,11 @@ class ParamGroupGradients:
 
     def jobs_with(self, others: Sequence[ParamGroupGradients], fused_buckets: FusedBuckets) -> list[BucketReduction]:
         """Take the gradients of this group and ``others`` and return fused reductions, or none if impossible."""
-        choices = self._settings
-        if self._partial is not None or self.all_reduce_hook is not None or any(o._settings != choices for o in others):
+        if self._partial is not None or self.all_reduce_hook is not None:
+            return []
+        if any(map(_settings_of(self).__ne__, map(_settings_of, others))):
             return []
         return self._jobs(fused_buckets.fuse([self._tensors, *(other._tensors for other in others)]))
-
-    @property
-    def _settings(self) -> tuple[object, ...]:
-        return self.divide_factor, self.sum_only, self.were_summed, self._partial is not None, self.all_reduce_hook
 
     def _jobs(self, buckets: Sequence[ReducibleBucket]) -> list[BucketReduction]:
         jobs = []
@@ -259,20 +272,15 @@ class ParamGroupGradients:
             sum_only=self.sum_only or bucket.plan.gradient_is_encoded,
         )
 
-    def begin_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool, is_last: bool) -> None:
-        """Record the launched reduction ``pending``."""
-        if is_last:
-            self.were_summed = False
-            self._partial = pending if partial else None
+    def begin_last_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool) -> None:
+        """Record the launch of ``pending``, the last reduction of a backward."""
+        self.were_summed = False
+        self._partial = pending if partial else None
 
     def end_reduction(self, *, partial: bool) -> None:
         """Change the state after all reductions of a backward are done."""
-        self._advance(GradientOperation.KEEP if partial else GradientOperation.COMPLETE)
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which modules compute."""
-        return self._tensors.device
+        operation = GradientOperation.KEEP if partial else GradientOperation.COMPLETE
+        self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
 
     @property
     def in_grad_buckets(self) -> bool:
@@ -289,15 +297,45 @@ class ParamGroupGradients:
         own = [bucket for bucket in self._tensors.buckets if bucket.plan.grad_bucket in grad_buckets]
         return reduce_scatter_wire_bytes(own, were_summed=self.were_summed)
 
-    @property
-    def is_offloaded(self) -> bool:
-        """True if reduced gradients are moved to another device than that of the modules."""
-        return self._tensors.is_offloaded
-
-    def _advance(self, operation: GradientOperation) -> GradientState:
+    def _advance(self, operation: GradientOperation) -> None:
         self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
-        return self.state
 
+
+class HasGradients(Protocol):
+    """A parameter group, as the hooks of its gradients refer to it."""
+
+    gradients: ParamGroupGradients
+
+
+def gradient_hooks(group: HasGradients) -> Callable[[int], Callable[[torch.Tensor], None]]:
+    """Return a function that makes the hooks for gradients of a gradient bucket of ``group``.
+
+    Hooks reference the group weakly: Python's garbage collector does not see references held by tensor hooks, so a
+    cycle through them would never be freed.
+    """
+    known = ref(group)
+
+    def hook_of(grad_bucket: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            group = known()
+            if group is None:
+                return
+            gradients = group.gradients
+            run = gradients.run.number  # as :attr:`AutogradRun.is_around_another`, without a call per parameter
+            is_nested = run != -1 and run != torch._C._current_graph_task_id()
+            if gradients._ahead and not is_nested:
+                gradients._ahead -= 1
+            else:
+                gradients.arrive(grad_bucket, is_nested=is_nested)
+
+        return hook
+
+    return hook_of
+
+
+_is_offloaded = attrgetter("is_offloaded")
+_settings_of = attrgetter("divide_factor", "sum_only", "were_summed", "_partial", "all_reduce_hook")
+"""The settings in which gradients that are reduced together must agree."""
 
 GradBucketsByGroup: TypeAlias = Sequence[tuple[ParamGroupGradients, Sequence[int]]]
 """Gradient buckets of some groups that are reduced together."""
@@ -342,6 +380,10 @@ class ReductionLaunch:
         fused_buckets: as for :func:`reduce_together`.
         partial: as for :func:`reduce_together`.
         is_last: True if no gradient bucket of these groups is left in this backward.
+
+    Attributes:
+        nbytes: the gradient bytes, in the dtype of the sum.
+        round_bytes: the gradient bytes of all gradient buckets of these groups.
     """
 
     __slots__ = (
@@ -369,12 +411,11 @@ class ReductionLaunch:
         self.members = [member for member, _ in by_group]
         self._streams, self._fused_buckets = streams, fused_buckets
         self._prepared: list[BucketReduction] | None = None
-        self.nbytes = sum(
-            member.grad_bucket_bytes[grad_bucket] for member, grad_buckets in by_group for grad_bucket in grad_buckets
-        )
-        """The gradient bytes, in the dtype of the sum."""
-        self.round_bytes = sum(sum(member.grad_bucket_bytes) for member in self.members)
-        """The gradient bytes of all gradient buckets of these groups."""
+        self.nbytes = self.round_bytes = 0
+        for member, grad_buckets in by_group:
+            nbytes = member.grad_bucket_bytes
+            self.nbytes += sum(map(nbytes.__getitem__, grad_buckets))
+            self.round_bytes += sum(nbytes)
 
     def has(self, gradients: ParamGroupGradients, grad_bucket: int) -> bool:
         """Return True if ``grad_bucket`` of ``gradients`` is part of the reduction."""
@@ -401,7 +442,8 @@ class ReductionLaunch:
                 moved = member.traffic_of(grad_buckets)
                 stream = self._streams.reduce.name
                 trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
-            member.begin_reduction(pending, partial=self.partial, is_last=self.is_last)
+            if self.is_last:
+                member.begin_last_reduction(pending, partial=self.partial)
         return PendingReduction(self, pending)
 
     def _jobs(self) -> list[BucketReduction]:
@@ -429,7 +471,7 @@ class PendingReduction:
     def complete(self) -> None:
         """Wait, and set the sharded gradients; a partial reduction keeps its sums instead."""
         launch = self.launch
-        offloaded = any(member.is_offloaded for member in launch.members)
+        offloaded = any(map(_is_offloaded, launch.members))
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
         for bucket in reduced:
             accept_gradients(bucket.parameters, bucket.gradients)

@@ -36,7 +36,9 @@ class ReductionQueue:
         """States whose gradients are complete and wait for those of their fusion."""
         self._fused_buckets = FusedBuckets()
         self._fusions: dict[FSDPState, Sequence[FSDPState]] = {}
-        """The fused reductions of this backward, by state. Found once, because it takes a look at every member."""
+        """The fused reductions, by state. Kept because finding one takes a look at every member."""
+        self._fusions_of: object = None
+        """The fusions and the version of the schedule's options that ``_fusions`` belong to."""
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
         self._held: list[tuple[ReductionLaunch, Any]] = []
@@ -46,7 +48,9 @@ class ReductionQueue:
     def begin_backward(self) -> None:
         """Read the limits that the user has set."""
         self._limit = self._runner.max_reductions
-        self._fusions.clear()
+        if self._fusions_of != self._runner.fusions:
+            self._fusions_of = self._runner.fusions
+            self._fusions.clear()
 
     def reduce_grad_bucket(self, state: FSDPState) -> None:
         """Launch or hold the reduction of the next gradient bucket of ``state``, which is complete."""

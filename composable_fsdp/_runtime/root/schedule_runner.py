@@ -502,6 +502,11 @@ class ScheduleRunner:
         """The number of reductions in flight, or ``None`` to limit their bytes instead."""
         return self._options(leads_to_backward=True).max_reductions
 
+    @property
+    def fusions(self) -> tuple[_Fused, int]:
+        """The fusions of the current or last forward that all ranks ran, and the version of options and plans."""
+        return self._fused, self._version
+
     def fusion_of(self, state: FSDPState) -> tuple[FSDPState, ...]:
         """Return the states whose collectives are fused with those of ``state``, itself included."""
         return tuple(self._states[name] for name in self._fused.get(state.group.name, ()))
