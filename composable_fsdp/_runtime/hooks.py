@@ -393,7 +393,7 @@ def _nodes_of(output: Any) -> tuple[set[Any], AbstractSet[Any]]:
     """
     nodes: set[Any] = set()
     bases: AbstractSet[Any] = _NO_NODES
-    for tensor in tensors_in(output):
+    for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.requires_grad:
             nodes.add(tensor.grad_fn)
             base = tensor._base

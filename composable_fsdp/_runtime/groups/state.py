@@ -189,11 +189,6 @@ class ForwardCall:
     """The number of the backward in which a gradient last reached an output of this call."""
 
     @property
-    def run(self) -> ForwardCall:
-        """The first call of the run."""
-        return self.first or self
-
-    @property
     def name(self) -> str:
         """The name of the group, for labels."""
         return self.state.group.name
@@ -218,26 +213,25 @@ class ForwardCall:
 
     def end_unseen(self) -> None:
         """Note that no hook will report the gradients of this call's inputs."""
-        run = self.run
+        run = self.first or self
         run.ends_unseen = True
         run.record.unseen.add(run.position)
 
     def await_inputs(self) -> None:
         """Note that a hook will report the gradients of this call's inputs."""
-        self.run.awaited += 1
+        (self.first or self).awaited += 1
         self.awaits = True
         if not self.is_recomputed:
             self.open()
 
     def open(self) -> None:
         """Mark the gradients of the state as incomplete until backward has reached this call's inputs."""
-        if self.awaits and not self.is_open:
-            self.is_open = True
-            self.state.open_calls += 1
+        self.is_open = True
+        self.state.open_calls += 1
 
     def close(self) -> None:
         """Note that backward has reached the inputs."""
-        self.run.awaited -= 1
+        (self.first or self).awaited -= 1
         if self.is_open:
             self.is_open = False
             self.state.open_calls -= 1

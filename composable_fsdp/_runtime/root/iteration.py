@@ -29,7 +29,7 @@ from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._memory.streams import CommStreams, Work
 from composable_fsdp._runtime.groups import profiling
 from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.state import Accumulation, BoundActions, ForwardCall, FSDPState, alive
+from composable_fsdp._runtime.groups.state import Accumulation, ForwardCall, FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import (
     HELD_GRADIENTS,
     LOCAL_GRADIENTS,
@@ -156,10 +156,10 @@ class Iteration:
 
     def pre_forward(self, state: FSDPState) -> None:
         """Run the actions for the pre-forward of a module of ``state``."""
-        self._check_alive(state)
-        if state.run is not None:
-            return  # another module of the same group ran before
-        self._run(Hook.PRE_FORWARD, state)
+        if state is self._outermost or self._pass is Pass.BACKWARD:
+            self._check_alive(state)
+        if state.run is None:  # else another module of the same group ran before
+            self._run(Hook.PRE_FORWARD, state)
 
     def post_forward(self, call: ForwardCall, module: nn.Module) -> bool:
         """Run the actions for the post-forward of ``module``. Return whether a backward may come back to ``call``."""
@@ -371,12 +371,13 @@ class Iteration:
 
         After the outermost one end the forward.
         """
-        state, run, leads_to_backward = call.state, call.run, self._leads_to_backward
+        state, run, leads_to_backward = call.state, call.first or call, self._leads_to_backward
         if self._unused_modules is not None:
             self._unused_modules.end(state)
         if not run.is_recorded:
             run.is_recorded = True
-            run.position = self._record_end(state, leads_to_backward=leads_to_backward)
+            comes_back = leads_to_backward and bool(state.group.tensors.parameters)
+            run.position = self._record.end(state.group.post_forward_event, leads_to_backward=comes_back)
             if run.position >= 0:
                 run.record = self._record
                 self._backward.count(state, self._record)
@@ -384,20 +385,16 @@ class Iteration:
         if run.remaining and not is_outermost:
             return
         state.run = None
-        self._reshard_after_forward(state, run.after, leads_to_backward=leads_to_backward)
+        self._runner.after_forward(state, run.after, leads_to_backward=leads_to_backward)
         if is_outermost:
             self._run(Hook.END_FORWARD, state)
-
-    def _record_end(self, state: FSDPState, *, leads_to_backward: bool) -> int:
-        """Record the end of a run of ``state``. Return its position, or -1 if no backward comes back to it."""
-        leads_to_backward = leads_to_backward and bool(state.group.tensors.parameters)
-        return self._record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
 
     def end_skipped(self, state: FSDPState) -> None:
         """Do the work of the post-forward hook for a state that only other ranks may run."""
         leads_to_backward = self._leads_to_backward
-        self._record_end(state, leads_to_backward=leads_to_backward)
-        self._reshard_after_forward(state, None, leads_to_backward=leads_to_backward)
+        comes_back = leads_to_backward and bool(state.group.tensors.parameters)
+        self._record.end(state.group.post_forward_event, leads_to_backward=comes_back)
+        self._runner.after_forward(state, None, leads_to_backward=leads_to_backward)
 
     def gather_in_forward(self, state: FSDPState) -> None:
         """Unshard ``state``, as the pre-forward hook does."""
@@ -418,13 +415,7 @@ class Iteration:
         """Do the work of the pre-backward hook for ``state``, which ended its forward at ``position`` of ``record``."""
         self._backward.reached.add(state)
         if state.unshard_in_backward:
-            self._runner.in_backward(state, record, position, reduces_grad_buckets=False)
-
-    def _reshard_after_forward(self, state: FSDPState, after: BoundActions | None, *, leads_to_backward: bool) -> None:
-        """Perform the scheduled actions ``after`` a forward of ``state``, or eager ones."""
-        if leads_to_backward is not self._grad_mode:
-            after = None  # the schedule is for the grad mode of the outermost forward
-        self._runner.after_forward(state, after, leads_to_backward=leads_to_backward)
+            self._runner.in_backward(state, record, position)
 
     def _end_forward(self, outermost: FSDPState) -> None:
         if self._unused_modules is not None:
@@ -436,7 +427,7 @@ class Iteration:
         for other in self.states.values():
             if other.run is not None:  # some modules of the group did not run
                 other.run = None
-                self._reshard_after_forward(other, None, leads_to_backward=self._leads_to_backward)
+                self._runner.after_forward(other, None, leads_to_backward=self._leads_to_backward)
         self._runner.end_forward()
 
     def _begin_backward(self, _: object) -> None:
@@ -451,7 +442,7 @@ class Iteration:
 
     def _enter_backward(self, call: ForwardCall) -> None:
         """Unshard the group of ``call``."""
-        state, run = call.state, call.run
+        state, run = call.state, call.first or call
         self._passes.reach(state)
         self._backward.enter(call)
         if state.version_check is not None and run.seen is not None:
@@ -459,18 +450,18 @@ class Iteration:
         if self._unused_modules is not None and state.group.parameters:
             self._unused_modules.reach(run.record, run.position, self._backward.number, state)
         if state.unshard_in_backward:
-            grad_buckets = not run.ends_unseen and self._reduces_grad_buckets(state)
-            self._runner.in_backward(state, run.record, run.position, reduces_grad_buckets=grad_buckets)
+            reduces_grad_buckets = None if run.ends_unseen else self._reduces_grad_buckets
+            self._runner.in_backward(state, run.record, run.position, reduces_grad_buckets)
 
     def _leave_backward(self, call: ForwardCall) -> None:
         """Reduce the gradients of the group of ``call`` and reshard it, unless another call still needs it."""
-        state = call.state
+        state, run = call.state, call.first or call
         self._backward.leave(call)
-        if call.run.ends_unseen:
+        if run.ends_unseen:
             return  # the hook for the last gradient, or for the end of backward, comes later
         if state.open_calls <= 0 and self._unused_modules is None and not self._reductions.is_waiting(state):
             self.reduce_gradients(state)
-        if call.run.awaited <= 0:
+        if run.awaited <= 0:
             for done in (state, *state.owner_states):
                 if done.reshard_after_backward and not done.user_states:
                     done.group.reshard()

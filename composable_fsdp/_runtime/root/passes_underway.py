@@ -115,8 +115,9 @@ class Backward:
     def enter(self, call: ForwardCall) -> None:
         """Note that a gradient reached an output of ``call``."""
         call.entered = self.number
-        call.open()
-        self._reached_forwards.add(call.run.record)
+        if call.awaits and not call.is_open:
+            call.open()
+        self._reached_forwards.add((call.first or call).record)
         self.reached.add(call.state)
         if call.state.owner_states:
             self.reached.update(call.state.owner_states)

@@ -80,14 +80,15 @@ class Delayed(Enum):
 class Row(NamedTuple):
     """The bound actions of one run of a group in a pass.
 
-    ``waits`` follow ``gathers``, or precede them if ``waits_first``. ``delayed`` gathers are launched with the
-    reduction of ``bucket``, at ``place``. Reductions of the buckets before ``held`` are held until that is reduced.
+    ``waits`` are groups to wait for, each with the gather to launch first if it is sharded against expectation. They
+    follow ``gathers``, or precede them if ``waits_first``. ``delayed`` gathers are launched with the reduction of
+    ``bucket``, at ``place``. Reductions of the buckets before ``held`` are held until that is reduced.
     ``after`` are the actions at the post-forward event; ``None`` for eager ones.
     """
 
     event: Event
     gathers: tuple[BoundAction, ...] = ()
-    waits: tuple[BoundAction, ...] = ()
+    waits: tuple[tuple[ParamGroup, BoundAction], ...] = ()
     waits_first: bool = False
     after: tuple[BoundAction, ...] | None = None
     delayed: tuple[BoundAction, ...] = ()
@@ -130,6 +131,8 @@ class ScheduleRunner:
         Any other forward may run on some ranks only, so it must not influence later launches.
         """
         self._unequal_use = False
+        self._leads_to_backward = True
+        """The grad mode of the outermost module's forward."""
         self._known = ForwardRecord()
         """The record of the last forward that all ranks ran."""
         self._version = -1
@@ -170,7 +173,7 @@ class ScheduleRunner:
 
     def begin_forward(self, *, unequal_use: bool, leads_to_backward: bool) -> ForwardRecord:
         """Begin a forward. With ``unequal_use``, ranks may run different modules."""
-        self._unequal_use = unequal_use
+        self._unequal_use, self._leads_to_backward = unequal_use, leads_to_backward
         self._delayed = self._holds = None  # left by a backward that failed
         self._cursor = 0
         self.runs_on_all_ranks = leads_to_backward
@@ -417,7 +420,11 @@ class ScheduleRunner:
         return self._eager_row(state, Hook.PRE_FORWARD)
 
     def in_backward(
-        self, state: FSDPState, record: ForwardRecord, position: int, *, reduces_grad_buckets: bool
+        self,
+        state: FSDPState,
+        record: ForwardRecord,
+        position: int,
+        reduces_grad_buckets: Callable[[FSDPState], bool] | None = None,
     ) -> None:
         """Perform the pre-backward event of ``state``, which is at ``position`` of ``record``.
 
@@ -429,12 +436,17 @@ class ScheduleRunner:
             state: the state that backward has reached.
             record: the record of its forward.
             position: that of ``state`` in ``record``.
-            reduces_grad_buckets: ``state`` reduces its gradients in buckets, before backward reaches other states.
+            reduces_grad_buckets: returns whether ``state`` reduces its gradients in buckets, before backward reaches
+                other states; ``None`` if it does not.
         """
         row = self._backward_row(state, record, position)
-        if row.held and reduces_grad_buckets:
+        if not row.delayed and not row.held:
+            self._perform(row)
+            return
+        in_buckets = reduces_grad_buckets is not None and reduces_grad_buckets(state)
+        if row.held and in_buckets:
             self._holds = state, row.held
-        if row.delayed and reduces_grad_buckets:
+        if row.delayed and in_buckets:
             self._perform(row)
             row = row._replace(delayed=self._fitting(row.delayed))
             self._delayed = state, row, self.streams.gather.mark()
@@ -459,8 +471,11 @@ class ScheduleRunner:
         self._perform(row._replace(gathers=()))
 
     def after_forward(self, state: FSDPState, after: Sequence[BoundAction] | None, *, leads_to_backward: bool) -> None:
-        """Perform the post-forward event of ``state``: the actions ``after``, or without them eager ones."""
-        if after is None:
+        """Perform the post-forward event of ``state``: the actions ``after``, or eager ones.
+
+        They are eager without ``after``, and in another grad mode than that of the outermost module's forward.
+        """
+        if after is None or leads_to_backward is not self._leads_to_backward:
             after = self._eager_row(state, Hook.POST_FORWARD, leads_to_backward=leads_to_backward).after or ()
         for act, target in after:
             act(self, target)
@@ -516,15 +531,18 @@ class ScheduleRunner:
     def _perform(self, row: Row) -> None:
         gathers, waits = row.gathers, row.waits
         if row.waits_first:
-            missing = [gather for _, (group, gather) in waits if group.parameter_state not in UNSHARD_STARTED]
+            missing = [gather for group, gather in waits if group.parameter_state not in UNSHARD_STARTED]
             if not missing:
-                gathers, waits = waits, gathers
-            else:  # the schedule expected them to be in flight
-                gathers = (*missing, *gathers)
+                for group, _ in waits:
+                    group.wait()
+                waits = ()
+            gathers = (*missing, *gathers)  # the schedule expected the missing ones to be in flight
         for act, target in gathers:
             act(self, target)
-        for act, target in waits:
-            act(self, target)
+        for group, (act, target) in waits:
+            if group.parameter_state not in UNSHARD_STARTED:
+                act(self, target)
+            group.wait()
 
     def _gather(self, target: tuple[Sequence[ParamGroup], str]) -> None:
         groups, label = target
@@ -540,12 +558,6 @@ class ScheduleRunner:
         state = known()
         if state is not None:
             self._gather(((state.group,), label))
-
-    def _wait(self, target: tuple[ParamGroup, BoundAction]) -> None:
-        group, (gather, missing) = target
-        if group.parameter_state not in UNSHARD_STARTED:
-            gather(self, missing)
-        group.wait()
 
     def _free(self, state: FSDPState) -> None:
         if not state.is_in_use:
@@ -654,12 +666,12 @@ class ScheduleRunner:
             return launch
         return ScheduleRunner._gather_if_it_fits, ([self._setup.specs[name] for name in action.groups], launch)
 
-    def _wait_of(self, action: Wait, direction: str, fused: _Fused) -> BoundAction:
-        """Return the call for ``action``, which gathers the group first if it is sharded against expectation."""
+    def _wait_of(self, action: Wait, direction: str, fused: _Fused) -> tuple[ParamGroup, BoundAction]:
+        """Return the group of ``action``, and the gather to launch first if it is sharded against expectation."""
         spec = self._setup.specs[action.group]
         names = passes.gathered_with(spec, self._setup.specs, fused, in_backward=direction == "backward")
         gather = self._launch_of(Gather(names), direction, fused)
-        return ScheduleRunner._wait, (self._state(action.group).group, gather)
+        return self._state(action.group).group, gather
 
     def _state(self, name: str) -> FSDPState:
         """Return the state called ``name``, of this root or an owner of tied weights, which its users keep alive."""
