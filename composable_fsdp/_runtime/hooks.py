@@ -122,13 +122,14 @@ def hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        if is_being_called(state_of(self)):
-            try:
-                return original(self, *args, **kwargs)
-            except RuntimeError as error:
-                explain(error)
-                raise
-        return _call_as_forward(state_of(self), self, functools.partial(original, self), args, kwargs)
+        state = state_of(self)
+        if not is_being_called(state):
+            return _call_as_forward(state, self, functools.partial(original, self), args, kwargs)
+        try:
+            return original(self, *args, **kwargs)
+        except RuntimeError as error:
+            explain(error)
+            raise
 
     return forward
 
@@ -154,9 +155,10 @@ def is_being_called(state: FSDPState) -> bool:
     calls = state.calls_under_way
     if not calls or calls[-1].thread != threading.get_ident():
         return False
-    running: FrameType | None = sys._getframe()
+    caller = calls[-1].caller
+    running: FrameType | None = sys._getframe(1)
     while running is not None:
-        if running is calls[-1].caller:
+        if running is caller:
             return True
         running = running.f_back
     calls.clear()

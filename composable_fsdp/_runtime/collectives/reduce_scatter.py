@@ -136,6 +136,7 @@ class BucketReduceScatter:
         self._has_empty = any(shards.numel == 0 for shards in layout.shards)
         self._shapes = [shards.shard_shape(rank) for shards in layout.shards]
         """The shapes of this rank's shards of the gradients."""
+        self._not_vectors = [(k, shape) for k, shape in enumerate(self._shapes) if len(shape) != 1]
         ends = [offset + prod(shape) for offset, shape in zip(layout.output.offsets, self._shapes, strict=True)]
         self._gradient_span = (min(layout.output.offsets, default=0), max(ends, default=0))
         """Bounds of the gradients in the output. It has no gaps if its length is the gradients' total size."""
@@ -194,7 +195,9 @@ class BucketReduceScatter:
             return None
         message = self.pgs.scatter.allocate(num_shards * layout.packed_numel, dtype, self.device)
         self._fill(gradients, present, message.view(num_shards, layout.packed_numel))
-        for k in layout.packed:
+        if len(layout.packed) == len(gradients):
+            gradients.clear()
+        for k in layout.packed if gradients else ():
             gradients[k] = None
         return divide(message, reduction.pre_divide)
 
@@ -393,9 +396,12 @@ class BucketReduceScatter:
             flat = host.copy_(flat, non_blocking=True)
         # As strided views, vectors take three times as long. Nothing else uses ``flat`` or its version counter.
         parts = torch.unsafe_split_with_sizes(flat, self._widths)
-        members, pieces, shapes = self._members, self._pieces, self._shapes
-        shards = [parts[pieces[k]] if len(shapes[k]) == 1 else parts[pieces[k]].view(shapes[k]) for k in present]
-        return ReducedBucket([members[k] for k in present], shards)
+        shards = list(map(parts.__getitem__, self._pieces))
+        for k, shape in self._not_vectors:
+            shards[k] = shards[k].view(shape)
+        if len(present) == len(shards):
+            return ReducedBucket(self._members, shards)
+        return ReducedBucket([self._members[k] for k in present], [shards[k] for k in present])
 
     def _present_anywhere(self, scatter: ReduceScatterBuffers) -> Sequence[int]:
         """Return the parameters that get a gradient: those with one on any rank, or all if ranks may skip modules.

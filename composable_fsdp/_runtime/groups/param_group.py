@@ -236,9 +236,7 @@ class ParamGroup:
         self._pending_gather, self._may_be_written = pending, False
         for pgs in self.process_groups:
             pgs.awaits_epoch_end = pgs.shared_memory is not None
-        self.parameter_state = advance(
-            PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name
-        )
+        self.advance(ParameterOperation.UNSHARD)
         if trace.listeners:
             self._note_memory()
             smaller = self.process_groups[0].smaller

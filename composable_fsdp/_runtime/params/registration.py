@@ -144,7 +144,7 @@ class Registration:
                 all(map(is_, map(_local_tensor, self._sharded), self._locals))
                 and list(map(_requires_grad, self._sharded)) == self._trainable
                 and all(map(is_, registered, self._shown))
-                and all(map(is_, map(_storage, self._stored), self._storages))
+                and list(map(_storage, self._stored)) == self._storages  # compares identities first
             )
 
     @property

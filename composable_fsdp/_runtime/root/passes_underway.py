@@ -124,7 +124,8 @@ class Backward:
 
     def leave(self, call: ForwardCall) -> None:
         """Note that the gradients of ``call``'s inputs are complete."""
-        if not self.was_seen(call.state):  # if its output is its input, the output's hook follows at once
+        # If a call's output is its input, the output's hook follows at once.
+        if call.state not in self.reached and not self.was_seen(call.state):
             self._unseen_exits.append(call)
         call.close()
 

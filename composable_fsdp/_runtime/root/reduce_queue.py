@@ -72,7 +72,9 @@ class ReductionQueue:
         if state.accumulation is Accumulation.UNSHARDED:
             gradients.hold()
             return
-        fusion, partial = self._fusion_of(state), False
+        fusion, partial = self._fusions.get(state), False
+        if fusion is None:
+            fusion = self._find_fusion(state)
         if alone or state not in fusion:
             together, partial = [gradients], state.keeps_partial
         else:
@@ -87,13 +89,11 @@ class ReductionQueue:
         for launch in reduce_together(together, self.streams, self._fused_buckets, partial=partial):
             self._run(launch)
 
-    def _fusion_of(self, state: FSDPState) -> Sequence[FSDPState]:
-        """Return the states whose reductions are fused with those of ``state`` in this backward."""
-        fusion = self._fusions.get(state)
-        if fusion is None:
-            members = self._runner.fusion_of(state)
-            fusion = [each for each in members if _can_fuse(each)]
-            self._fusions.update(dict.fromkeys((state, *members), fusion))
+    def _find_fusion(self, state: FSDPState) -> Sequence[FSDPState]:
+        """Return and note the states whose reductions are fused with those of ``state`` in this backward."""
+        members = self._runner.fusion_of(state)
+        fusion = [each for each in members if _can_fuse(each)]
+        self._fusions.update(dict.fromkeys((state, *members), fusion))
         return fusion
 
     def is_waiting(self, state: FSDPState) -> bool:

@@ -529,20 +529,22 @@ class ScheduleRunner:
     # -- actions
 
     def _perform(self, row: Row) -> None:
-        gathers, waits = row.gathers, row.waits
-        if row.waits_first:
-            missing = [gather for group, gather in waits if group.parameter_state not in UNSHARD_STARTED]
-            if not missing:
-                for group, _ in waits:
-                    group.wait()
-                waits = ()
-            gathers = (*missing, *gathers)  # the schedule expected the missing ones to be in flight
-        for act, target in gathers:
+        waits_first = row.waits_first
+        if waits_first:
+            for group, (act, target) in row.waits:
+                if group.parameter_state not in UNSHARD_STARTED:  # the schedule expected it to be in flight
+                    act(self, target)
+                    waits_first = False
+        if waits_first:
+            for group, _ in row.waits:
+                group.wait()
+        for act, target in row.gathers:
             act(self, target)
-        for group, (act, target) in waits:
-            if group.parameter_state not in UNSHARD_STARTED:
-                act(self, target)
-            group.wait()
+        if not waits_first:
+            for group, (act, target) in row.waits:
+                if group.parameter_state not in UNSHARD_STARTED:
+                    act(self, target)
+                group.wait()
 
     def _gather(self, target: tuple[Sequence[ParamGroup], str]) -> None:
         groups, label = target
