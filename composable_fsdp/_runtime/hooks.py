@@ -297,7 +297,7 @@ class _InputMap:
             mapped = mapped.to(self._dtype)
         if self._watched is not None and mapped.requires_grad:
             mapped = mapped.view_as(mapped) if mapped is tensor else mapped
-            self._watched.append(InputView(mapped, mapped._version))
+            self._watched.append((mapped, mapped._version))
         self._mapped[id(tensor)] = mapped
         return mapped
 

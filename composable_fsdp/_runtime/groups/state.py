@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -117,16 +117,11 @@ class PassHooks(Protocol):
     def drain_before_changes(self) -> None: ...
 
 
-class InputView(NamedTuple):
-    """A view, made for one call, of an input that needs a gradient.
+InputView: TypeAlias = tuple[torch.Tensor, int]
+"""A view, made for one call, of an input that needs a gradient, and its version when it was made.
 
-    A hook on its node costs half as much as a hook on the tensor.
-    """
-
-    view: torch.Tensor
-    version: int
-    """The version of the view when it was made. An in-place change gives the view another node."""
-
+A hook on its node costs half as much as a hook on the tensor. An in-place change gives the view another node.
+"""
 
 _NO_RECORD = ForwardRecord()
 """The record of calls to which no backward comes back. Nothing is written to it."""

@@ -274,18 +274,18 @@ class Iteration:
         self._backward.forget_before_step()
         self.commit_residuals(begins_forward=True)
         self.drain_before_changes()
-        self._choose_settings()
+        unequal_use = any(u.unequal_use for u in self.states.values())
+        self._choose_settings(unequal_use=unequal_use)
         self._grad_mode = torch.is_grad_enabled()
-        self._unused_modules = UnusedModules(self, state) if any(u.unequal_use for u in self.states.values()) else None
-        unequal_use = self._unused_modules is not None
+        self._unused_modules = UnusedModules(self, state) if unequal_use else None
         self._record = self._runner.begin_forward(unequal_use=unequal_use, leads_to_backward=self._grad_mode)
 
-    def _choose_settings(self) -> None:
+    def _choose_settings(self, *, unequal_use: bool) -> None:
         """Choose the settings of the schedule by the costs, if they have changed and nothing is under way.
 
         Only a forward of the root that gathers some group does so: others may run on some ranks only.
         """
-        if any(state.unequal_use for state in self.states.values()):
+        if unequal_use:
             self._calibration = None
             return
         if not torch.is_grad_enabled() or self._outermost is not self.root or not self._runner.will_gather():

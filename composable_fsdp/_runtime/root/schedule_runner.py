@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
@@ -52,6 +53,9 @@ _Fused: TypeAlias = Mapping[str, tuple[str, ...]]
 """The groups of each fusion, by each of its groups."""
 
 _UNFUSED: _Fused = {}
+
+_settings_version = attrgetter("settings_version")
+_plan_version = attrgetter("group.tensors.plan_version")
 
 
 class _Setup(NamedTuple):
@@ -182,7 +186,7 @@ class ScheduleRunner:
         for name, state in self._states.items():
             if state.kept_version is not None:
                 self._drop_stale(state, steps)
-            if state.group.is_gathered:
+            if state.group.parameter_state in UNSHARD_STARTED:
                 unsharded.append(name)
         self._refresh_options()
         candidate = self._candidate_fusions()
@@ -292,7 +296,7 @@ class ScheduleRunner:
     def _versions(self) -> int:
         foreign = self._setup.foreign
         states = [*self._states.values(), *alive(tuple(foreign.values()))] if foreign else self._states.values()
-        return sum(state.settings_version + state.group.tensors.plan_version for state in states)
+        return sum(map(_settings_version, states)) + sum(map(_plan_version, states))
 
     def _candidate_fusions(self) -> _Fused:
         if self._candidate_for != (self._setup, self._known.events):

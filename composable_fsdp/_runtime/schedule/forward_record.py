@@ -52,15 +52,20 @@ class ForwardRecord:
         if not self._without_backward:
             return self.events
         dropped = set(self._without_backward)
-        begun: dict[str, list[int]] = {}
+        begun: dict[str, list[int]] = {self.events[index].group: [] for index in dropped}
         for index, (hook, group, _) in enumerate(self.events):
+            if group not in begun:
+                continue
             if hook is Hook.PRE_FORWARD:
-                begun.setdefault(group, []).append(index)
+                begun[group].append(index)
             else:
                 start = begun[group].pop()
                 if index in dropped:
                     dropped.add(start)
-        return [event for index, event in enumerate(self.events) if index not in dropped]
+        events = self.events.copy()
+        for index in sorted(dropped, reverse=True):
+            del events[index]
+        return events
 
     def reach(self, position: int, backward: int) -> range:
         """Return the later positions that backward number ``backward`` has not reached yet, last first.
