@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 
+_current_run = torch._C._current_graph_task_id
+
+
 class AutogradRun:
     """The current autograd run, shared by all groups of a root.
 
@@ -57,7 +60,7 @@ class AutogradRun:
     @property
     def is_around_another(self) -> bool:
         """True while autograd runs another backward inside this one, as reentrant checkpoints do."""
-        return self.number != -1 and self.number != torch._C._current_graph_task_id()  # a tuple doubles the cost
+        return self.number != -1 and self.number != _current_run()  # a tuple doubles the cost
 
 
 class ParamGroupGradients:
@@ -322,7 +325,7 @@ def gradient_hooks(group: HasGradients) -> Callable[[int], Callable[[torch.Tenso
                 return
             gradients = group.gradients
             run = gradients.run.number  # as :attr:`AutogradRun.is_around_another`, without a call per parameter
-            is_nested = run != -1 and run != torch._C._current_graph_task_id()
+            is_nested = run != -1 and run != _current_run()
             if gradients._ahead and not is_nested:
                 gradients._ahead -= 1
             else:

@@ -199,12 +199,12 @@ class ForwardCall:
     def on_output_gradient(self, _: object) -> None:
         """Begin the backward of this call; the hook for the nodes of its outputs."""
         state = self.state
-        pre_backward = state.client_pre_backward or (state.iteration or self.iteration).pre_backward
+        pre_backward = state.client_pre_backward or (state._iteration() or self.iteration).pre_backward
         pre_backward(self)
 
     def on_last_input_gradient(self, *_: object) -> None:
         """End the backward of this call; the hook for the nodes of its inputs."""
-        (self.state.iteration or self.iteration).post_backward(self)
+        (self.state._iteration() or self.iteration).post_backward(self)
 
     def end_unseen(self) -> None:
         """Note that no hook will report the gradients of this call's inputs."""

@@ -54,8 +54,8 @@ _Fused: TypeAlias = Mapping[str, tuple[str, ...]]
 
 _UNFUSED: _Fused = {}
 
-_settings_version = attrgetter("settings_version")
-_plan_version = attrgetter("group.tensors.plan_version")
+_settings_version: Callable[[FSDPState], int] = attrgetter("settings_version")
+_plan_version: Callable[[FSDPState], int] = attrgetter("group.tensors.plan_version")
 
 
 class _Setup(NamedTuple):
