@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import FSDPModule, LifecycleError, MixedPrecisionPolicy, ParameterError, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
@@ -90,6 +91,33 @@ def test_one_rank_trains_with_parity_and_without_communication(
     moved = [e for e in recorder if e.operation in (Operation.UNSHARD, Operation.ALLOCATE, Operation.FREE)]
     assert moved
     assert {e.bytes for e in moved} == {0}
+
+
+class UsedAroundCheckpoints(nn.Module):
+    """Uses ``middle`` in two reentrant checkpoints, of which backward reaches the first after all of ``outer``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Parameter(torch.full((4,), 2.0))
+        self.outer = nn.ParameterList(torch.full((4,), 3.0) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for outer in self.outer:
+            x = checkpoint(self.middle.mul, x, use_reentrant=True) * outer
+        return x
+
+
+def test_gradients_from_reentrant_checkpoints_do_not_complete_a_group() -> None:
+    """The group has three gradients, and ``middle`` gets two of the four that arrive."""
+    model, reference = fully_shard(UsedAroundCheckpoints()), UsedAroundCheckpoints()
+    with Recorder() as recorder:
+        for each in (model, reference):
+            each(torch.ones(4, requires_grad=True)).sum().backward()
+    assert [event.operation for event in recorder].count(Operation.REDUCE) == 1
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        assert expected.grad is not None
+        assert_exact(parameter.grad._local_tensor, expected.grad, "gradient")
 
 
 @dataclass
