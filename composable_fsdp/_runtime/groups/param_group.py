@@ -236,7 +236,9 @@ class ParamGroup:
         self._pending_gather, self._may_be_written = pending, False
         for pgs in self.process_groups:
             pgs.awaits_epoch_end = pgs.shared_memory is not None
-        self.advance(ParameterOperation.UNSHARD)
+        self.parameter_state = advance(
+            PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name
+        )
         if trace.listeners:
             self._note_memory()
             smaller = self.process_groups[0].smaller
