@@ -5,13 +5,18 @@
 The process group is fake and the tensors are tiny, so the time is that of Python. The steps of both libraries run in
 turn. Overhead is the time of the step minus that of the same model without sharding, per group. With ``--alone`` all
 steps of a library run in sequence, so that its code and objects stay in the processor's caches. The floor is a step
-written by hand with torch's own calls alone (``hand_written.py``).
+written by hand with torch's own calls alone (``hand_written.py``). ``--calls`` counts the Python calls of this library
+instead, which are the same in every run.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,8 +26,21 @@ from report import interleaved, parser, publish, ratios, sequential, spread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import composable_fsdp
+
 GROUPS = 12
 WORLD = 4
+
+PARTS = {
+    "pre_forward": "before forward",
+    "forward": "direct call?",
+    "post_forward": "after forward",
+    "on_output_gradient": "before backward",
+    "hook": "gradients",
+    "on_last_input_gradient": "after backward",
+    "unshard_together": "gathers",
+}
+"""The functions of the library that begin a part of a step, and what the table calls it. The rest is the end."""
 
 
 class Layer(nn.Module):
@@ -89,12 +107,40 @@ def measure(parameters: int, mesh: DeviceMesh, rounds: int, *, bf16: bool, alone
     }
 
 
+def count_calls(parameters: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return the Python calls of this library in a steady step, per group and part of the step."""
+    run = step(build(parameters, "ours", mesh, bf16=False), torch.randn(4, 16, requires_grad=True))
+    for _ in range(8):
+        run()
+    package, calls = os.path.dirname(composable_fsdp.__file__), Counter[str]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(package):
+            return
+        each: FrameType | None = frame
+        while each is not None and not (each.f_code.co_name in PARTS and each.f_code.co_filename.startswith(package)):
+            each = each.f_back
+        calls["end" if each is None else PARTS[each.f_code.co_name]] += 1
+
+    sys.setprofile(note)
+    run()
+    sys.setprofile(None)
+    by_part = {part: round(calls[part] / GROUPS, 1) for part in (*PARTS.values(), "end")}
+    return {"parameters": parameters, "all": round(calls.total() / GROUPS, 1), **by_part}
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=60)
     options.add_argument("--alone", action="store_true", help="all steps of a library one after the other")
+    options.add_argument("--calls", action="store_true", help="count Python calls, and measure no time")
     arguments = options.parse_args()
     torch.set_num_threads(1)
+    if arguments.calls:
+        with fake_ranks(WORLD) as mesh:
+            counted = [count_calls(size, mesh) for size in (1, 4, 12, 48)]
+        publish("host overhead: calls per group", {"ranks": WORLD}, list(counted[0]), counted, arguments.out)
+        return
     rounds, sizes = (5, (4,)) if arguments.quick else (arguments.rounds, (1, 4, 12, 48))
     with fake_ranks(WORLD) as mesh:
         rows = [
