@@ -127,8 +127,10 @@ class ReductionQueue:
         delayed = self._runner.delayed_with(launch)
         if delayed is Delayed.BEFORE:
             self._runner.launch_delayed()
-        self.run_held()
-        self._launch(launch)
+        if self._held:
+            self.run_held()
+        self._make_room(launch)
+        self._add(launch.run())
         if delayed is Delayed.AFTER:
             self._make_room(launch)  # so that gradients and prefetched parameters are not in memory together
             self._runner.launch_delayed()
@@ -143,11 +145,10 @@ class ReductionQueue:
             launch.prepare(mark)
         for launch, mark in held:
             with self.streams.reduce.running_after(mark):
-                self._launch(launch)
+                self._make_room(launch)
+                self._add(launch.run())
 
-    def _launch(self, launch: ReductionLaunch) -> None:
-        self._make_room(launch)
-        reduction = launch.run()
+    def _add(self, reduction: PendingReduction) -> None:
         self._start()
         self._in_flight.append(reduction)
 
