@@ -99,12 +99,12 @@ class InFlight(Generic[T]):
 
     def wait(self) -> T:
         """Return the result. The current stream (on null streams: the host) continues only once the work is done."""
+        if self._event is not None and self._current_stream is not None:
+            self._current_stream().wait_event(self._event)
         if not self._done:
             self._complete()
             # The memory of the messages returns to the stream, and others may wait for the result too.
             self._event, self._current_stream = self._stream.wait_for_current()
-        elif self._event is not None and self._current_stream is not None:
-            self._current_stream().wait_event(self._event)
         self._owned = self._work = self._held = None
         result: T = self._result
         return result
@@ -116,12 +116,21 @@ class InFlight(Generic[T]):
             self._event.synchronize()
         return result
 
-    def enqueue(self, stream: Any, current_stream: Callable[[], Any]) -> None:
-        """Enqueue all of the work on ``stream``, which is the current one, without blocking the host."""
+    def enqueue(self, stream: Any, current_stream: Callable[[], Any], *, finishes: bool) -> None:
+        """Enqueue the work on ``stream``, which is the current one, without blocking the host.
+
+        Args:
+            stream: its event orders waiters: a collective without communication is nothing but copies on ``stream``.
+            current_stream: returns the current stream.
+            finishes: enqueue what follows the collective too.
+        """
         if self._after is not None:
             stream.wait_event(self._after._event)
         self._held, self._after = self._after, None
-        self._complete()
+        if finishes:
+            self._complete()
+        else:
+            self.start()
         self._event, self._current_stream = stream.record_event(), current_stream
 
     def _complete(self) -> None:
@@ -236,10 +245,7 @@ class CommStream:
             else:
                 self._stream.wait_event(self._runs_after)
             with self._module.stream(self._stream):
-                if finish_in_wait:
-                    pending.start()
-                else:
-                    pending.enqueue(self._stream, self._module.current_stream)
+                pending.enqueue(self._stream, self._module.current_stream, finishes=not finish_in_wait)
         elif after is None:
             pending.start()
         return pending

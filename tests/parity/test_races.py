@@ -103,9 +103,10 @@ def test_each_wait_of_the_package_is_needed(mesh: DeviceMesh) -> None:
 def test_buffers_that_are_dropped_before_the_wait_are_noticed(mesh: DeviceMesh) -> None:
     enqueue = InFlight.enqueue
 
-    def drop_early(self: Any, *args: Any) -> None:
-        enqueue(self, *args)
-        self._owned = self._held = None
+    def drop_early(self: Any, *args: Any, **options: Any) -> None:
+        enqueue(self, *args, **options)
+        if self._done:
+            self._owned = self._held = None
 
     with mock.patch.object(InFlight, "enqueue", drop_early), simulated_accelerator() as device:
         train(mesh, **SETTINGS["unfused"])
