@@ -63,7 +63,7 @@ class InFlight(Generic[T]):
     """
 
     __slots__ = (
-        *("_after", "_current_stream", "_done", "_event", "_held", "_owned", "_result", "_work", "_stream"),
+        *("_after", "_current_stream", "_done", "_event", "_owned", "_result", "_work", "_stream"),
         "has_arrived",
     )
 
@@ -73,8 +73,6 @@ class InFlight(Generic[T]):
         self._stream = stream
         self._owned: tuple[Callable[[], Work], Callable[[], T]] | None = (launch, finish)
         self._after = after
-        self._held: InFlight[Any] | None = None
-        """Earlier work, already ordered before this, whose buffers are in use until this has been waited for."""
         self._work: Work | None = None
         self._result: Any = None
         self._done = False
@@ -105,7 +103,7 @@ class InFlight(Generic[T]):
             self._complete()
             # The memory of the messages returns to the stream, and others may wait for the result too.
             self._event, self._current_stream = self._stream.wait_for_current()
-        self._owned = self._work = self._held = None
+        self._owned = self._work = None
         result: T = self._result
         return result
 
@@ -126,7 +124,7 @@ class InFlight(Generic[T]):
         """
         if self._after is not None:
             stream.wait_event(self._after._event)
-        self._held, self._after = self._after, None
+            self._after = None
         if finishes:
             self._complete()
         else:
@@ -235,7 +233,8 @@ class CommStream:
             launch: prepares buffers and launches. Everything in its closure stays alive until the work has been waited
                 for.
             finish: makes the result from the outputs of the collective.
-            after: work on another stream that must be done first.
+            after: work on another stream that must be done first. What is in its closure must be in those of ``launch``
+                or ``finish`` too: it stays alive until this work has been waited for.
             finish_in_wait: run ``finish`` on the stream that waits. On null streams it always does.
         """
         pending = InFlight(launch, finish, after, self)

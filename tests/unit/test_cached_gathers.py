@@ -85,7 +85,7 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
         for part in (part for parts in ranks for part in parts):
             part.packed.add_(step)  # like an optimizer
         sent = [gather.send("") for gather in gathers]
-        for (work, _, rows), gather, parts in zip(sent, gathers, ranks, strict=True):
+        for (work, rows), gather, parts in zip(sent, gathers, ranks, strict=True):
             assert all(part.buffer.nbytes == 0 for part in parts), "no buffer may be allocated before data arrives"
             work.wait()
             gather.take(rows)

@@ -168,22 +168,3 @@ def test_buffers_live_until_the_work_has_been_waited_for(simulated: bool) -> Non
     pending.wait()
     gc.collect()
     assert alive() is None
-
-
-def test_buffers_of_earlier_work_live_until_the_later_has_been_waited_for() -> None:
-    device = SimulatedDevice()
-    first, second = CommStream("first", device, priority=-1), CommStream("second", device, priority=-1)
-    buffer = Buffer()
-    alive = weakref.ref(buffer)
-
-    def start(held: Buffer) -> Any:
-        scatter = first.run(lambda: LoggedWork([], str(held)), lambda: None)
-        return second.run(lambda: LoggedWork([], ""), lambda: None, after=scatter)
-
-    pending = start(buffer)
-    del buffer
-    gc.collect()
-    assert alive() is not None
-    pending.wait()
-    gc.collect()
-    assert alive() is None

@@ -139,7 +139,7 @@ def pack_messages(
         sent, rows, places = _as_bytes(payloads, communicator, device)
     remaining = iter(places)
     for gather in filled:
-        gather.rows, gather.messages = [next(remaining) for _ in gather.payloads], [rows, sent]
+        gather.rows = [next(remaining) for _ in gather.payloads]
     return [Transfer(rows.view(-1), sent)]
 
 
@@ -213,9 +213,9 @@ class CachedGather:
                 self._runs.append((shape, run.width, start + run.start))
             start += part.packed.numel()
 
-    def send(self, label: str) -> tuple[Work, torch.Tensor, torch.Tensor]:
-        """Launch, and return the work, the sent message and the received rows. The caller keeps both until they are
-        read.
+    def send(self, label: str) -> tuple[Work, torch.Tensor]:
+        """Launch, and return the work and the received rows. The caller keeps them until they are read. The message is
+        this rank's row, or the shard.
         """
         communicator, numel = self._communicator, self._numel
         rows = _allocate_rows(communicator, numel, self._dtype, self._device)
@@ -224,7 +224,7 @@ class CachedGather:
             sent = torch.cat(self._packed, out=rows[communicator.rank])
         elif sent.dtype != self._dtype:
             sent = rows[communicator.rank].copy_(sent)
-        return communicator.all_gather([Transfer(rows.view(-1), sent)], label), sent, rows
+        return communicator.all_gather([Transfer(rows.view(-1), sent)], label), rows
 
     def take(self, rows: torch.Tensor) -> None:
         """Copy ``rows`` to their places, whose memory is allocated only now."""
@@ -249,11 +249,10 @@ class CachedLaunch:
     def __init__(self, gather: CachedGather, label: str) -> None:
         self._gather = gather
         self._label = label
-        self._sent: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
 
     def launch(self) -> Work:
-        work, self._sent, self._rows = self._gather.send(self._label)
+        work, self._rows = self._gather.send(self._label)
         return work
 
     def finish(self) -> None:

@@ -42,13 +42,12 @@ class AllGatherBuffers:
     ``zero_copy`` are transfers into the unsharded buffer. ``all_reduced`` are all-reduced in place as integers: at most
     one rank has nonzero bits for an element, so the sum is exact for any dtype. ``payloads``, 1-d and contiguous, of
     any dtypes, are packed into one message of the group. Its received rows are in ``rows``: per payload ``(num_shards,
-    numel)``, contiguous along the last dim only. ``messages`` keeps the memory of these views alive.
+    numel)``, contiguous along the last dim only. Both keep the memory of the message alive.
     """
 
     zero_copy: list[Transfer]
     payloads: list[torch.Tensor]
     rows: list[torch.Tensor] = field(default_factory=list)
-    messages: list[torch.Tensor] = field(default_factory=list)
     all_reduced: list[torch.Tensor] = field(default_factory=list)
 
 
