@@ -138,8 +138,9 @@ if TYPE_CHECKING:
         refuse,
         said,
     )
+    from composable_fsdp.checkpoint._coordination.pending_save import PendingSave
     from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
-    from composable_fsdp.checkpoint._dcp import manifest
+    from composable_fsdp.checkpoint._dcp import manifest, planner
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint, complete
     from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
     from composable_fsdp.checkpoint._dcp.planner import SavePlanner

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from composable_fsdp.testing._late_execution import Recording
 from composable_fsdp.testing.accelerator import SimulatedAccelerator, SimulatedEvent, SimulatedStream, active
 
 __all__ = ["ALONE", "BACKEND", "StreamGroup", "StreamWork"]
@@ -61,7 +63,7 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._rank, self._size, self._inner = rank, size, inner
         self._name = ""
-        self._streams: dict[int, SimulatedStream] = {}
+        self._stream: SimulatedStream | None = None
 
     def size(self) -> int:
         return self._size
@@ -89,14 +91,18 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
         if accelerator is None:
             run()
             return StreamWork(None, None, None)
-        stream = self._streams.get(id(accelerator))
-        if stream is None:
-            stream = self._streams[id(accelerator)] = SimulatedStream(accelerator, name=f"of {self.group_name}")
+        stream = self._stream
+        if stream is None or stream.accelerator is not accelerator:
+            stream = self._stream = SimulatedStream(accelerator, name=f"of {self.group_name}")
         stream.wait_stream(accelerator.current)
         with accelerator.use(stream):
+            for tensor in (*reads, *writes):
+                accelerator.block_of(tensor, operation)
+            before = Recording.digests(reads) if accelerator.recording is not None else None
             with torch.utils._python_dispatch._disable_current_modes():
                 run()
-            accelerator.access(operation, reads, writes)
+            action = partial(Recording.exchange, sent=reads, received=writes, digests=before)
+            accelerator.access(operation, reads, writes, action)
         return StreamWork(accelerator, stream.record_event(), (reads, writes))
 
     def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, options: Any = None) -> StreamWork:

@@ -29,9 +29,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, partialmethod
+from functools import cache, partial, partialmethod
 from itertools import count
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -41,7 +41,8 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass_type,
 )
-from torch.utils._pytree import tree_leaves
+
+from composable_fsdp.testing._late_execution import Action, Recording, fill, leaves
 
 __all__ = ["Race", "SimulatedAccelerator", "SimulatedEvent", "SimulatedStream", "active", "simulated_accelerator"]
 
@@ -51,11 +52,20 @@ _NO_WRITE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_str
 """Operations that allocate memory and write nothing."""
 _COPIES = ("copy_", "_foreach_copy_", "_to_copy", "_pin_memory", "clone")
 """Operations that may copy between host and device."""
-_NOTED_ELSEWHERE = ("prim", "c10d", "_c10d_functional", "_c10d_functional_autograd")
+_NOTED_ELSEWHERE = ("prim", "profiler", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operations that access no memory, or that the process group notes."""
 _MOST_RUNS = 64
 """A tensor with more contiguous parts than this counts as everything from its first to its last byte."""
 _FRAMES = 8
+_HIDDEN = (
+    "/torch/utils/",
+    "/torch/_ops.py",
+    "/torch/_compile.py",
+    "/torch/_dynamo/",
+    "contextlib.py",
+    "/torch/nn/modules/module.py",
+)
+"""Parts of the names of files whose frames are left out of stacks."""
 _LABELS = logging.getLogger("torch.distributed.fsdp.fully_shard")
 """The logger to which this library and torch's FSDP2 write the label of each operation."""
 
@@ -72,6 +82,27 @@ def _join(clock: _Clock, other: _Clock) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _CallSite:
+    """An operation, the last label before it, and its stack. It becomes a text only if it is reported."""
+
+    operation: str
+    label: str
+    frames: tuple[tuple[CodeType, int], ...]
+
+    def __str__(self) -> str:
+        label = f" after {self.label}" if self.label else ""
+        frames = (f"{_name(code).rpartition('/')[2]}:{line} {code.co_name}" for code, line in self.frames)
+        return f"{self.operation}{label} at {' < '.join(frames)}"
+
+
+@cache
+def _name(code: CodeType) -> str:
+    """Return the name of the file of ``code``, or an empty text if stacks leave it out."""
+    name = code.co_filename
+    return "" if name == __file__ or any(part in name for part in _HIDDEN) else name
+
+
+@dataclass(frozen=True, slots=True)
 class _Access:
     """An access on a stream."""
 
@@ -79,7 +110,7 @@ class _Access:
     number: int
     is_write: bool
     runs: _Runs
-    what: str
+    what: _CallSite
 
     def is_before(self, clock: _Clock) -> bool:
         return clock.get(self.stream.number, 0) >= self.number
@@ -116,9 +147,11 @@ class _Block:
     """Memory of one storage, from its allocation until it is freed."""
 
     stream: SimulatedStream
-    what: str
+    what: _CallSite
     is_host: bool = False
     is_pinned: bool = False
+    number: int = 0
+    """Its number in the recording, if there is one."""
     accesses: list[_Access] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
     """The streams given to ``record_stream``."""
@@ -156,17 +189,18 @@ class SimulatedStream:
     """Work that runs in order."""
 
     def __init__(self, accelerator: SimulatedAccelerator, *_: object, name: str = "", **__: object) -> None:
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self.number = next(accelerator.numbers)
         self.name = name
         self.clock: _Clock = {}
+        accelerator.streams.append(self)
 
     def __str__(self) -> str:
         return f"stream {self.number}{self.name and f' ({self.name})'}" if self.number >= 0 else "the host"
 
     def advance(self) -> int:
         """Begin an operation, after all that the host has waited for. Return its number."""
-        _join(self.clock, self._accelerator.host.clock)
+        _join(self.clock, self.accelerator.host.clock)
         number = self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return number
 
@@ -177,12 +211,12 @@ class SimulatedStream:
         event.wait(self)
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
-        event = event or SimulatedEvent(self._accelerator)
+        event = event or SimulatedEvent(self.accelerator)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        _join(self._accelerator.host.clock, self.clock)
+        _join(self.accelerator.host.clock, self.clock)
 
     def query(self) -> bool:
         return self.record_event().query()
@@ -191,8 +225,10 @@ class SimulatedStream:
 class SimulatedAccelerator:
     """Streams, memory and the races found so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording | None = None) -> None:
         self.numbers = count(-1)
+        self.recording = recording
+        self.streams: list[SimulatedStream] = []
         self.host = SimulatedStream(self, name="host")
         """The operations of the host. Its clock has those of streams for which the host has waited."""
         self.default = self.current = SimulatedStream(self, name="default")
@@ -218,37 +254,87 @@ class SimulatedAccelerator:
 
     def synchronize(self, device: object = None) -> None:
         """Block the host until all work is done."""
-        for stream in [self.default, *self._streams()]:
+        for stream in self.streams:
             _join(self.host.clock, stream.clock)
 
-    def access(self, operation: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
-        """Note one operation on the current stream."""
+    def run_late(self, seed: int) -> list[str]:
+        """Execute the recorded operations again, each stream as late as ``seed`` says. Return what differs.
+
+        Call it after the context that ``records``.
+
+        Args:
+            seed: chooses the order. 0 prefers the default stream, 1 prefers it least, and others are random.
+
+        Returns:
+            the first operations that write or return other bits than in the order of the host, and memory that has
+            other bits at the end.
+        """
+        if self.recording is None:
+            raise RuntimeError("run_late needs recorded operations: use simulated_accelerator(records=True).")
+        return self.recording.run_late(seed)
+
+    def access(
+        self,
+        operation: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        action: Callable[[Recording], Action] | None = None,
+    ) -> None:
+        """Note one operation on the current stream, and record its ``action``."""
         number, what = self.current.advance(), self._here(operation)
+        if self.recording is not None and action is not None:
+            self._record(what, action(self.recording))
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
-                block = self.block_of(tensor, what)
+                block = self.block_of(tensor, operation)
                 if block is not None:
                     self._note(block, _Access(self.current, number, is_write, _runs(tensor), what))
 
-    def allocate(self, storage: torch.UntypedStorage, operation: str) -> _Block:
-        """Note that ``storage`` has got memory on the current stream."""
-        stream, what = self.current, f"{storage.nbytes()} bytes allocated by {self._here(operation)}"
+    def allocate(
+        self, storage: torch.UntypedStorage, operation: str, *, fills: bool = False, keeps: bool = False
+    ) -> _Block:
+        """Note that ``storage`` has got memory on the current stream.
+
+        Args:
+            fills: if operations are recorded, fill the memory.
+            keeps: the memory is older than the accelerator.
+        """
+        stream, what = self.current, self._here(f"{storage.nbytes()} bytes allocated by {operation}")
         _join(stream.clock, self.host.clock)
         for block in self._freed.pop(stream.number, ()):
             late = next((a for a in block.accesses if self._may_run(a, block, stream)), None)
             if late is not None:
-                self._report(Race("reuse", block.what, str(late), f"{what} on {stream}"))
+                self._report(Race("reuse", str(block.what), str(late), f"{what} on {stream}"))
+            if self.recording is not None:
+                stream.advance()
+                after = {a.stream.number: a.number for a in block.accesses if a.stream.number in block.recorded}
+                self._record(what, self.recording.reuse(block.number, block.what), after)
+        number = 0
+        if self.recording is not None:
+            number = self.recording.allocate(storage, what, fills=fills, keeps=keeps)
+            if fills:
+                stream.advance()
+                self._record(what, fill(number))
         address = storage.data_ptr()
-        block = self._blocks[address] = _Block(stream, what, is_host=stream is self.host)
+        block = self._blocks[address] = _Block(stream, what, is_host=stream is self.host, number=number)
         known = storage._cdata
         if known not in self._addresses:
             weakref.finalize(storage, self._end, known)
         self._addresses[known] = address
         return block
 
+    def _record(self, what: _CallSite, action: Action, after: _Clock | None = None) -> None:
+        """Record ``action`` as the last operation of the current stream, which is also ``after`` those of others."""
+        if self.recording is not None:
+            stream, clock = self.current, dict(self.current.clock)
+            _join(clock, after or {})
+            self.recording.add(stream.number, clock[stream.number], clock, (what, stream), action)
+
     def free(self, address: int) -> None:
         """Note that the memory at ``address`` is freed. The allocator of host memory waits for copies by itself."""
         block = self._blocks.pop(address, None)
+        if self.recording is not None:
+            self.recording.free(address)
         if block is not None and not block.is_host:
             self._freed[block.stream.number].append(block)
 
@@ -267,17 +353,19 @@ class SimulatedAccelerator:
         number = access.stream.number
         return number != stream.number and number not in block.recorded and not access.is_before(stream.clock)
 
-    def _streams(self) -> list[SimulatedStream]:
-        return list({a.stream for block in self._blocks.values() for a in block.accesses})
+    def block_of(self, tensor: torch.Tensor, what: str, *, fills: bool = False, keeps: bool = True) -> _Block | None:
+        """Return the memory of ``tensor``, allocated on the current stream if it is not known; ``None`` if empty.
 
-    def block_of(self, tensor: torch.Tensor, what: str) -> _Block | None:
-        """Return the memory of ``tensor``, allocated on the current stream if it is not known; ``None`` if empty."""
+        Args:
+            fills: as for :meth:`allocate`.
+            keeps: as for :meth:`allocate`.
+        """
         storage = tensor.untyped_storage()
         address = storage.data_ptr() if storage.nbytes() else 0
         if not address:
             return None
         if address not in self._blocks:
-            self.allocate(storage, what)
+            self.allocate(storage, what, fills=fills, keeps=keeps)
         return self._blocks[address]
 
     def _note(self, block: _Block, new: _Access) -> None:
@@ -286,7 +374,7 @@ class SimulatedAccelerator:
             conflicts = (new.is_write or old.is_write) and old.stream is not new.stream and old.overlaps(new.runs)
             is_before = old.stream is new.stream or old.is_before(new.stream.clock)
             if conflicts and not is_before:
-                self._report(Race("write" if new.is_write else "read", block.what, str(old), str(new)))
+                self._report(Race("write" if new.is_write else "read", str(block.what), str(old), str(new)))
             is_covered = old.runs == new.runs and (new.is_write or (old.stream is new.stream and not old.is_write))
             if not (is_before and is_covered):
                 kept.append(old)
@@ -296,29 +384,18 @@ class SimulatedAccelerator:
         if race not in self.races:
             self.races.append(race)
 
-    def _here(self, operation: str) -> str:
+    def _here(self, operation: str) -> _CallSite:
         """Return ``operation`` with the last label and the stack."""
-        frames = list[str]()
+        frames = list[tuple[CodeType, int]]()
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and len(frames) < _FRAMES:
-            name = frame.f_code.co_filename
-            if name != __file__ and not any(part in name for part in _HIDDEN):
-                frames.append(f"{name.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}")
+            if _name(frame.f_code):
+                frames.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
-        label = f" after {self.label}" if self.label else ""
-        return f"{operation}{label} at {' < '.join(frames)}"
+        return _CallSite(operation, self.label, tuple(frames))
 
 
 _CPU = torch.device("cpu")
-_HIDDEN = (
-    "/torch/utils/",
-    "/torch/_ops.py",
-    "/torch/_compile.py",
-    "/torch/_dynamo/",
-    "contextlib.py",
-    "/torch/nn/modules/module.py",
-)
-"""Parts of the names of files whose frames are left out of stacks."""
 
 
 def _runs(tensor: torch.Tensor) -> _Runs:
@@ -360,18 +437,21 @@ class _Accesses(TorchDispatchMode):
             block = self._accelerator.block_of(args[0], name)
             return block is not None and block.is_pinned
         is_pinned = bool(kwargs.pop("pin_memory", False)) or name == "_pin_memory"
-        result = args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
-        if func.is_view or func.namespace in _NOTED_ELSEWHERE or name in _NO_ACCESS:
-            return result
-        given, made = _tensors((args, kwargs)), _tensors(result)
-        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in (*given, *made)):
+        given, is_noted = _tensors((args, kwargs)), not _is_unnoted(func, name)
+        if is_noted and self._accelerator.recording is not None and not any(map(_is_fake, given)):
+            for tensor in given:
+                self._accelerator.block_of(tensor, name)
+        call = torch.ops.aten.clone.default if name == "_pin_memory" else func
+        result = call(*args, **kwargs)
+        made = _tensors(result)
+        if not is_noted or any(map(_is_fake, (*given, *made))):
             return result
         written = [each for value in _written_arguments(func, args, kwargs) for each in _tensors(value)]
         known = {_address(tensor) for tensor in given}
         new = [tensor for tensor in made if _address(tensor) not in known]
         writes = {id(tensor): tensor for tensor in (*written, *(() if name in _NO_WRITE else new))}
         reads = [tensor for tensor in given if id(tensor) not in writes]
-        self._note(func, name, given, args, kwargs, reads, list(writes.values()), new, is_pinned=is_pinned)
+        self._note(call, name, given, args, kwargs, result, reads, list(writes.values()), new, is_pinned=is_pinned)
         return result
 
     def _note(
@@ -381,6 +461,7 @@ class _Accesses(TorchDispatchMode):
         given: Sequence[torch.Tensor],
         args: Any,
         kwargs: dict[str, Any],
+        result: Any,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         new: Sequence[torch.Tensor],
@@ -396,16 +477,27 @@ class _Accesses(TorchDispatchMode):
         runs_on_host = not to_device and len(on_host) == len(blocks) and (bool(blocks) or to_host)
         with accelerator.use(accelerator.host if to_host or runs_on_host else None):
             for tensor in new:
-                block = accelerator.block_of(tensor, name)
+                has_gaps = tensor.nbytes < tensor.untyped_storage().nbytes()
+                block = accelerator.block_of(tensor, name, fills=name in _NO_WRITE, keeps=has_gaps)
                 if block is not None:
                     block.is_pinned = is_pinned
+        executes = name not in _NO_WRITE and torch.Tag.inplace_view not in func.tags
         with accelerator.use(accelerator.host if runs_on_host else None):
-            accelerator.access(name, reads, writes)
+            action = partial(Recording.call, func=func, args=args, kwargs=kwargs, result=result, written=writes)
+            accelerator.access(name, reads, writes, action if executes else None)
         can_be_asynchronous = name in _COPIES and all(block.is_pinned for block in on_host)
         crosses = not runs_on_host and (bool(on_host) or to_host)
         is_asynchronous = can_be_asynchronous and bool(_argument(func, args, kwargs, "non_blocking"))
         if (crosses and not is_asynchronous) or (not runs_on_host and _returns_values(func, args)):
             accelerator.current.synchronize()
+
+
+def _is_unnoted(func: Any, name: str) -> bool:
+    return func.is_view or func.namespace in _NOTED_ELSEWHERE or name in _NO_ACCESS
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
@@ -424,7 +516,7 @@ def _returns_values(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    tensors = [each for each in leaves(values) if isinstance(each, torch.Tensor)]
     return [each for each in tensors if not is_traceable_wrapper_subclass_type(type(each))]
 
 
@@ -455,11 +547,15 @@ active: list[SimulatedAccelerator] = []
 
 
 @contextmanager
-def simulated_accelerator() -> Iterator[SimulatedAccelerator]:
+def simulated_accelerator(*, records: bool = False) -> Iterator[SimulatedAccelerator]:
     """Make ``torch.cpu`` an accelerator with streams inside this context, and find accesses that they do not order.
 
     Process groups of the backend ``"simulated_accelerator"`` communicate over gloo, on streams of their own.
     :attr:`SimulatedAccelerator.races` is empty, or lists the races.
+
+    Args:
+        records: record all operations, so that :meth:`SimulatedAccelerator.run_late` can execute them in other orders.
+            Memory that is allocated and not written then is NaN.
 
     >>> with simulated_accelerator() as device:
     ...     x = torch.zeros(4)
@@ -469,7 +565,7 @@ def simulated_accelerator() -> Iterator[SimulatedAccelerator]:
     >>> [race.kind for race in device.races]
     ['read']
     """
-    accelerator = SimulatedAccelerator()
+    accelerator = SimulatedAccelerator(Recording() if records else None)
     names: dict[str, Any] = {
         "Stream": partial(SimulatedStream, accelerator),
         "Event": partial(SimulatedEvent, accelerator),
@@ -485,6 +581,7 @@ def simulated_accelerator() -> Iterator[SimulatedAccelerator]:
             mock.patch.object(_LABELS, "_cache", {}),
             mock.patch.multiple(torch.cpu, **names),
             mock.patch.object(torch.accelerator, "current_stream", names["current_stream"]),
+            mock.patch.object(torch.accelerator, "synchronize", accelerator.synchronize),
             mock.patch.object(torch.UntypedStorage, "resize_", _noting_resize(accelerator)),
             mock.patch.object(torch.Tensor, "record_stream", partialmethod(_record_stream, accelerator)),
             mock.patch.object(torch.Tensor, "cpu", partialmethod(_copy_to_host, accesses)),
@@ -493,6 +590,8 @@ def simulated_accelerator() -> Iterator[SimulatedAccelerator]:
             accesses,
         ):
             yield accelerator
+            if accelerator.recording is not None:
+                accelerator.recording.finish()
     finally:
         active.remove(accelerator)
 
@@ -521,7 +620,7 @@ def _read_on_host(
         block = accelerator.block_of(tensor, read.__name__)
         is_host = block is not None and block.is_host
         with accelerator.use(accelerator.host if is_host else None):
-            accelerator.access(read.__name__, [tensor], [])
+            accelerator.access(read.__name__, [tensor], [], partial(Recording.exchange, sent=[tensor], received=[]))
             accelerator.current.synchronize()
     return read(tensor, *args, **kwargs)
 
@@ -536,7 +635,7 @@ def _noting_resize(accelerator: SimulatedAccelerator) -> Callable[[torch.Untyped
         if before and before != size:
             accelerator.free(address)
         if size and before != size:
-            accelerator.allocate(self, "resize_")
+            accelerator.allocate(self, "resize_", fills=not before, keeps=bool(before))
         return self
 
     return noting
