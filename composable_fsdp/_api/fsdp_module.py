@@ -75,7 +75,8 @@ class FSDPModule(TorchFSDPModule):
 
         Args:
             async_op: return a handle at once. The next forward of the module waits for the all-gather if nothing else
-                has. Ranks of one host that share memory wait for each other in this call nevertheless, and copy.
+                has. On an accelerator, wait before the optimizer's step, which writes to what the all-gather reads.
+                Ranks of one host that share memory wait for each other in this call nevertheless, and copy.
 
         Returns:
             An :class:`UnshardHandle` if ``async_op``, otherwise ``None``.

@@ -240,6 +240,7 @@ class Sharded(Driver):
         if step.by_hand == "unshard after":
             for module in self.modules:
                 module.unshard(async_op=True)
+            torch.cpu.synchronize()  # the optimizer writes to shards, which these all-gathers read
 
 
 def mesh_of(program: Program, thread: int) -> DeviceMesh:
