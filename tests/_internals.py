@@ -170,7 +170,7 @@ if TYPE_CHECKING:
         file_name,
     )
     from composable_fsdp.optim import _local_step
-    from composable_fsdp.testing import _pool
+    from composable_fsdp.testing import _pool, _stream_group
     from composable_fsdp.testing._messages import (
         Call,
         Job,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -24,10 +26,10 @@ from composable_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from composable_fsdp.checkpoint import Full, state_dict
+from composable_fsdp.checkpoint import Full, save, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
 from composable_fsdp.testing import ALONE
-from tests._internals import Choice, ScheduleSettings, c10d, layout_plan, schedule_runner
+from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout_plan, planner, schedule_runner
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
 
@@ -37,11 +39,11 @@ WIDTH, STEPS = 64, 3
 
 
 @contextmanager
-def alone() -> Iterator[DeviceMesh]:
-    """Make a mesh of 2 replicas of 4 shards, of which only this process exists."""
-    dist.init_process_group(ALONE, store=FakeStore(), rank=0, world_size=8)
+def alone(shards: int = 4) -> Iterator[DeviceMesh]:
+    """Make a mesh of 2 replicas of ``shards``, of which only this process exists."""
+    dist.init_process_group(ALONE, store=FakeStore(), rank=0, world_size=2 * shards)
     try:
-        yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        yield init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
     finally:
         dist.destroy_process_group()
 
@@ -64,6 +66,20 @@ class Block(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+class Branches(nn.Sequential):
+    """Modules of which the second one runs on a stream of its own, at the same time as the first one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self
+        current, side = torch.cpu.current_stream(), cast(Any, torch.cpu.Stream())
+        side.wait_stream(current)
+        y = first(x)
+        with torch.cpu.stream(side):
+            z = second(x)
+        cast(Any, current).wait_stream(side)
+        return third(y + z)  # type: ignore[no-any-return]
+
+
 @simulated_offload()
 def train(
     mesh: DeviceMesh,
@@ -72,6 +88,11 @@ def train(
     library: Any = fully_shard,
     between: Callable[[Any], object] = id,
     kind: Any = None,
+    build: Callable[..., nn.Sequential] = nn.Sequential,
+    steps: int = STEPS,
+    hold: str = "set_requires_gradient_sync",
+    make_optimizer: Any = torch.optim.AdamW,
+    updates_on: Callable[[Any], AbstractContextManager[object]] = nullcontext,
     **options: Any,
 ) -> None:
     """Train some steps, the second of which runs twice without synchronizing gradients.
@@ -80,9 +101,14 @@ def train(
         prepare: called with the sharded model.
         between: called with the model after each step.
         kind: a tensor class for the weights.
+        build: makes the model from three modules.
+        steps: the number of steps.
+        hold: the setter of what the first of two backwards leaves out.
+        make_optimizer: makes the optimizer. AdamW reads its number of steps on the host, which waits for all work.
+        updates_on: makes the context of the optimizer's steps from the model.
     """
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Block() for _ in range(3)))
+    model: Any = build(*(Block() for _ in range(3)))
     if kind is not None:
         with_weights(model, kind)
     for block in model:
@@ -90,15 +116,16 @@ def train(
     library(model, mesh=mesh, **options)
     model[1].recomputes = kind is None
     prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    for step in range(STEPS):
+    optimizer = make_optimizer(model.parameters(), lr=1e-3, foreach=True)
+    for step in range(steps):
         for is_last in [False, True] if step == 1 else [True]:
-            model.set_requires_gradient_sync(is_last)
+            getattr(model, hold)(is_last)
             model(torch.randn(8, WIDTH)).square().sum().backward()
         if kind is None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        with updates_on(model):
+            optimizer.step()
+            optimizer.zero_grad()
         with torch.no_grad():
             model(torch.randn(8, WIDTH))
         between(model)
@@ -157,8 +184,65 @@ def _unshard_by_hand(model: Any) -> None:
     model.zero_grad()
 
 
+def _read_unsharded(model: Any) -> None:
+    """Unshard in each way that there is, and read parameters without a forward."""
+    for block in model:
+        block.unshard(async_op=True).wait()
+        _read_and_reshard(block)
+        block.unshard()
+        _read_and_reshard(block)
+        block.unshard(async_op=True)
+        block._get_fsdp_state()._fsdp_param_group.wait_for_unshard()
+        _read_and_reshard(block)
+
+
+def _read_and_reshard(block: Any) -> None:
+    weight = block.layers[0].weight
+    assert not isinstance(weight, DTensor), "the parameters are sharded"
+    assert weight.isfinite().all()
+    block.reshard()
+
+
 def _read_in_full(model: Any) -> None:
-    assert state_dict(model, Full())
+    assert state_dict(model, Full(offload_to_cpu=True))
+    assert all(value.isfinite().all() for value in state_dict(model, Full()).values())
+
+
+@contextmanager
+def _on_own_stream(model: Any) -> Iterator[None]:
+    """Update on a stream of its own, whose event the next forward waits for."""
+    stream: Any = torch.cpu.Stream()
+    stream.wait_stream(torch.cpu.current_stream())
+    with torch.cpu.stream(stream):
+        yield
+    model.set_post_optim_event(stream.record_event())
+
+
+def _calibrate(model: Any) -> None:
+    model.calibrate(1)
+
+
+def _on_host(block: torch.Tensor) -> torch.Tensor:
+    return torch.empty(block.shape, dtype=block.dtype, pin_memory=True).copy_(block.detach(), non_blocking=True)
+
+
+def _save(model: Any) -> None:
+    """Save in the background. The thread runs at once, since only this thread is simulated."""
+    resolve = planner.SavePlanner.resolve_data
+
+    def read(self: Any, item: Any) -> Any:
+        """Read the block by an operation, since writers of files read from its address."""
+        block = resolve(self, item)
+        assert not isinstance(block, torch.Tensor) or block.sum() is not None
+        return block
+
+    with (
+        TemporaryDirectory() as folder,
+        mock.patch.object(planner, "_on_host", _on_host),
+        mock.patch.object(planner.SavePlanner, "resolve_data", read),
+        mock.patch.object(PendingSave, "start", lambda _, action: action()),
+    ):
+        save(folder, model, asynchronous=True)
 
 
 def _set_optimizer_event(model: Any) -> None:
@@ -188,7 +272,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "prepare": _unfuse,
     },
     "unused parameters reduced": {"prepare": lambda model: model.set_reduce_scatter_unused_params(True)},
-    "sums held unsharded": {"prepare": lambda model: model.set_requires_all_reduce(False)},
+    "sums held unsharded": {"hold": "set_requires_all_reduce", "prepare": _unfuse},
     "own optimizer event": {"prepare": _set_optimizer_event, "between": _set_optimizer_event},
     "int8 both ways": {"comm_policy": INT8},
     "int8 all-reduce": {"comm_policy": INT8_SUMS},
@@ -197,13 +281,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "after exceptions": {"prepare": _unfuse, "between": _fail},
     "unsharded by hand": {"between": _unshard_by_hand},
     "read in full": {"between": _read_in_full},
+    "read unsharded": {"between": _read_unsharded},
+    "updated on a stream": {"updates_on": _on_own_stream},
+    "branches on streams": {"build": Branches},
+    "branches on streams, unfused": {"build": Branches, "prepare": _unfuse},
+    "calibrated": {"prepare": _calibrate, "steps": 8, "make_optimizer": torch.optim.SGD},
 }
 """Options of :func:`train`, for both kinds of mesh."""
+ONE_SHARD = ("plain", "bf16", "offload, unfused, bf16", "own optimizer event", "after exceptions")
+"""Those that are trained without sharding too."""
 
 
-def train_alone(options: Mapping[str, Any], *, hybrid: bool) -> None:
+def train_alone(options: Mapping[str, Any], *, hybrid: bool, shards: int = 4) -> None:
     """Run :func:`train` on a mesh of which only this process exists."""
-    with alone() as mesh:
+    with alone(shards) as mesh:
         train(mesh if hybrid else mesh["shard"], **options)
 
 
@@ -234,9 +325,19 @@ def _train_held(*, hybrid: bool) -> None:
         train_alone({"prepare": give_costs}, hybrid=hybrid)
 
 
+def _train_on_one_rank() -> None:
+    dist.init_process_group(ALONE, store=FakeStore(), rank=0, world_size=1)
+    try:
+        train(init_device_mesh("cpu", (1,)), between=_save)
+    finally:
+        dist.destroy_process_group()
+
+
 TRAININGS: dict[str, Callable[[], None]] = {
     **{f"{name}, sharded": partial(train_alone, each, hybrid=False) for name, each in SETTINGS.items()},
     **{f"{name}, hybrid": partial(train_alone, each, hybrid=True) for name, each in SETTINGS.items()},
+    **{f"{name}, one shard": partial(train_alone, SETTINGS[name], hybrid=True, shards=1) for name in ONE_SHARD},
+    "saved in the background": _train_on_one_rank,
     "hook on a stream": partial(train_alone, {"prepare": _hook_on_stream}, hybrid=False),
     **{f"held and delayed, {mesh}": partial(_train_held, hybrid=mesh == "hybrid") for mesh in ("sharded", "hybrid")},
 }
