@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from composable_fsdp import trace
 from composable_fsdp._comm.communicator import Transfer, Work
+from composable_fsdp._comm.device_connection import DeviceConnection
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import backend_for, blocks_the_host
 
@@ -64,9 +65,18 @@ class ProcessGroupCommunicator:
         group: the process group.
         device_type: device type of the tensors.
         pooled: allocate messages with the backend's own allocator if it has one (NCCL registers that memory).
+        connection: checks and watches the operations; ``None`` for neither.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device_type: str, *, pooled: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device_type: str,
+        *,
+        pooled: bool = False,
+        connection: DeviceConnection | None = None,
+    ) -> None:
+        self._connection = connection
         self.group = group
         self.pooled = pooled
         self._device = torch.device(device_type)
@@ -110,7 +120,7 @@ class ProcessGroupCommunicator:
 
     def with_pool(self, pooled: bool) -> ProcessGroupCommunicator:
         """Return a communicator of the same ranks that allocates with the backend's allocator or with torch's."""
-        return ProcessGroupCommunicator(self.group, self._device.type, pooled=pooled)
+        return ProcessGroupCommunicator(self.group, self._device.type, pooled=pooled, connection=self._connection)
 
     def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
         return self._launch(label, [(_all_gather, (t.output, t.input), {}) for t in transfers])
@@ -133,6 +143,15 @@ class ProcessGroupCommunicator:
     def _launch(self, label: str, calls: Sequence[_Call]) -> Work:
         if trace.listeners:
             _emit_collective(self.group, label, calls)
+        if self._connection is None or not calls:
+            return self._launch_unwatched(calls)
+        operation = self._connection.begin(label, tuple([tensors[-1].nbytes for _, tensors, _ in calls]))
+        try:
+            return self._connection.launched(operation, self._launch_unwatched(calls))
+        except dist.DistError as error:
+            raise self._connection.failure(operation, str(error)) from error
+
+    def _launch_unwatched(self, calls: Sequence[_Call]) -> Work:
         if len(calls) > 1 and self.coalesces:
             with self._coalesced() as works:
                 for collective, tensors, options in calls:

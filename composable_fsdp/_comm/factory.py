@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import count
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from composable_fsdp._comm.c10d import ProcessGroupCommunicator
 from composable_fsdp._comm.communicator import GroupCommunicator
+from composable_fsdp._comm.device_connection import DeviceConnection, aborted, can_watch
 from composable_fsdp._comm.gloo.connection import GlooConnection
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
 from composable_fsdp._comm.shm.connect import connect, reconnect
@@ -19,14 +21,16 @@ from composable_fsdp._consistency.order_check import OrderCheck, order_check_fro
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._memory.streams import backend_for
 
-__all__ = ["abandon", "communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
+__all__ = ["abandon", "check_aborted", "communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
 
 # Values do not reference their process group, so an entry is freed with it. Never iterate over these: another
 # thread may be adding a group.
-_known: WeakKeyDictionary[dist.ProcessGroup, ShmEngine | GlooConnection] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, ShmEngine | GlooConnection | DeviceConnection] = WeakKeyDictionary()
 _creation_order: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """Process groups in the order in which this rank first requested them."""
 _next_index = count()
+_WATCHED = (GlooConnection, DeviceConnection)
+"""Connections whose ranks compare operations before they launch them."""
 
 
 def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator:
@@ -34,20 +38,44 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
 
     All ranks must make the first call for a group together. Its connection is cached.
     """
-    if device_type != "cpu" or backend_for(group, device_type) != "gloo" or dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1:
         return ProcessGroupCommunicator(group, device_type)
+    if device_type != "cpu" or backend_for(group, device_type) != "gloo":
+        return ProcessGroupCommunicator(group, device_type, connection=_device_connection(group, device_type))
     if group not in _known:
         _creation_order[group] = next(_next_index)
         _known[group] = connect(group) or GlooConnection(group, job_watchdog(), order_check_from())
     known = _known[group]
-    return (
-        GlooCommunicator(group, known) if isinstance(known, GlooConnection) else SharedMemoryCommunicator(group, known)
-    )
+    if isinstance(known, GlooConnection):
+        return GlooCommunicator(group, known)
+    return SharedMemoryCommunicator(group, cast(ShmEngine, known))
+
+
+def _device_connection(group: dist.ProcessGroup, device_type: str) -> DeviceConnection | None:
+    watchdog, known = job_watchdog(), _known.get(group)
+    if known is None and watchdog is not None and can_watch(group, device_type):
+        _creation_order[group] = next(_next_index)
+        known = _known[group] = DeviceConnection(group, device_type, watchdog, order_check_from())
+    return known if isinstance(known, DeviceConnection) else None
 
 
 def position(group: dist.ProcessGroup) -> str:
     """Return this rank's position in the sequence of operations over ``group``, or ``"broken"`` if one has failed."""
     return _known[group].position if group in _known else ""
+
+
+def check_aborted(groups: Callable[[], Collection[dist.ProcessGroup]]) -> None:
+    """Raise if operations on the device over one of ``groups`` were aborted. ``groups`` is called if any were.
+
+    Raises:
+        PeerError: a rank failed or is gone.
+        DivergenceError: ranks were about to run different operations.
+    """
+    if aborted:
+        for group in groups():
+            known = _known.get(group)
+            if isinstance(known, DeviceConnection):
+                known.check()
 
 
 def abandon(groups: Collection[dist.ProcessGroup]) -> None:
@@ -57,7 +85,7 @@ def abandon(groups: Collection[dist.ProcessGroup]) -> None:
     """
     for group in groups:
         known = _known.get(group)
-        if isinstance(known, GlooConnection):
+        if isinstance(known, _WATCHED):
             known.abandon()
 
 
@@ -70,7 +98,7 @@ def reopen(groups: Collection[dist.ProcessGroup]) -> None:
     # The order is the same on all ranks.
     for group in sorted((group for group in groups if group in _known), key=_creation_order.__getitem__):
         known = _known[group]
-        if isinstance(known, GlooConnection):
+        if isinstance(known, _WATCHED):
             known.reopen()
         else:
             reconnect(group, known)
@@ -80,14 +108,14 @@ def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
     """Set how much ranks compare before an operation over ``groups``. In shared memory, they always compare."""
     for group in groups:
         known = _known.get(group)
-        if isinstance(known, GlooConnection):
+        if isinstance(known, _WATCHED):
             known.set_order_check(level)
 
 
 def compared(group: dist.ProcessGroup) -> int:
     """Return the number of messages exchanged over ``group`` since it last connected to compare operations."""
     known = _known.get(group)
-    return known.compared if isinstance(known, GlooConnection) else 0
+    return known.compared if isinstance(known, _WATCHED) else 0
 
 
 def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:

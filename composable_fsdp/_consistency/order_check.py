@@ -21,7 +21,7 @@ from zlib import crc32
 from composable_fsdp._consistency.rank_report import order_text
 from composable_fsdp.errors import ConfigurationError, DivergenceError
 
-__all__ = ["CONTEXT", "LEVEL_VARIABLE", "OrderCheck", "OrderChecker", "order_check_from"]
+__all__ = ["CONTEXT", "LEVEL_VARIABLE", "OrderCheck", "OrderChecker", "operation_text", "order_check_from"]
 
 LEVEL_VARIABLE = "COMPOSABLE_FSDP_ORDER_CHECK"
 
@@ -57,6 +57,11 @@ def order_check_from(value: str | None = None) -> OrderCheck:
         levels = ", ".join(repr(level.value) for level in OrderCheck)
         what = "the order check" if value is not None else f"the environment variable {LEVEL_VARIABLE}"
         raise ConfigurationError(f"{what} is one of {levels}, not {found!r}.") from None
+
+
+def operation_text(label: str, sizes: tuple[int, ...]) -> str:
+    """Return the text that ranks compare: the label of an operation and the bytes of its tensors."""
+    return f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})"
 
 
 class OrderChecker:

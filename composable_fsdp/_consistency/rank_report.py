@@ -81,7 +81,12 @@ class RankReport:
 
 
 def diagnose(
-    own: OperationId, reports: Mapping[int, RankReport], *, lost: str = "", timed_out: bool = False
+    own: OperationId,
+    reports: Mapping[int, RankReport],
+    *,
+    lost: str = "",
+    timed_out: bool = False,
+    gone: Sequence[int] = (),
 ) -> FSDPError | None:
     """Return the error that explains why ``own`` cannot complete, or ``None`` if the reports do not show one.
 
@@ -90,11 +95,14 @@ def diagnose(
         reports: reports of the ranks that answered, by rank.
         lost: the transport's error, if it lost a connection. Then ranks that did not answer are considered gone.
         timed_out: whether that error was a timeout.
+        gone: ranks without a report whose processes are known to have ended.
     """
     for report in reports.values():
         if report.verdict:  # the first rank to find the cause decides for all
             return DivergenceError(report.verdict) if report.diverged else PeerError(report.verdict)
-    missing = [rank for rank in own.ranks if rank not in reports]
+    missing = gone or [rank for rank in own.ranks if rank not in reports]
+    lost = lost or ("The process has ended without a report." if gone else "")
+    timed_out = timed_out and not gone
     failed = [report for report in reports.values() if report.failure]
     failed.sort(key=lambda report: (report.left, report.rank not in own.ranks))
     if failed and not (failed[0].left and lost and missing):

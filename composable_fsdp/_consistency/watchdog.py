@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
 
@@ -29,13 +29,14 @@ import torch.distributed as dist
 
 from composable_fsdp import trace
 from composable_fsdp._consistency import interrupt
+from composable_fsdp._consistency.process_identity import has_died, process_identity
 from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, ranks_text
 from composable_fsdp._consistency.running_pass import RunningPass, error_summary
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.world_store import world_store
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["PATIENCE", "Watchdog", "job_watchdog", "known_watchdog"]
+__all__ = ["PATIENCE", "Watchdog", "Watched", "job_watchdog", "known_watchdog"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank requests reports."""
@@ -47,12 +48,32 @@ _ANSWER_SECONDS = 1.5
 _STORE_SECONDS = _ANSWER_SECONDS + 1.0
 """The time that the training thread waits for the watchdog thread, in case the store does not answer."""
 
+_LONGEST_PAUSE = 4.0
+"""The most seconds between two diagnoses of an operation on a device."""
 _STORE_FAILURES = 3
 """Consecutive failures after which the store is considered gone, with the rank or launcher that hosts it."""
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Watched(Protocol):
+    """Operations that run on a device, for which no thread of the host waits."""
+
+    ranks: tuple[int, ...]
+    timeout: float
+    """The seconds after which an operation counts as failed."""
+    last: OperationId | None
+    """The last operation known to be done."""
+
+    def oldest(self) -> tuple[OperationId, float, float] | None:
+        """Return the oldest operation in flight, the seconds without progress, and those since its launch."""
+        ...
+
+    def end(self, verdict: FSDPError) -> None:
+        """Abort the operations in flight, because of ``verdict``."""
+        ...
 
 
 @dataclass(slots=True)
@@ -101,6 +122,12 @@ class Watchdog:
         self._answered = 0
         self._rendezvous: dict[str, StoreRendezvous] = {}
         self._due = 0.0
+        self._watched: WeakSet[Any] = WeakSet()
+        """Each is :class:`Watched`. Guarded by ``_lock``."""
+        self._next_diagnosis = 0.0
+        self._processes: dict[int, str] = {}
+        """The identities of other ranks' processes, as far as known."""
+        self._submitted_own = False
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
         with _lock:
@@ -108,6 +135,15 @@ class Watchdog:
             _leave_at_exit()
 
     # -- called by the training thread
+
+    def watch(self, watched: Watched) -> None:
+        """Look after operations on a device from now on, as long as the caller keeps ``watched``."""
+        with _lock:
+            self._watched.add(watched)
+
+    def store_on_thread(self, seconds: float) -> Any:
+        """Return the store of the job, for any thread. Each call may take ``seconds``, and raises after that."""
+        return _StoreOnThread(self, seconds)
 
     def begin_wait(
         self, operation: OperationId, end: Callable[[str], None] | None = None, seconds: float = 0.0
@@ -162,7 +198,9 @@ class Watchdog:
     def diagnose_failure(self, operation: OperationId, lost: str, *, timed_out: bool) -> FSDPError | None:
         """Return and publish why the wait for ``operation`` failed with the transport's error ``lost``."""
         if self.here.verdict is None:
-            self.give_up(diagnose(operation, self.collect_reports(operation.ranks), lost=lost, timed_out=timed_out))
+            reports = self.collect_reports(operation.ranks)
+            gone = self._gone(operation, reports)
+            self.give_up(diagnose(operation, reports, lost=lost, timed_out=timed_out, gone=gone))
         return self.here.verdict
 
     def give_up(self, verdict: FSDPError | None) -> None:
@@ -180,7 +218,7 @@ class Watchdog:
         name = f"meeting/{crc32(repr(tuple(ranks)).encode()):08x}"
         rendezvous = self._rendezvous.setdefault(name, StoreRendezvous(name, self.rank, ranks))
         try:
-            verdict = rendezvous.meet(_StoreOnThread(self, seconds), own, seconds)
+            verdict = rendezvous.meet(self.store_on_thread(seconds), own, seconds)
         except RuntimeError as error:
             raise PeerError(f"{occasion}, but they cannot meet: {error}") from error
         if verdict.missing:
@@ -190,11 +228,15 @@ class Watchdog:
     # -- reports
 
     def report(self) -> RankReport:
-        here, waiting = self.here, self.here.waiting
+        here, waiting, last = self.here, self.here.waiting, self.here.last
         failure = here.failure or here.left
         seconds = time.monotonic() - here.since if waiting is not None else 0.0
+        if waiting is None and threading.current_thread() is self._thread and (stuck := self._longest_stuck()):
+            _, waiting, seconds, _ = stuck
+        lasts = [each.last for each in self._all_watched() if each.last is not None]
+        last = max(lasts, key=lambda operation: operation.number, default=last)
         verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
-        return RankReport(self.rank, here.steps, waiting, seconds, here.last, failure, here.has_left, verdict, diverged)
+        return RankReport(self.rank, here.steps, waiting, seconds, last, failure, here.has_left, verdict, diverged)
 
     def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, RankReport]:
         """Return fresh or final reports of ``ranks``.
@@ -210,18 +252,27 @@ class Watchdog:
     def _read_reports(self, wanted: Sequence[int], found: dict[int, RankReport], seconds: float) -> None:
         number = int(self._store.add("call", 1))
         end = time.monotonic() + seconds
-        while len(found) <= len(wanted) and time.monotonic() < end:
+        while time.monotonic() < end and any(r not in found and not self._has_died(r) for r in wanted):
             if any(found[rank].verdict for rank in wanted if rank in found):
                 return
             self._answer()  # other ranks may be collecting too
             for rank in wanted:
                 if rank not in found and (report := self._fresh_report(rank, number)) is not None:
                     found[rank] = report
-            time.sleep(0.02)
+            if not self._serve(0.02):
+                return
 
     def diagnose_wait(self, operation: OperationId) -> FSDPError | None:
         """Collect reports and diagnose why ``operation``, for which this rank waits, does not complete."""
-        return diagnose(operation, self.collect_reports(operation.ranks))
+        reports = self.collect_reports(operation.ranks)
+        return diagnose(operation, reports, gone=self._gone(operation, reports))
+
+    def _gone(self, operation: OperationId, reports: Mapping[int, RankReport]) -> list[int]:
+        """Return the ranks of ``operation`` without a report whose processes on this host have ended."""
+        return [rank for rank in operation.ranks if rank not in reports and self._has_died(rank)]
+
+    def _has_died(self, rank: int) -> bool:
+        return has_died(self._processes.get(rank, ""))
 
     def failure_of(self, rank: int) -> str:
         """Return the failure that ``rank`` reported, or an empty text. The rank may be gone."""
@@ -283,6 +334,12 @@ class Watchdog:
         failures: int | None = 0
         while failures is not None and failures < _STORE_FAILURES:
             failures = self._run_once(failures)
+        while failures is not None and self._all_watched():  # operations on a device do not fail by themselves
+            with suppress(Empty):
+                if self._requests.get(timeout=self._period) is None:
+                    return
+            with suppress(RuntimeError):  # the error cannot be published
+                self._check_watched(lost="The store of the job does not answer, so the rank that hosts it may be gone.")
 
     def _run_once(self, failures: int) -> int | None:
         """Run the next request, and the periodic checks if they are due.
@@ -291,14 +348,13 @@ class Watchdog:
             The number of consecutive failures of the store, or ``None`` to stop.
         """
         try:
-            with suppress(Empty):
-                request = self._requests.get(timeout=max(0.0, self._due - time.monotonic()))
-                if request is None:
-                    return None
-                request()
+            if not self._serve(max(0.0, self._due - time.monotonic())):
+                return None
             if time.monotonic() >= self._due:
                 self._due = time.monotonic() + self._period
                 self._check_own_wait()
+                self._exchange_processes()
+                self._check_watched()
                 self._answer()
                 if trace.fault_listeners:
                     self._report_left_passes()
@@ -306,6 +362,16 @@ class Watchdog:
             logger.debug("rank %d: the store of the job: %s", self.rank, error)
             return failures + 1
         return 0
+
+    def _serve(self, seconds: float) -> bool:
+        """Run the next request, if one comes within ``seconds``. Return False if it is to stop."""
+        with suppress(Empty):
+            request = self._requests.get(timeout=seconds)
+            if request is None:
+                self._requests.put(None)  # also for the caller of a caller
+                return False
+            request()
+        return True
 
     def _answer(self) -> None:
         called = int(self._store.add("call", 0))
@@ -326,6 +392,46 @@ class Watchdog:
             if error is not None and here.waiting is operation:
                 self.give_up(error)
                 end(str(error).split("\n", 1)[0])
+
+    def _all_watched(self) -> list[Any]:
+        with _lock:
+            return list(self._watched)
+
+    def _longest_stuck(self) -> tuple[Watched, OperationId, float, float] | None:
+        """Return the operation in flight that has been without progress for longest, as :meth:`Watched.oldest` does."""
+        stuck = [(each, *oldest) for each in self._all_watched() if (oldest := each.oldest()) is not None]
+        return max(stuck, key=lambda each: each[2], default=None)
+
+    def _check_watched(self, lost: str = "") -> None:
+        """Abort operations on a device that cannot complete."""
+        stuck = self._longest_stuck()
+        if stuck is None or stuck[2] < PATIENCE or self.here.waiting is not None:
+            return
+        watched, operation, seconds, in_flight = stuck
+        error, timed_out = self.here.verdict, in_flight >= watched.timeout
+        died = any(map(self._has_died, operation.ranks))
+        if error is None and (died or lost or timed_out or time.monotonic() >= self._next_diagnosis):
+            # Long computations between two operations are usual, so the store is asked less and less often.
+            self._next_diagnosis = time.monotonic() + min(seconds, _LONGEST_PAUSE)
+            reports = {self.rank: self.report()} if lost else self.collect_reports(operation.ranks)
+            if timed_out and not lost:
+                lost = f"It has not completed within the timeout of the process group, {watched.timeout:g} s."
+            gone = self._gone(operation, reports)
+            error = diagnose(operation, reports, lost=lost, timed_out=timed_out, gone=gone)
+        if error is not None:
+            for each in self._all_watched():
+                each.end(error)
+            self.give_up(error)
+
+    def _exchange_processes(self) -> None:
+        """Write the identity of this process, and read those of the other ranks of watched operations."""
+        if not self._submitted_own:
+            self._store.set(f"process/{self.rank}", process_identity())
+            self._submitted_own = True
+        ranks = {rank for each in self._all_watched() for rank in each.ranks} - {self.rank}
+        for rank in ranks - self._processes.keys():
+            if self._store.check([key := f"process/{rank}"]):
+                self._processes[rank] = self._store.get(key).decode()
 
     def _report_left_passes(self) -> None:
         """Report passes that ended with an exception and have not been reported to fault listeners."""

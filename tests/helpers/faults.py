@@ -67,9 +67,9 @@ class Layers(nn.Module):
         return x
 
 
-def build(timeout: float = LONG_TIMEOUT) -> Any:
+def build(timeout: float = LONG_TIMEOUT, backend: str | None = None) -> Any:
     """Return a model that is sharded over a process group with a timeout of ``timeout`` seconds."""
-    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    group = dist.new_group(timeout=timedelta(seconds=timeout), backend=backend)
     mesh = DeviceMesh.from_group(group, "cpu")
     model: Any = Layers()
     for layer in model.layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,9 +33,11 @@ from tests._internals import (
     RunningPass,
     Watchdog,
     diagnose,
+    has_died,
     has_ended,
     interrupt,
     order_check_from,
+    process_identity,
 )
 from tests._internals import watchdog as watchdog
 from tests.helpers.fresh_process import run_program
@@ -459,3 +462,77 @@ def test_levels_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     levels = "'off', 'first', 'always', not 'never'"
     with pytest.raises(ConfigurationError, match=f"^the environment variable {variable} is one of {levels}"):
         order_check_from()
+
+
+# Operations on a device
+
+
+class OnDevice:
+    """An operation in flight on a device that never completes."""
+
+    ranks: tuple[int, ...] = (0, 1)
+    timeout = 60.0
+    last: OperationId | None = OperationId((0, 1), 6, "all-gather of layers.1 in forward")
+
+    def __init__(self) -> None:
+        self.begin = time.monotonic()
+        self.ended: list[Exception] = []
+
+    def oldest(self) -> tuple[OperationId, float, float] | None:
+        seconds = time.monotonic() - self.begin
+        return None if self.ended else (OperationId((0, 1), 7, OWN.label), seconds, seconds)
+
+    def end(self, verdict: Exception) -> None:
+        self.ended.append(verdict)
+
+    def wait_for_end(self) -> str:
+        deadline = time.monotonic() + 20
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert [type(error) for error in self.ended] == [PeerError]
+        return str(self.ended[0])
+
+
+@pytest.fixture
+def watchdogs() -> Iterator[Callable[[dist.Store], Watchdog]]:
+    begun: list[Watchdog] = []
+    yield lambda store: (begun.append(Watchdog(store, 0, 2)), begun[-1])[1]  # type: ignore[func-returns-value]
+    for each in begun:
+        each.stop()
+        each.join(5.0)
+
+
+@pytest.mark.behaviour("H-03")
+def test_an_operation_on_a_device_is_aborted_if_the_process_of_a_rank_has_ended(
+    watchdogs: Callable[[dist.Store], Watchdog],
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        start = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        identity = f"{process_identity().rsplit(' ', 2)[0]} {process.pid} {start}"
+        assert not has_died(identity)
+        store, operation = dist.HashStore(), OnDevice()
+        store.set("process/1", identity)
+        watchdogs(store).watch(operation)
+        process.kill()
+    assert has_died(identity)
+    text = operation.wait_for_end()
+    assert "cannot be done: rank 1 is gone. Look for the first error in its output." in text
+    assert "rank 1 last took part in all-gather of layers.1 in forward" in text
+
+
+@pytest.mark.behaviour("H-03")
+def test_an_operation_on_a_device_is_aborted_if_the_store_is_gone(
+    watchdogs: Callable[[dist.Store], Watchdog],
+) -> None:
+    store, operation = PartitionableStore(dist.HashStore(), seconds=0.1), OnDevice()
+    watchdogs(store).watch(operation)
+    with store.cut_off():
+        text = operation.wait_for_end()
+    assert "The store of the job does not answer, so the rank that hosts it may be gone." in text
+
+
+def test_a_process_is_not_known_to_have_ended_without_an_identity_on_this_host() -> None:
+    assert process_identity()
+    assert not has_died(process_identity())
+    assert not has_died("")
+    assert not has_died(f"another-boot 1 {os.getpid()} 1")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp._comm.comm_debug import notify_comm_debug
 from composable_fsdp._comm.communicator import Transfer, Work
-from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
+from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker, operation_text
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.watchdog import Watchdog
 from composable_fsdp._consistency.world_store import world_store
@@ -113,15 +113,14 @@ class GlooConnection:
         if self._broken:
             raise PeerError(f"ranks {list(self.ranks)} cannot go on together, since {self._broken}")
         sizes = tuple([transfer.input.nbytes for transfer in transfers])
-        nbytes = sum(sizes)
         self._label = label
         operation = OperationId(self.ranks, self._order_checker.number + 1, label, self._id)
         if torch._C._len_torch_dispatch_stack():
             notify_comm_debug(label)
         if trace.listeners:
-            trace.emit(trace.Operation.COLLECTIVE, label, nbytes, position=self._position_of(operation))
+            trace.emit(trace.Operation.COLLECTIVE, label, sum(sizes), position=self._position_of(operation))
         try:
-            self._order_checker.begin(f"{label} ({nbytes} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})")
+            self._order_checker.begin(operation_text(label, sizes))
         except DivergenceError as error:
             trace.emit_fault(error, str(operation), self._position_of(operation))
             raise

@@ -1,0 +1,50 @@
+"""The identity of a process, by which another process on the same host finds out that it has ended.
+
+Linux only: elsewhere no process is known to have ended. The id of a process is used again, so its start time belongs to
+its identity.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+__all__ = ["has_died", "process_identity"]
+
+_ENDED = ("Z", "X")
+"""States of a process that has ended, but that its parent has not waited for."""
+
+
+def process_identity() -> str:
+    """Return a text for this process, or an empty one where there is no ``/proc``."""
+    place, start = _place(), _start_time(os.getpid())
+    return f"{place} {os.getpid()} {start}" if place and start else ""
+
+
+def has_died(identity: str) -> bool:
+    """Return whether the process of ``identity`` is one of this host and has ended."""
+    place, _, process = identity.rpartition(" ")[0].rpartition(" ")
+    if not place or place != _place():
+        return False
+    return _start_time(int(process)) != identity.rpartition(" ")[2]
+
+
+@cache
+def _place() -> str:
+    """Return the boot of this host and the namespace of process ids."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
+
+
+def _start_time(process: int) -> str:
+    """Return when ``process`` started, or an empty text if it has ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return ""
+    state, *values = text.rpartition(")")[2].split()  # a name in brackets comes before, with any characters
+    return "" if state in _ENDED else values[18]

@@ -1,0 +1,226 @@
+"""Test faults of one rank over a backend that is asynchronous and hangs, as NCCL does: the error on every other rank.
+
+The faults are some of those of ``test_faults.py``. The host waits for nothing but the device.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.errors import PeerError
+from composable_fsdp.testing import run_ranks
+from tests._internals import OrderCheck, Transfer, communicator_over, compared, factory, watchdog
+from tests.helpers.faults import (
+    LONG_TIMEOUT,
+    SHORT_TIMEOUT,
+    Layers,
+    RaisedError,
+    build,
+    error_of,
+    inject_fault,
+    is_last,
+    step,
+)
+from tests.helpers.hanging_backend import HANGING, hanging_device
+from tests.helpers.slack import slack
+
+LIMIT = 6.0
+"""Seconds until all ranks know of a fault."""
+GRACE = 0.1
+
+
+def train(fault: str, timeout: float = LONG_TIMEOUT) -> RaisedError:
+    """Run four steps without a fault, then two with ``fault``, each with a synchronization of the host."""
+    with hanging_device() as device:
+        model = build(timeout, HANGING)
+
+        def steps() -> None:
+            for _ in range(2):
+                step(model)
+                device.synchronize()
+
+        steps()
+        steps()  # the third one has another schedule, since costs were measured
+        device.grace = GRACE
+        with inject_fault(fault, model):
+            return error_of(steps)
+
+
+def check(error: RaisedError, limit: float = LIMIT) -> None:
+    assert error.text, "no rank raised an error"
+    assert error.seconds < limit * slack()
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_a_killed_rank_is_named() -> None:
+    for error in run_ranks(train, 3, "killed in backward", lost=[2]):
+        check(error)
+        assert error.kind == "PeerError"
+        assert "cannot be done: rank 2 is gone. Look for the first error in its output." in error.text
+        assert "of layers." in error.text
+        assert "End the job, and restart it from a checkpoint." in error.text
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_a_rank_that_timed_out_is_named() -> None:
+    error, _ = run_ranks(train, 2, "late", SHORT_TIMEOUT)
+    check(error, SHORT_TIMEOUT + LIMIT)
+    assert error.kind == "PeerError"
+    assert "rank 1 did not " in error.text
+    assert "reduce-scatter of layers.1" in error.text
+
+
+STAYS = {
+    "raises in forward": "rank 1 raised ArithmeticError: test failure in the forward of layers.1",
+    "fails to launch": "rank 1 raised in the backward of layers.1",
+    "swaps modules": "order",
+    "skips a module": "order",
+    "has other gradients": "order",
+}
+
+
+@pytest.mark.behaviour("G-01", "H-01", "H-05")
+@pytest.mark.parametrize("fault", STAYS)
+@pytest.mark.filterwarnings("ignore:Forward order differs from that of the first iteration")
+def test_a_rank_with_another_operation_is_named(fault: str) -> None:
+    error, own = run_ranks(train, 2, fault)
+    check(error)
+    if STAYS[fault] != "order":
+        assert error.kind == "PeerError"
+        assert f"cannot be done: {STAYS[fault]}" in error.text
+        assert "test failure" in own.text or "no memory for a message" in own.text
+    else:
+        assert error.kind == "DivergenceError"
+        assert re.search(r"\n  rank 0: .* of layers\..*\n  rank 1: .* of layers\.", error.text), error.text
+        check(own)
+        assert own.kind in ("DivergenceError", "PeerError")
+
+
+def end_early() -> RaisedError:
+    with hanging_device() as device:
+        model = build(backend=HANGING)
+        step(model)
+        device.grace = GRACE
+        if is_last():
+            watchdog._leave_all()
+            time.sleep(2 * LIMIT)
+
+        def steps() -> None:
+            step(model)
+            device.synchronize()
+            step(model)
+
+        return error_of(steps)
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_a_rank_whose_program_has_ended_is_named() -> None:
+    (error,) = run_ranks(end_early, 2, lost=[1])
+    check(error)
+    assert error.kind == "PeerError"
+    assert "cannot be done: rank 1 has come to the end of its program" in error.text
+
+
+def gather_different_sizes(level: str) -> RaisedError:
+    group = dist.new_group(timeout=timedelta(seconds=SHORT_TIMEOUT), backend=HANGING)
+    with hanging_device() as device:
+        communicator = communicator_over(group, "cpu")
+        factory.compare([group], OrderCheck(level))
+        shard = torch.ones(4 + dist.get_rank())
+        device.grace = GRACE
+
+        def gather() -> None:
+            for _ in range(2):
+                communicator.all_gather([Transfer(torch.empty(2 * shard.numel()), shard)], "all-gather of odd").wait()
+                device.synchronize()
+
+        return error_of(gather)
+
+
+@pytest.mark.behaviour("G-01", "H-05")
+def test_different_sizes_are_found_before_the_launch() -> None:
+    for error in run_ranks(gather_different_sizes, 2, "first"):
+        check(error, 1.0)
+        assert error.kind == "DivergenceError"
+        assert "rank 0: all-gather of odd (16 bytes in 1 tensors" in error.text
+        assert "rank 1: all-gather of odd (20 bytes in 1 tensors" in error.text
+
+
+@pytest.mark.behaviour("H-05")
+def test_different_sizes_without_an_order_check_end_at_the_timeout() -> None:
+    for error in run_ranks(gather_different_sizes, 2, "off"):
+        check(error, SHORT_TIMEOUT + LIMIT)
+        assert error.kind == "PeerError"
+        assert "all-gather of odd (operation 1 of ranks [0, 1]) cannot be done" in error.text
+        assert "It has not completed within the timeout of the process group, 3 s." in error.text
+
+
+def train_well() -> None:
+    with hanging_device() as device:
+        model = build(backend=HANGING)
+        full = Layers()
+        group = model.layers[0].weight.device_mesh.get_group()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, full)]
+        counts = []
+        for _ in range(14):  # in some of them, measured costs choose another schedule
+            step(model, optimizers[0])
+            device.synchronize()
+            for rank in range(dist.get_world_size()):
+                (full(torch.ones(2, 16) + rank).square().mean() / dist.get_world_size()).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            counts.append(compared(group))
+        for ours, theirs in zip(model.parameters(), full.parameters(), strict=True):
+            torch.testing.assert_close(ours.to_local(), theirs.chunk(2)[dist.get_rank()])
+        assert counts[0] > 0
+        assert any(before == after for before, after in pairwise(counts)), "a step like an earlier one compares nothing"
+
+
+@pytest.mark.behaviour("G-01")
+def test_training_compares_only_new_operations_and_equals_the_unsharded_model() -> None:
+    run_ranks(train_well, 2)
+
+
+def recover(fault: str) -> None:
+    with hanging_device() as device:
+        model = build(backend=HANGING)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            step(model)
+        device.synchronize()
+        device.grace = GRACE
+
+        def steps() -> None:
+            for _ in range(2):
+                step(model)
+                device.synchronize()
+
+        with inject_fault(fault, model):
+            assert error_of(steps).text
+        if fault == "has other gradients":
+            model.reset_iter_state()
+            device.grace = 30.0
+            step(model, optimizer)
+            return
+        with pytest.raises(PeerError, match=r"cannot connect again .* restart it from a checkpoint"):
+            model.reset_iter_state()
+        if not is_last():
+            with pytest.raises(PeerError, match="were aborted, so their results are undefined"):
+                optimizer.step()
+
+
+@pytest.mark.behaviour("H-01")
+def test_training_goes_on_after_a_difference_that_was_found_before_the_launch() -> None:
+    run_ranks(recover, 2, "has other gradients")
+
+
+@pytest.mark.behaviour("H-01")
+def test_an_aborted_group_refuses_recovery_and_optimizer_steps() -> None:
+    run_ranks(recover, 2, "raises in forward")
