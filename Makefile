@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test test-fast check goldens format docs behaviours bench bench-quick clients suites clean
+.PHONY: help install demo demo-short quantized elastic test test-fast check goldens format docs behaviours bench bench-quick gpu clients suites clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -75,6 +75,9 @@ bench: $(READY) ## run all benchmarks, then make benchmarks/RESULTS.md; takes ho
 
 bench-quick: $(READY) ## small forms of all benchmarks, into runs/bench-quick: do they run?
 	$(BIN)/python benchmarks/run_all.py --quick $(BENCH_ARGS)
+
+gpu: $(READY) ## check the library on this machine's GPUs, and write a report (GPU_ARGS="--device simulated" without one)
+	$(BIN)/python benchmarks/gpu_report.py $(GPU_ARGS)
 
 # A venv of its own, since these libraries narrow each other's versions; torch first and alone, and still there after.
 $(CLIENTS_READY): pyproject.toml constraints.txt clients/constraints.txt
