@@ -161,20 +161,17 @@ def test_large_groups_on_streams_take_less_memory_than_fsdp2() -> None:
     assert row["peak, ours/fsdp2"] < 0.99
 
 
-def test_early_reductions_overlap_and_16_bits_expose_only_the_first_gather_and_last_reduction(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_few_blocks_expose_only_the_first_gather_and_the_last_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
     exposure: Any = importlib.import_module("exposure")
     monkeypatch.setattr(exposure, "LAYERS", 4)
     wire = exposure.ShmSocket(gbit=400.0, shared=True)
-    ((narrow,), (early,), (default,), (peer,)) = (
-        exposure.steps(exposure.VARIANTS[name], 64, [wire])
-        for name in ("ours, 16-bit gradients", "ours, 512 MiB more", "ours", "fsdp2")
+    ((narrow,), (default,), (peer,)) = (
+        exposure.steps(exposure.VARIANTS[name], 64, [wire]) for name in ("ours, 16-bit gradients", "ours", "fsdp2")
     )
     one_gather = (exposure.floor(64, 400.0) - 0.04) / 3 + 0.02  # gathers are bf16, reductions fp32: a third
     assert narrow["exposed ms"] == pytest.approx(2 * one_gather, abs=0.2)
-    assert narrow["exposed ms"] < early["exposed ms"] < peer["exposed ms"] - one_gather
-    assert early["exposed ms"] < default["exposed ms"] < peer["exposed ms"], "early buckets need memory"
+    assert default["exposed ms"] == pytest.approx(2 * one_gather, abs=0.2), "the last of several buckets"
+    assert peer["exposed ms"] > 3 * one_gather
 
 
 def test_a_recorded_step_takes_the_times_of_another_network(sim: ModuleType, network: ModuleType) -> None:
