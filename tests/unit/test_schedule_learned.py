@@ -122,6 +122,16 @@ def test_nothing_is_measured_if_the_user_has_given_costs_or_asked_for_determinis
     assert deterministic.costs() is None
 
 
+def test_nothing_is_measured_on_a_device_whose_events_have_no_times(
+    network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(importlib.import_module("sim.device").Event, "elapsed_time")
+    model = build(network)
+    for _ in range(8):
+        stepper(model, network)()
+    assert model.costs() is None
+
+
 def test_settings_of_the_user_are_kept(network: Any) -> None:
     model = build(network)
     model.set_prefetch_limit(0)

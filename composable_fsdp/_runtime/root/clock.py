@@ -25,6 +25,11 @@ class Clock:
         self.is_host = self._module is None
         """True if waits block the host, so that its work is part of a step's time."""
 
+    @property
+    def has_times(self) -> bool:
+        """True if the time between two marks can be read, which events of some devices do not tell."""
+        return self._module is None or hasattr(self._module.Event(enable_timing=True), "elapsed_time")
+
     def mark(self) -> Mark:
         """Return the current point in time of the current stream."""
         if self._module is None:

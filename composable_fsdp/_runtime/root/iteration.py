@@ -39,6 +39,7 @@ from composable_fsdp._runtime.groups.state_machine import (
 )
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
 from composable_fsdp._runtime.root.calibration import Calibration, median_over_ranks
+from composable_fsdp._runtime.root.clock import Clock
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
 from composable_fsdp._runtime.root.model_check import check_models
@@ -352,6 +353,8 @@ class Iteration:
     @functools.cached_property
     def _measures_by_default(self) -> bool:
         if self._streams.block_the_host or torch.are_deterministic_algorithms_enabled():
+            return False
+        if not Clock(self.root.group.axes.device).has_times:
             return False
         return any(each.size > 1 for each in self._communicators)
 
