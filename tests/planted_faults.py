@@ -101,6 +101,9 @@ EXPLAINED = {
     "sum before the reduction that adds it is launched. On streams, the reduce stream orders both.",
     "_wait_for: launch(*tensors).wait()": "The next collective of the process group is waited for before the memory is "
     "used again. Without the wait, the measured times are too short, which is no race.",
+    "CommStream.run: self._stream.wait_event(self._runs_after)": "The wait for a group's all-gather orders the stream "
+    "after all groups that were freed before, and held reductions are ordered by `run_early`. It is for programs that "
+    "change shards between forward and backward.",
 }
 """The sites that nothing reports, by function and call, with the reason."""
 

@@ -235,7 +235,7 @@ class Recording:
         """
         chosen, length = random.Random(seed), sum(map(len, self._steps.values()))
         order, changes = sorted(self._steps, reverse=seed == 1), set[int]()
-        if seed > 1:
+        if seed > 1 and length:
             chosen.shuffle(order)
             changes = {chosen.randrange(length) for _ in range(_CHANGES)}
         queues = {stream: deque(steps) for stream, steps in self._steps.items()}

@@ -168,6 +168,12 @@ def test_what_a_collective_sends_is_compared(waits: bool) -> None:
     assert not (waits and found)
 
 
+def test_nothing_differs_if_nothing_was_recorded() -> None:
+    with simulated_accelerator(records=True) as device:
+        pass
+    assert [device.run_late(seed) for seed in range(ORDERS)] == [[]] * ORDERS
+
+
 def test_run_late_needs_recorded_operations() -> None:
     with simulated_accelerator() as device:
         torch.ones(8)
