@@ -60,6 +60,7 @@ NO_STREAMS = {
     "diagnostics/_signals.py": "threads",
     "_comm/gloo/": "blocks the host",
     "_comm/shm/": "blocks the host",
+    "_comm/device_connection.py": "operations between processes: tests/ranks/test_device_faults.py",
     "_comm/comm_debug.py": "a process group of one rank, for torch's CommDebugMode",
 }
 """Files whose calls order no work of streams."""
@@ -72,7 +73,7 @@ NO_ORDER = {
 }
 """Sites that order no work of streams, by path, function and method."""
 
-_MOST_TRAININGS = 12
+_MOST_TRAININGS = 16
 """The number of trainings for a fault, of those that reach it."""
 _MOST_SECONDS = 600.0
 """The time limit of a fault."""
@@ -97,8 +98,11 @@ OWNED = (
 
 
 EXPLAINED = {
-    "ParamGroupGradients._wait_partial: self._partial.wait()": "Where waits block the host, it finishes the earlier "
-    "sum before the reduction that adds it is launched. On streams, the reduce stream orders both.",
+    **{
+        f"ParamGroupGradients.{function}: self._partial.wait()": "Where waits block the host, it finishes the earlier "
+        "sum before the reduction that adds it is launched. On streams, the reduce stream orders both."
+        for function in ("take_grad_bucket", "take_remaining")
+    },
     "_wait_for: launch(*tensors).wait()": "The next collective of the process group is waited for before the memory is "
     "used again. Without the wait, the measured times are too short, which is no race.",
     "CommStream.run: self._stream.wait_event(self._runs_after)": "The wait for a group's all-gather orders the stream "
