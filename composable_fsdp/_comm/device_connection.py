@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from composable_fsdp import trace
 from composable_fsdp._comm.communicator import Work
-from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker, operation_text
+from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.watchdog import Watchdog
@@ -134,7 +134,7 @@ class DeviceConnection:
         self.check()
         self._current = OperationId(self.ranks, self._order_checker.number + 1, label, self._name)
         try:
-            self._order_checker.begin(operation_text(label, sizes))
+            self._order_checker.begin(label, sizes)
         except FSDPError as error:
             trace.emit_fault(error, str(self._current), self._position_of(self._current))
             raise

@@ -21,7 +21,7 @@ from zlib import crc32
 from composable_fsdp._consistency.rank_report import order_text
 from composable_fsdp.errors import ConfigurationError, DivergenceError
 
-__all__ = ["CONTEXT", "LEVEL_VARIABLE", "OrderCheck", "OrderChecker", "operation_text", "order_check_from"]
+__all__ = ["CONTEXT", "LEVEL_VARIABLE", "OrderCheck", "OrderChecker", "order_check_from"]
 
 LEVEL_VARIABLE = "COMPOSABLE_FSDP_ORDER_CHECK"
 
@@ -59,11 +59,6 @@ def order_check_from(value: str | None = None) -> OrderCheck:
         raise ConfigurationError(f"{what} is one of {levels}, not {found!r}.") from None
 
 
-def operation_text(label: str, sizes: tuple[int, ...]) -> str:
-    """Return the text that ranks compare: the label of an operation and the bytes of its tensors."""
-    return f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})"
-
-
 class OrderChecker:
     """The operations that the ranks of one process group have agreed on. Final.
 
@@ -87,12 +82,13 @@ class OrderChecker:
         self.compared = 0
         """The number of operations that were compared, which takes a message each."""
 
-    def begin(self, operation: str) -> None:
-        """Check that ``operation`` is next on all ranks. Its text includes the sizes of its tensors.
+    def begin(self, label: str, sizes: tuple[int, ...]) -> None:
+        """Check that the operation ``label`` with tensors of ``sizes`` bytes is next on all ranks.
 
         Raises:
             DivergenceError: another rank is about to run a different operation.
         """
+        operation = f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})"
         self.number += 1
         context = tuple(self._context)
         known = self.level is OrderCheck.OFF or self._successors.get(context) == operation

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp._comm.comm_debug import notify_comm_debug
 from composable_fsdp._comm.communicator import Transfer, Work
-from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker, operation_text
+from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.watchdog import Watchdog
 from composable_fsdp._consistency.world_store import world_store
@@ -120,7 +120,7 @@ class GlooConnection:
         if trace.listeners:
             trace.emit(trace.Operation.COLLECTIVE, label, sum(sizes), position=self._position_of(operation))
         try:
-            self._order_checker.begin(operation_text(label, sizes))
+            self._order_checker.begin(label, sizes)
         except DivergenceError as error:
             trace.emit_fault(error, str(operation), self._position_of(operation))
             raise
