@@ -80,7 +80,7 @@ class DeviceWork:
 
 
 class DeviceConnection:
-    """What all communicators over one process group on this rank share. Final.
+    """The operations of all communicators of this rank over one process group. Final.
 
     Args:
         group: the user's process group.
