@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from composable_fsdp._comm import broadcast, c10d, factory
     from composable_fsdp._comm.c10d import ProcessGroupCommunicator
     from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
+    from composable_fsdp._comm.device_connection import level_on_device
     from composable_fsdp._comm.factory import communicator_over, compared, duplicate
     from composable_fsdp._comm.gloo.connection import GlooConnection
     from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator, GlooWork

@@ -356,10 +356,11 @@ class FSDPModule(TorchFSDPModule):
         """Set how often ranks compare, before a collective, that all of them are about to launch the same one.
 
         With gloo, a collective that ranks enter with different parameters ends the process, or mixes their values.
-        Ranks that share memory always compare, at no cost. With other backends nothing is compared. Call it on the
-        root, with the same level on all ranks. The environment variable ``COMPOSABLE_FSDP_ORDER_CHECK`` sets the level
-        of all roots. If several models share one process group, the level that was set last, or that of the model whose
-        first forward began last, applies to all of them.
+        Ranks that share memory always compare, at no cost. With other backends, such as NCCL, ranks compare through the
+        store of the job; more than 64 ranks only at level ``"always"``. Call it on the root, with the same level on all
+        ranks. The environment variable ``COMPOSABLE_FSDP_ORDER_CHECK`` sets the level of all roots. If several models
+        share one process group, the level that was set last, or that of the model whose first forward began last,
+        applies to all of them.
 
         Args:
             level: ``"first"``, the default, compares an operation only if it has not followed the operation before it

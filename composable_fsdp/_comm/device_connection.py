@@ -28,12 +28,18 @@ from composable_fsdp._consistency.watchdog import Watchdog
 from composable_fsdp._memory.streams import backend_for, blocks_the_host
 from composable_fsdp.errors import FSDPError, PeerError
 
-__all__ = ["DeviceConnection", "aborted", "can_watch", "timeout_of_backend"]
+__all__ = ["DeviceConnection", "aborted", "can_watch", "level_on_device", "timeout_of_backend"]
 
 logger = logging.getLogger(__name__)
 
 _SIMULATED = ("fake", "threaded", "simulated_accelerator", "simulated_accelerator_alone")
 """Backends without other processes, or without a device that completes work by itself."""
+
+_MOST_COMPARED_RANKS = 64
+"""The ranks of a process group from which on ``FIRST`` compares nothing.
+
+Each operation of the first step takes several requests of each rank to the one store of the job. Estimated.
+"""
 
 _ABORTED = (
     "Operations on the device were aborted, so their results are undefined, and this process group cannot be used any "
@@ -47,6 +53,11 @@ aborted: weakref.WeakSet[DeviceConnection] = weakref.WeakSet()
 def can_watch(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether operations of ``group`` run on a real backend, whose ranks are processes with a store."""
     return backend_for(group, device_type) not in _SIMULATED
+
+
+def level_on_device(level: OrderCheck, num_ranks: int) -> OrderCheck:
+    """Return how much ``num_ranks`` ranks compare through the store at ``level``: nothing if they are very many."""
+    return OrderCheck.OFF if level is OrderCheck.FIRST and num_ranks > _MOST_COMPARED_RANKS else level
 
 
 class _InFlight:
@@ -100,6 +111,7 @@ class DeviceConnection:
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", bool)
         self._watchdog = watchdog
         self._meeting = StoreRendezvous(f"order/{self._name}", dist.get_rank(), self.ranks)
+        level = level_on_device(level, len(self.ranks))
         self._order_checker = OrderChecker(self._exchange_numbers, self._exchange_texts, level)
         self._flights: dict[int, _InFlight] = {}
         """Operations that may be in flight, in order. Only the watchdog thread removes them."""
@@ -122,7 +134,7 @@ class DeviceConnection:
 
     def set_order_check(self, level: OrderCheck) -> None:
         """Set how much ranks compare from now on. It must be the same on every rank."""
-        self._order_checker.level = level
+        self._order_checker.level = level_on_device(level, len(self.ranks))
 
     def begin(self, label: str, sizes: tuple[int, ...]) -> OperationId:
         """Return the id of the next operation, once the order check allows it.

@@ -61,6 +61,8 @@ class StoreRendezvous:
         self, store: Any, prefix: str, note: str, end: float, explain: Callable[[Callable[[], list[int]]], str]
     ) -> Verdict:
         def missing() -> list[int]:
+            if store.check([f"{prefix}/{rank}" for rank in self._ranks]):  # one request, if none is
+                return []
             return [rank for rank in self._ranks if not store.check([f"{prefix}/{rank}"])]
 
         def decide(reason: str) -> None:

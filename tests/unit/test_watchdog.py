@@ -36,6 +36,7 @@ from tests._internals import (
     has_died,
     has_ended,
     interrupt,
+    level_on_device,
     order_check_from,
     process_identity,
 )
@@ -450,6 +451,13 @@ def test_a_new_sequence_is_compared_between_ranks() -> None:
     ranks.begin("a")  # a known sequence, so ranks do not compare
     with pytest.raises(DivergenceError, match=r"rank 0: c \(4 bytes in 1 tensors, \w{4}\)\n  rank 1: something else"):
         ranks.begin("c")
+
+
+@pytest.mark.parametrize(("ranks", "level"), [(64, OrderCheck.FIRST), (65, OrderCheck.OFF)])
+def test_very_many_ranks_compare_through_a_store_only_if_they_always_do(ranks: int, level: OrderCheck) -> None:
+    assert level_on_device(OrderCheck.FIRST, ranks) is level
+    assert level_on_device(OrderCheck.ALWAYS, ranks) is OrderCheck.ALWAYS
+    assert level_on_device(OrderCheck.OFF, ranks) is OrderCheck.OFF
 
 
 @pytest.mark.behaviour("G-01")
