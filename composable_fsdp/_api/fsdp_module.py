@@ -342,8 +342,9 @@ class FSDPModule(TorchFSDPModule):
 
         The default is 8 MiB. With more, the group that backward reaches first may be reduced in several buckets, for
         the bytes of one of them in the reduce dtype, and more groups may be prefetched, for the unsharded bytes of each
-        (:meth:`schedule_choice`). The bound holds whatever memory activations take, so that often less is used. Call it
-        on the root, with the same number on every rank. ``None`` goes back to the default.
+        (:meth:`schedule_choice`). Under activation checkpointing the bound holds whatever memory activations take, so
+        that often less is used. Call it on the root, with the same number on every rank. ``None`` goes back to the
+        default.
 
         Raises:
             ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of modules that

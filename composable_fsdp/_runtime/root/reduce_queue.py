@@ -55,7 +55,7 @@ class ReductionQueue:
     def reduce_grad_bucket(self, state: FSDPState) -> None:
         """Launch or hold the reduction of the next gradient bucket of ``state``, which is complete."""
         launch = state.group.gradients.take_grad_bucket(self.streams)
-        if self._runner.holds(launch):
+        if not self._in_flight and self._limit is None and self._runner.holds(launch):
             self._held.append((launch, self.streams.reduce.mark()))
         else:
             self._run(launch)
@@ -138,14 +138,14 @@ class ReductionQueue:
     def run_held(self) -> None:
         """Launch the held reductions. They take memory now, but streams run them from when their gradients were ready.
 
-        No reduction is completed while some are held, so they reuse no memory that is still in use.
+        None is held while others are in flight, and together they fit, as the buckets of one group do. So no reduction
+        is completed meanwhile, and they reuse no memory that is still in use.
         """
         held, self._held = self._held, []
         for launch, mark in held:
             launch.prepare(mark)
         for launch, mark in held:
             with self.streams.reduce.running_after(mark):
-                self._make_room(launch)
                 self._add(launch.run())
 
     def _add(self, reduction: PendingReduction) -> None:
