@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._runtime.root import schedule_runner
     from composable_fsdp._runtime.root.activation_memory import HasHooksError, activation_memory
-    from composable_fsdp._runtime.root.calibration import Calibration
+    from composable_fsdp._runtime.root.calibration import Calibration, measure_collective
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
     from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration, Pass
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS

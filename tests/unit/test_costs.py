@@ -6,13 +6,16 @@ import math
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp import ActivationMemory, AxisCosts, CollectiveCost, Costs
 from composable_fsdp.errors import ConfigurationError
+from tests._internals import LoopbackCommunicator, measure_collective
 
 COST = CollectiveCost(2e-5, 5e10, per_rank=1e-7)
 AXIS = AxisCosts(COST, COST, CollectiveCost(4e-5, 5e10))
@@ -86,3 +89,14 @@ def test_a_file_without_a_table_is_refused_with_its_name(text: str, tmp_path: Pa
         ConfigurationError, match=f"^{re.escape(str(path))} has no table of costs: .*Write one with Costs"
     ):
         Costs.load(path)
+
+
+@pytest.mark.parametrize(
+    ("large", "seconds"), [(1.2e-3, 1e-3), (1.9e-4, 1.9e-6), (2e-4, 2e-6)], ids=["longer", "shorter", "equal"]
+)
+def test_a_difference_within_noise_gives_no_absurd_bandwidth(large: float, seconds: float) -> None:
+    clock = Mock(device=torch.device("cpu"))
+    clock.time.side_effect = [1.0, 2e-4, 2e-4, 1.0, large, large]  # the first of each size is not counted
+    cost = measure_collective(LoopbackCommunicator(size=2), "all_reduce", [1 << 12, 1 << 20], clock)
+    assert cost.bandwidth == pytest.approx(((1 << 19) - (1 << 11)) / seconds)
+    assert 0 < cost.latency < 2e-4

@@ -35,8 +35,10 @@ __all__ = [
 
 _LEAST, _MIDDLE, _MOST = 1 << 12, 1 << 20, 1 << 24
 """Bytes of the full tensors of the measured collectives. Estimated; swept in virtual time only."""
-_LEAST_LARGE = 1 << 16
+_LEAST_LARGE = 1 << 20
 """The bytes of the largest tensor at least, also if the model has smaller groups only."""
+_NOISE = 0.01
+"""The share of a measured time below which a difference says nothing about the bandwidth."""
 _MOST_SECONDS = 0.1
 """The next larger tensor is left out if it is expected to take longer than this."""
 _REPEATS = 2
@@ -76,7 +78,7 @@ class Calibration:
         self._names = tuple(groups)
         most = max(_LEAST_LARGE, max((group.plan.full_bytes for group in groups.values()), default=0))
         self._sizes = message_sizes(most)
-        """The bytes of the messages: no larger than the model's own, so that the peak of memory is that of training."""
+        """The bytes of the messages: those of large models are no larger than their own, for the peak of memory."""
         self._steps_left = steps
         self._clock = Clock(axes[0].device)
         self._running: list[str] = []
@@ -249,7 +251,8 @@ def measure_collective(communicator: Communicator, kind: str, sizes: Sequence[in
         (small, least), (sent, last) = samples[0], samples[-1]
         expected = (last - least) * sizes[-1] / sent if len(samples) > 1 else 0.0
     (small, least), (large, most) = samples[0], samples[-1]
-    bandwidth = (large - small or small) / max(most - least, _NANOSECOND)  # equal with very many ranks
+    longer = max(most - least, _NOISE * most, _NANOSECOND)
+    bandwidth = (large - small or small) / longer  # equal with very many ranks
     return CollectiveCost(max(0.0, least - small / bandwidth), bandwidth)
 
 
