@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -33,7 +34,18 @@ from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
 
-__all__ = ["BF16", "HELD", "SETTINGS", "TRAININGS", "alone", "chosen", "give_costs", "train", "train_alone"]
+__all__ = [
+    "BF16",
+    "HELD",
+    "HELD_UNTIL_FREED",
+    "SETTINGS",
+    "TRAININGS",
+    "alone",
+    "chosen",
+    "give_costs",
+    "train",
+    "train_alone",
+]
 
 WIDTH, STEPS = 64, 3
 
@@ -299,6 +311,7 @@ def train_alone(options: Mapping[str, Any], *, hybrid: bool, shards: int = 4) ->
 
 
 HELD = ScheduleSettings(held_grad_buckets=1, prefetch_limit=2, delay_prefetch=1, max_fused_bytes=0)
+HELD_UNTIL_FREED = replace(HELD, held_grad_buckets=8)
 
 
 @contextmanager
@@ -320,8 +333,8 @@ def give_costs(model: Any) -> None:
     model.set_costs(Costs({"": AxisCosts(cost, cost, cost)}))
 
 
-def _train_held(*, hybrid: bool) -> None:
-    with chosen(HELD):
+def _train_held(settings: ScheduleSettings, *, hybrid: bool) -> None:
+    with chosen(settings):
         train_alone({"prepare": give_costs}, hybrid=hybrid)
 
 
@@ -333,11 +346,13 @@ def _train_on_one_rank() -> None:
         dist.destroy_process_group()
 
 
+MESHES = ("sharded", "hybrid")
 TRAININGS: dict[str, Callable[[], None]] = {
     **{f"{name}, sharded": partial(train_alone, each, hybrid=False) for name, each in SETTINGS.items()},
     **{f"{name}, hybrid": partial(train_alone, each, hybrid=True) for name, each in SETTINGS.items()},
     **{f"{name}, one shard": partial(train_alone, SETTINGS[name], hybrid=True, shards=1) for name in ONE_SHARD},
     "saved in the background": _train_on_one_rank,
     "hook on a stream": partial(train_alone, {"prepare": _hook_on_stream}, hybrid=False),
-    **{f"held and delayed, {mesh}": partial(_train_held, hybrid=mesh == "hybrid") for mesh in ("sharded", "hybrid")},
+    **{f"held and delayed, {mesh}": partial(_train_held, HELD, hybrid=mesh == "hybrid") for mesh in MESHES},
+    **{f"held until freed, {mesh}": partial(_train_held, HELD_UNTIL_FREED, hybrid=mesh == "hybrid") for mesh in MESHES},
 }

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import BACKEND, run_ranks, simulated_accelerator
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import DEFAULT_SETTINGS
+from tests._internals import DEFAULT_SETTINGS, ScheduleSettings
 from tests.helpers.models import TASKS
-from tests.helpers.stream_training import HELD, chosen, give_costs
+from tests.helpers.stream_training import HELD, HELD_UNTIL_FREED, chosen, give_costs
 from tests.helpers.training import check_parity, play_task
 from tests.helpers.transports import SOCKETS
 
@@ -47,10 +47,10 @@ class Branches(nn.Module):
         return x
 
 
-def train_held(skipped: tuple[int, int], *, is_held: bool) -> tuple[list[torch.Tensor], list[str], list[str]]:
+def train_held(skipped: tuple[int, int], settings: ScheduleSettings) -> tuple[list[torch.Tensor], list[str], list[str]]:
     """Train blocks of which each rank skips a layer. Return parameters, launches of the last step, and races."""
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
-    with simulated_accelerator() as device, chosen(HELD if is_held else DEFAULT_SETTINGS):
+    with simulated_accelerator() as device, chosen(settings):
         torch.manual_seed(0)
         model: Any = nn.Sequential(*(Branches() for _ in range(4)))
         for block in model:
@@ -73,10 +73,13 @@ def train_held(skipped: tuple[int, int], *, is_held: bool) -> tuple[list[torch.T
     return parameters, launches, [str(race) for race in device.races]
 
 
+@pytest.mark.parametrize("settings", [HELD, HELD_UNTIL_FREED], ids=["until the next", "until freed"])
 @pytest.mark.parametrize("skipped", [(-1, -1), (-1, 3), (3, 2), (2, 0)], ids=str)
-def test_held_reductions_and_delayed_gathers_change_no_result_and_have_one_order(skipped: tuple[int, int]) -> None:
-    default = run_ranks(train_held, 2, skipped, is_held=False, environment=SOCKETS)
-    held = run_ranks(train_held, 2, skipped, is_held=True, environment=SOCKETS)
+def test_held_reductions_and_delayed_gathers_change_no_result_and_have_one_order(
+    skipped: tuple[int, int], settings: ScheduleSettings
+) -> None:
+    default = run_ranks(train_held, 2, skipped, DEFAULT_SETTINGS, environment=SOCKETS)
+    held = run_ranks(train_held, 2, skipped, settings, environment=SOCKETS)
     for (expected, plain, _), (actual, launches, races) in zip(default, held, strict=True):
         assert races == []
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)

@@ -60,7 +60,7 @@ def models(draw: st.DrawFn) -> tuple[list[schedule.Event], dict[str, GroupSpec],
     options = ScheduleOptions(
         prefetch_limit=draw(st.integers(0, 3)),
         delay_prefetch=draw(st.integers(0, 2)),
-        held_grad_buckets=draw(st.integers(0, 3)),
+        held_grad_buckets=draw(st.integers(0, 4)),
         max_unsharded_bytes=draw(st.none() | st.integers(0, 12).map(lambda n: n * MIB)),
         max_fused_bytes=draw(st.integers(0, 8)) * MIB,
         reductions_in_flight=draw(st.none() | st.integers(1, 3)),
@@ -265,9 +265,24 @@ def test_delayed_prefetches_and_held_reductions_keep_the_order_of_launches() -> 
     ready = [line_of(plan, s.Event(s.Hook.GRAD_READY, "c", bucket)) for bucket in range(3)]
     assert ready == [[], ["gather a", "reduce c[0]", "reduce c[1]"], ["reduce c[2]"]]
     assert line_of(plan, s.Event(s.Hook.GRAD_READY, "b", 0)) == ["reduce b[0]"], "only the first group holds any"
+    until_freed = passes.build(CHAIN, specs, replace(options, held_grad_buckets=3))
+    ready = [line_of(until_freed, s.Event(s.Hook.GRAD_READY, "c", bucket)) for bucket in range(3)]
+    assert ready == [[], [], []]
+    end = line_of(until_freed, s.Event(s.Hook.POST_BACKWARD, "c"))
+    assert end == ["free c", "reduce c[0]", "reduce c[1]", "reduce c[2]"]
     later = passes.build(CHAIN, specs, replace(options, delay_prefetch=2, held_grad_buckets=0))
     ready = [line_of(later, s.Event(s.Hook.GRAD_READY, "c", bucket)) for bucket in range(3)]
     assert ready == [["reduce c[0]"], ["gather a", "reduce c[1]"], ["reduce c[2]"]]
+
+
+def test_streams_reduce_a_whole_group_once_its_parameters_are_freed() -> None:
+    ready, end = s.Event(s.Hook.GRAD_READY, "c", 0), s.Event(s.Hook.POST_BACKWARD, "c")
+    on_streams, on_host = passes.build(CHAIN, chain(), ScheduleOptions()), passes.build(CHAIN, chain(), HOST)
+    assert (line_of(on_streams, ready), line_of(on_streams, end)) == ([], ["free c", "reduce c[0]"])
+    assert "reduce c[0]" in line_of(on_host, ready)
+    for change in ({"has_nested": True}, {"reshard_after_backward": False}, {"users": ("b",)}):
+        kept = passes.build(CHAIN, chain() | {"c": replace(chain()["c"], **change)}, ScheduleOptions())
+        assert line_of(kept, ready) == ["reduce c[0]"], f"nothing is freed first: {change}"
 
 
 @pytest.mark.parametrize(("buckets", "number"), [(1, None), (2, 0), (3, 1), (4, 2)])

@@ -199,8 +199,9 @@ def test_what_is_delayed_and_held_takes_memory_after_the_peak_and_time_before_it
     specs = in_two_buckets()
     deep = ScheduleOptions(prefetch_limit=2)
     late = replace(deep, delay_prefetch=1, held_grad_buckets=1)
+    until_freed = ScheduleOptions(held_grad_buckets=2)
     peaks, begins = [], []
-    for options in (ScheduleOptions(), deep, late):
+    for options in (ScheduleOptions(), deep, late, until_freed):
         timeline = simulate(passes.build(ORDER, specs, options), specs, costs)
         peaks.append(timeline.peak_bytes)
         begins.append({span.label: span.begin for span in timeline.spans})
@@ -209,3 +210,13 @@ def test_what_is_delayed_and_held_takes_memory_after_the_peak_and_time_before_it
     assert begins[2]["gather a"] == pytest.approx(backward, abs=1e-6), "when the backward of c begins"
     assert begins[2]["reduce c[0]"] == pytest.approx(backward + 4.0, abs=1e-6), "when its bucket is computed"
     assert begins[1]["reduce c[0]"] == pytest.approx(begins[2]["reduce c[0]"], abs=1e-6)
+    assert peaks[3] == peaks[0]
+    assert begins[3]["reduce c[0]"] == pytest.approx(begins[2]["reduce c[0]"], abs=1e-6)
+
+
+def test_all_gathers_of_two_axes_run_beside_each_other_and_reductions_do_not() -> None:
+    specs = in_two_buckets() | {"b": replace(in_two_buckets()["b"], axis="other")}
+    costs = costs_of(1e-9, 1e-9)
+    spans = {span.label: span for span in simulate(passes.build(ORDER, specs, ScheduleOptions()), specs, costs).spans}
+    assert spans["gather b"].begin < spans["gather a"].end, "prefetched from the begin of a"
+    assert spans["reduce b[0]"].begin >= spans["reduce c[1]"].end

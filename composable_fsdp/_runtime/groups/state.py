@@ -430,6 +430,12 @@ class FSDPState:
         return not shares and not self.has_several_modules
 
     @property
+    def frees_before_reduction(self) -> bool:
+        """True if the end of the modules' backward frees the parameters, before the reduction takes memory."""
+        shares = self.has_nested_states or self.owner_states or self.user_states
+        return self.reshard_after_backward and not shares
+
+    @property
     def can_be_fused(self) -> bool:
         """True if collectives of this group may be fused with those of other groups."""
         shares = self.owner_states or self.user_states

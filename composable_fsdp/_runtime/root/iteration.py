@@ -462,12 +462,12 @@ class Iteration:
         self._backward.leave(call)
         if run.ends_unseen:
             return  # the hook for the last gradient, or for the end of backward, comes later
-        if state.open_calls <= 0 and self._unused_modules is None and not self._reductions.is_waiting(state):
-            self.reduce_gradients(state)
-        if run.awaited <= 0:
+        if run.awaited <= 0:  # first, because the reduction allocates memory
             for done in (state, *state.owner_states):
                 if done.reshard_after_backward and not done.user_states:
                     done.group.reshard()
+        if state.open_calls <= 0 and self._unused_modules is None and not self._reductions.is_waiting(state):
+            self.reduce_gradients(state)
 
     def _reduce_ready(self, state: FSDPState) -> None:
         """Reduce the gradients of ``state`` that are ready: the next gradient bucket, or all that are left."""
@@ -478,10 +478,18 @@ class Iteration:
             return
         if not was_seen:
             raise unseen_output(state)
+        if self._is_reduced_after_backward(state):
+            return
         if state.open_calls <= 0 and state.reshard_after_backward and self._backward.is_over_for(state):
             state.group.reshard()  # first, because the reduction allocates memory
         if state.accumulation is not Accumulation.UNSHARDED and self._unused_modules is None:
             self.reduce_gradients(state)
+
+    def _is_reduced_after_backward(self, state: FSDPState) -> bool:
+        """Return whether the post-backward hook of ``state`` will reduce its gradients, which are complete."""
+        if state.open_calls <= 0 or self._streams.block_the_host or not state.frees_before_reduction:
+            return False
+        return self._runner.holds_last(state) or not self._reduces_grad_buckets(state)
 
     def _reduces_grad_buckets(self, state: FSDPState) -> bool:
         """Return whether ``state`` now reduces its gradients in buckets.

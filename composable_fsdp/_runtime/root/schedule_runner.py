@@ -86,8 +86,8 @@ class Row(NamedTuple):
 
     ``waits`` are groups to wait for, each with the gather to launch first if it is sharded against expectation. They
     follow ``gathers``, or precede them if ``waits_first``. ``delayed`` gathers are launched with the reduction of
-    ``bucket``, at ``place``. Reductions of the buckets before ``held`` are held until that is reduced.
-    ``after`` are the actions at the post-forward event; ``None`` for eager ones.
+    ``bucket``, at ``place``. Reductions of the buckets before ``held`` are held until that is reduced, or until the
+    group is freed. ``after`` are the actions at the post-forward event; ``None`` for eager ones.
     """
 
     event: Event
@@ -171,7 +171,7 @@ class ScheduleRunner:
         self._delayed: tuple[FSDPState, Row, Any] | None = None
         """The state whose backward has delayed gathers, their row, and a mark at the begin of that backward."""
         self._holds: tuple[FSDPState, int] | None = None
-        """The state that backward reached first, and the bucket until which its reductions are held."""
+        """The first state in backward, and the bucket until which its reductions are held."""
 
     # -- passes
 
@@ -502,6 +502,10 @@ class ScheduleRunner:
         state, until = self._holds
         return any(launch.has(state.group.gradients, bucket) for bucket in range(until))
 
+    def holds_last(self, state: FSDPState) -> bool:
+        """Return whether the last gradient bucket of ``state`` is reduced only once its parameters are freed."""
+        return self._holds == (state, len(state.group.plan.grad_buckets))
+
     def launch_delayed(self) -> None:
         """Launch the delayed all-gathers.
 
@@ -639,7 +643,9 @@ class ScheduleRunner:
                 if last is None:
                     continue
                 if sum(isinstance(action, Reduce) for action in actions) > 1:
-                    rows[last] = rows[last]._replace(held=event.bucket)
+                    is_end = event.hook is Hook.POST_BACKWARD
+                    held = len(self._setup.specs[event.group].gradient_bytes) if is_end else event.bucket
+                    rows[last] = rows[last]._replace(held=held)
                 if gathers:
                     delayed = tuple(self._prefetch_of(gather, "backward", fused) for gather in gathers)
                     place = Delayed.BEFORE if isinstance(actions[-1], Reduce) else Delayed.AFTER

@@ -23,8 +23,9 @@ class ScheduleSettings:
     Args:
         zero_copy: large parameters have messages of their own (:class:`MessageSizes`).
         grad_buckets: the maximum number of gradient buckets of a group.
-        held_grad_buckets: the number of gradient buckets of the group that backward reaches first whose reductions are
-            held until the next bucket is ready. While that group computes, activations take the most memory.
+        held_grad_buckets: the number of gradient buckets of the first group in backward whose reductions are held until
+            the next bucket is ready, or until the group is freed, if they are all of its buckets. While that group
+            computes, activations take the most memory.
         prefetch_limit: the number of groups to prefetch.
         delay_prefetch: the number of the gradient bucket of a group, from 1, with which backward prefetches; 0 at the
             begin of the group's backward. Where the host waits, the last bucket but one counts in any case.
@@ -56,7 +57,7 @@ _CHANGES: Sequence[Mapping[str, Any]] = (
 """The changes of settings that are tried."""
 
 _CHANGES_ON_STREAMS: Sequence[Mapping[str, Any]] = (
-    *({"held_grad_buckets": value} for value in (0, 1, 3)),
+    *({"held_grad_buckets": value} for value in (0, 1, 3, 4)),
     *({"prefetch_limit": value, "delay_prefetch": bucket} for value, bucket in ((2, 1), (2, 2), (3, 2))),
 )
 """Further changes, which do nothing where the host waits for collectives."""

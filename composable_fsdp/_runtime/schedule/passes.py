@@ -158,6 +158,12 @@ class GroupSpec:
         indices = {index for bucket in self.gradients for index, _ in bucket}
         return bool(indices) and indices <= self.early_gradients
 
+    @property
+    def frees_before_reduction(self) -> bool:
+        """True if the end of its modules' backward frees it, so that streams reduce it as a whole only then."""
+        shares = self.has_nested or self.owners or self.users
+        return self.reshard_after_backward and not shares
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
@@ -167,8 +173,8 @@ class ScheduleOptions:
         prefetch_limit: the number of groups to prefetch.
         delay_prefetch: the number of the gradient bucket of a group, from 1, with which backward prefetches: then
             activations take less memory than at the begin of the group's backward. 0 prefetches there.
-        held_grad_buckets: the gradient buckets of the group that backward reaches first whose reductions are held until
-            the next bucket is ready, for the same reason.
+        held_grad_buckets: the gradient buckets of the first group in backward whose reductions are held until the next
+            bucket is ready, for the same reason. If they are all of its buckets, until the group is freed.
         max_unsharded_bytes: the bound on unsharded parameters for prefetching, in bytes.
         max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
         max_extra_bytes: the bytes by which the peak memory of chosen settings may exceed that of FSDP2's schedule.
@@ -313,17 +319,22 @@ def _eager_backward(
         is_unseen = positions.get(spec.name) in unseen
         runs_left[spec.name] -= 1
         is_reduced = spec.is_ready_before_nested and runs[spec.name] == 1
+        reductions: list[Action] = []
         if not runs_left[spec.name] and not is_reduced:  # the gradients of all runs are complete
             others = unreached or any(specs[name].has_parameters for name in held if name != spec.name)
             frees = is_unseen and not (spec.has_nested and others)
             # In a second run, collectives of other groups come between its buckets.
             in_buckets = spec.reduces_grad_buckets and runs[spec.name] == 1
-            yield from _reduce_steps(spec, held, frees=frees, in_buckets=in_buckets)
+            ready = list(_reduce_steps(spec, held, frees=frees, in_buckets=in_buckets))
+            if spec.frees_before_reduction and not (options.host_waits or is_unseen or in_buckets):
+                reductions = [action for _, actions in ready for action in actions]
+                ready = [Step(event, ()) for event, _ in ready]
+            yield from ready
         if is_unseen:
             continue
         done = (specs[name] for name in (spec.name, *spec.owners) if name in held)
         freed = [each.name for each in done if each.reshard_after_backward and not each.users]
-        yield _step(held, Event(Hook.POST_BACKWARD, spec.name), tuple(map(Free, freed)))
+        yield _step(held, Event(Hook.POST_BACKWARD, spec.name), (*map(Free, freed), *reductions))
     left = [n for n, spec in specs.items() if n in held and spec.reshard_after_backward and not spec.is_foreign]
     end: tuple[Action, ...] = (Barrier(),) if options.has_barriers else ()
     yield _step(held, Event(Hook.END_BACKWARD), (*map(Free, left), *end))
@@ -639,22 +650,26 @@ def delayed_until(spec: GroupSpec, ahead: Sequence[str], specs: Specs, options: 
 
 
 def hold_reductions(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
-    """Move the reductions of the first buckets of the group that backward reaches first to the event of a later one.
+    """Move the first reductions of backward to the event of a later bucket, or of the group's end: after it is freed.
 
     There activations take less memory. Streams run the reductions as soon as their gradients are computed all the same.
     """
     steps = [(event, list(actions)) for event, actions in schedule]
-    reached = [event.group for event, _ in schedule.at(Hook.PRE_BACKWARD)]
-    name = reached[0] if reached else ""
+    name = next((event.group for event, _ in steps if event.hook is Hook.GRAD_READY), "")
     buckets = [actions for event, actions in steps if event.hook is Hook.GRAD_READY and event.group == name]
     if not buckets or not (specs[name].can_hold and specs[name].reduces_grad_buckets):
         return schedule
-    last = min(options.held_grad_buckets, len(buckets) - 1)
+    end = next((actions for event, actions in steps if event == Event(Hook.POST_BACKWARD, name)), None)
+    if options.held_grad_buckets >= len(buckets) and specs[name].frees_before_reduction and end is not None:
+        last, after, place = len(buckets), end, len(end)
+    else:
+        last = min(options.held_grad_buckets, len(buckets) - 1)
+        after = buckets[last]
+        place = next((at for at, action in enumerate(after) if isinstance(action, Reduce)), 0)
     held = [action for actions in buckets[:last] for action in actions if isinstance(action, Reduce)]
     for actions in buckets[:last]:
         actions[:] = [action for action in actions if action not in held]
-    place = next((at for at, action in enumerate(buckets[last]) if isinstance(action, Reduce)), 0)
-    buckets[last][place:place] = held
+    after[place:place] = held
     return replace(schedule, steps=tuple(Step(event, tuple(actions)) for event, actions in steps))
 
 

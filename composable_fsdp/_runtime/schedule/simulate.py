@@ -1,7 +1,7 @@
 """Prediction of the time and memory of a schedule from a table of costs. Pure.
 
-The collectives of one process group run one after the other, in the order of their launch, and so do those of one
-stream. Computation runs beside them, and waits where the schedule waits.
+The collectives of one process group run one after the other, in the order of their launch, and so do all reductions:
+their stream also copies and casts. Computation runs beside them, and waits where the schedule waits.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class _Simulation:
     reductions: deque[tuple[float, GradientMemory]] = field(default_factory=deque)
     """The end of each reduction in flight, and the memory of its gradients."""
     free_from: dict[str, float] = field(default_factory=dict)
-    """The time from which each stream, and each process group, is free."""
+    """The time from which each process group, and each stream of reductions, is free."""
     held: int = 0
     """The bytes of unsharded parameters, of messages, and of gradients."""
     peaks: list[int] = field(default_factory=lambda: [0])
@@ -310,14 +310,14 @@ class _Simulation:
             event: the current event.
             last: the last action of ``event``: a gather follows the reduction where the host waits for collectives.
         """
-        if event.hook is not Hook.GRAD_READY or not isinstance(last, Reduce):
+        if event.hook not in (Hook.GRAD_READY, Hook.POST_BACKWARD) or not isinstance(last, Reduce):
             return None
         if isinstance(action, Gather):
             return self.delayed_from
-        if not isinstance(action, Reduce) or event.bucket not in self.ready_at:
+        if not isinstance(action, Reduce) or action == last or not self.ready_at:
             return None
-        group, number = action.buckets[0]
-        return self.ready_at[event.bucket - 1] if group == event.group and number < event.bucket else None
+        group, number = last.buckets[0]
+        return self.ready_at.get(number - 1) if action.buckets[0].group == group == event.group else None
 
     def perform(self, action: Action, since: float | None = None) -> None:
         """Perform ``action`` now, or on streams as if it was launched at the time ``since``."""
@@ -391,9 +391,10 @@ class _Simulation:
 
     def _send(self, stream: str, group: str, label: str, seconds: float, ready: float) -> float:
         """Launch a collective of a process group that is ``ready`` at a time. Return the time at which it ends."""
-        wire = f"process group {group}"
-        begin = max(ready, self.free_from.get(wire, 0.0), self.free_from.get(stream, 0.0))
-        end = self.free_from[wire] = self.free_from[stream] = begin + seconds
+        wires = [f"process group {group}", *([] if stream == "gather" else [stream])]
+        begin = max(ready, *(self.free_from.get(wire, 0.0) for wire in wires))
+        end = begin + seconds
+        self.free_from.update(dict.fromkeys(wires, end))
         self.spans.append(Span(stream, label, begin, end))
         return end
 
