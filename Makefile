@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test test-fast check goldens format docs behaviours bench bench-quick gpu clients suites clean
+.PHONY: help install demo demo-short quantized elastic test test-fast check goldens format docs behaviours upstream bench bench-quick gpu clients suites clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -102,6 +102,9 @@ $(SUITES_READY): $(CLIENTS_READY) clients/suites-requirements.txt
 
 suites: $(SUITES_READY) ## run other projects' tests of torch's FSDP2 on it and on ours, and compare (SUITES_ARGS=...)
 	$(CLIENTS_VENV)/bin/python clients/suites.py $(SUITES_ARGS)
+
+upstream: $(READY) ## compare public names, parameters and defaults with the installed torch's FSDP2, and write the page
+	$(BIN)/python -m tests.helpers.upstream
 
 behaviours: $(READY) ## run the tests, then say which rows of tests/behaviours.toml they show
 	$(BIN)/python -m pytest -q --behaviours $(TEST_ARGS)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
 
@@ -33,7 +33,7 @@ from composable_fsdp._consistency.process_identity import has_died, process_iden
 from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, ranks_text
 from composable_fsdp._consistency.running_pass import RunningPass, error_summary
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
-from composable_fsdp._consistency.world_store import world_store
+from composable_fsdp._consistency.world_store import is_simulated, world_store
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
 __all__ = ["PATIENCE", "Watchdog", "Watched", "job_watchdog", "known_watchdog"]
@@ -518,8 +518,9 @@ def _own_client() -> Any:
     ``None`` if the store has no connections, as that of simulated ranks.
     """
     try:
-        return cast(Any, world_store()).clone()
-    except RuntimeError:  # torch: "Tried to call pure virtual function"
+        store: Any = world_store()
+        return None if is_simulated(store) else store.clone()
+    except RuntimeError:  # torch before 2.14: "Tried to call pure virtual function"
         return None
 
 

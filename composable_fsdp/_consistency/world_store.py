@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-__all__ = ["world_store"]
+__all__ = ["is_simulated", "world_store"]
 
 _known: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, dist.Store]] = WeakKeyDictionary()
 """The torch store of a default group and the one to use, by default group."""
@@ -33,3 +33,10 @@ def world_store() -> dist.Store:
             number = store.add(f"default groups of rank {dist.get_rank()}", 1)
             known = _known[world] = base, dist.PrefixStore(str(number), store)
         return known[1]
+
+
+def is_simulated(store: dist.Store) -> bool:
+    """Return whether ``store`` is torch's ``FakeStore``, which from torch 2.14 on takes keys and forgets them."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return type(store).__name__ == "FakeStore"

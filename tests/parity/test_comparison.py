@@ -32,7 +32,7 @@ def check(name: str, library: str, pattern: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_torch_behaves_as_the_comparison_page_says(name: str) -> None:
-    check(name, "torch", ROWS[name].torch_reports)
+    check(name, "torch", ROWS[name].reports_of_installed_torch)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -170,7 +170,7 @@ def test_a_few_blocks_expose_only_the_first_gather_and_the_last_reduction(monkey
     )
     one_gather = (exposure.floor(64, 400.0) - 0.04) / 3 + 0.02  # gathers are bf16, reductions fp32: a third
     assert narrow["exposed ms"] == pytest.approx(2 * one_gather, abs=0.2)
-    assert default["exposed ms"] == pytest.approx(2 * one_gather, abs=0.2), "the last of several buckets"
+    assert default["exposed ms"] == pytest.approx(2 * one_gather, abs=0.4), "the last of several buckets"
     assert peer["exposed ms"] > 3 * one_gather
 
 

@@ -65,10 +65,11 @@ def first_used_in_the_last_microbatch(library: Library, mesh: DeviceMesh) -> str
 @row(
     SECTION,
     "Parameters are frozen in the first forward and thawed later, with `param_dtype` and `reduce_dtype`",
-    torch="backward raises",
+    torch="backward raises; from 2.14 on it trains",
     torch_reports=r"RuntimeError: attempting to assign a gradient with dtype",
     here="trains",
     reason="Thawing layers during training is common in fine-tuning.",
+    mended_in="2.14",
 )
 def thawed_after_the_first_forward(library: Library, mesh: DeviceMesh) -> str:
     rank = dist.get_rank()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
 
 import composable_fsdp
 
@@ -39,6 +40,7 @@ class Row:
         reason: the reason for the difference.
         ranks: the number of ranks.
         needs: a package that the program imports and the test suite does not require.
+        mended_in: the version of torch from which on its outcome is ours; ``None`` if none is known.
     """
 
     section: str
@@ -51,10 +53,17 @@ class Row:
     reason: str
     ranks: int
     needs: str | None
+    mended_in: TorchVersion | None
 
     @property
     def name(self) -> str:
         return self.program.__name__
+
+    @property
+    def reports_of_installed_torch(self) -> str:
+        """The pattern of the reports on the installed torch."""
+        is_mended = self.mended_in is not None and TorchVersion(torch.__version__) >= self.mended_in
+        return self.our_reports if is_mended else self.torch_reports
 
 
 def row(
@@ -68,9 +77,13 @@ def row(
     our_reports: str = r"^right( \| right)*$",
     ranks: int = 2,
     needs: str | None = None,
+    mended_in: str = "",
 ) -> Callable[[Program], Row]:
     """Make a row of the decorated program."""
-    return lambda program: Row(section, title, program, torch, torch_reports, here, our_reports, reason, ranks, needs)
+    mended = TorchVersion(mended_in) if mended_in else None
+    return lambda program: Row(
+        section, title, program, torch, torch_reports, here, our_reports, reason, ranks, needs, mended
+    )
 
 
 # -- parts of programs
