@@ -17,6 +17,8 @@ from composable_fsdp._api.fsdp_module import FSDPModule, UnshardHandle, no_sync,
 from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
 from composable_fsdp._api.materialize import initialize, to_empty
 from composable_fsdp._api.random_shards import sharded_rng
+from composable_fsdp._consistency.shutdown import shutdown
+from composable_fsdp._consistency.wait_warning import set_wait_warning
 from composable_fsdp._runtime.groups.unmanaged_params import PlainParameterWarning
 from composable_fsdp._runtime.lazy_init import LowPrecisionWarning
 from composable_fsdp._runtime.params.tensor_subclass import LostExtensionWarning
@@ -115,10 +117,12 @@ __all__ = [
     "no_sync",
     "register_fsdp_forward_method",
     "rekey_optimizer",
+    "set_wait_warning",
     "shard_from_rank0",
     "sharded_ema",
     "sharded_rng",
     "share_comm_ctx",
+    "shutdown",
     "tie_groups",
     "to_empty",
     "unsharded_params",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import CommunicationPolicy, communication_report, fully_shard
+from composable_fsdp import CommunicationPolicy, communication_report, fully_shard, shutdown
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ def main() -> None:
             print(f"step {step:3}: loss {loss.item():.4f}")
     if dist.get_rank() == 0:
         print(communication_report(model))
-    dist.barrier()  # otherwise gloo's threads may still hold tensors when Python ends, and abort it
-    dist.destroy_process_group()
+    shutdown()
 
 
 if __name__ == "__main__":

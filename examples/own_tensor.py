@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import fully_shard
+from composable_fsdp import fully_shard, shutdown
 
 
 class RowInt8(torch.Tensor):
@@ -56,8 +56,7 @@ def main() -> None:
             print(f"step {step:3}: loss {loss.item():.4f}")
     local = model[0].weight.to_local()
     print(f"rank {dist.get_rank()} holds a {type(local).__name__} of {tuple(local.shape)}")
-    dist.barrier()  # otherwise gloo's threads may still hold tensors when Python ends, and abort it
-    dist.destroy_process_group()
+    shutdown()
 
 
 if __name__ == "__main__":

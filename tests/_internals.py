@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
     from composable_fsdp._comm.shm.staging import StagedRange, plan_rounds
     from composable_fsdp._comm.verify_ranks import difference_text, verify_same, verify_same_lines
-    from composable_fsdp._consistency import interrupt, watchdog
+    from composable_fsdp._consistency import interrupt, missing_ranks, watchdog
     from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
     from composable_fsdp._consistency.process_identity import has_died, process_identity
     from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks
     from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass, has_ended
+    from composable_fsdp._consistency.stacks import main_thread_frames, user_line, waits_in_torch
     from composable_fsdp._consistency.starting_values import Candidate, differing_starts, start_details
     from composable_fsdp._consistency.store_rendezvous import StoreRendezvous, Verdict
+    from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
     from composable_fsdp._layout import plan as layout_plan

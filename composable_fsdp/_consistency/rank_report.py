@@ -45,6 +45,7 @@ class RankReport:
         left: whether its program has ended.
         verdict: why it gave up a wait, which also breaks the connection.
         diverged: whether it gave up because ranks were about to run different operations.
+        place: the line of its program that it executes, if known.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class RankReport:
     left: bool = False
     verdict: str = ""
     diverged: bool = False
+    place: str = ""
 
     def encoded(self) -> str:
         return json.dumps(asdict(self))

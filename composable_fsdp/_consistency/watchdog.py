@@ -30,9 +30,11 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp._consistency import interrupt
 from composable_fsdp._consistency.process_identity import has_died, process_identity
-from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, ranks_text
+from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks, ranks_text
 from composable_fsdp._consistency.running_pass import RunningPass, error_summary
+from composable_fsdp._consistency.stacks import Frame, main_thread_frames, user_line, waits_in_torch
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
+from composable_fsdp._consistency.wait_warning import WarningTimes, reports_with_places, wait_text, wait_warning
 from composable_fsdp._consistency.world_store import is_simulated, world_store
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -50,6 +52,8 @@ _STORE_SECONDS = _ANSWER_SECONDS + 1.0
 
 _LONGEST_PAUSE = 4.0
 """The most seconds between two diagnoses of an operation on a device."""
+_STACK_SECONDS = 1.0
+"""Seconds for which a stack of the main thread counts as current."""
 _STORE_FAILURES = 3
 """Consecutive failures after which the store is considered gone, with the rank or launcher that hosts it."""
 
@@ -114,6 +118,7 @@ class Watchdog:
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank = rank
+        self._size = size
         self.here = _LocalStatus()
         self._store = store
         self._period = max(_PERIOD, size / _RANKS_PER_PERIOD)
@@ -128,6 +133,9 @@ class Watchdog:
         self._processes: dict[int, str] = {}
         """The identities of other ranks' processes, as far as known."""
         self._submitted_own = False
+        self._warnings = WarningTimes()
+        self._stack = _Stack()
+        self._progress: object = None
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
         with _lock:
@@ -217,8 +225,18 @@ class Watchdog:
         """
         name = f"meeting/{crc32(repr(tuple(ranks)).encode()):08x}"
         rendezvous = self._rendezvous.setdefault(name, StoreRendezvous(name, self.rank, ranks))
+        begin, warnings = time.monotonic(), WarningTimes()
+
+        def warn(find_missing: Callable[[], list[int]]) -> str:
+            waited = time.monotonic() - begin
+            missing = find_missing() if warnings.is_due(name, waited) else []
+            if missing and self.rank == min(set(ranks) - set(missing)):
+                lines = reports_with_places(self.collect_reports(missing), missing)
+                logger.warning("%s: waiting for %s, for %.1f s.%s", occasion, ranks_text(missing), waited, lines)
+            return ""
+
         try:
-            verdict = rendezvous.meet(self.store_on_thread(seconds), own, seconds)
+            verdict = rendezvous.meet(self.store_on_thread(seconds), own, seconds, warn)
         except RuntimeError as error:
             raise PeerError(f"{occasion}, but they cannot meet: {error}") from error
         if verdict.missing:
@@ -236,7 +254,10 @@ class Watchdog:
         lasts = [each.last for each in self._all_watched() if each.last is not None]
         last = max(lasts, key=lambda operation: operation.number, default=last)
         verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
-        return RankReport(self.rank, here.steps, waiting, seconds, last, failure, here.has_left, verdict, diverged)
+        place = user_line(self._stack.read()) if threading.current_thread() is self._thread else ""
+        return RankReport(
+            self.rank, here.steps, waiting, seconds, last, failure, here.has_left, verdict, diverged, place
+        )
 
     def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, RankReport]:
         """Return fresh or final reports of ``ranks``.
@@ -263,9 +284,21 @@ class Watchdog:
                 return
 
     def diagnose_wait(self, operation: OperationId) -> FSDPError | None:
-        """Collect reports and diagnose why ``operation``, for which this rank waits, does not complete."""
+        """Collect reports and diagnose why ``operation``, for which this rank waits, does not complete.
+
+        Warns of a long wait without an error.
+        """
         reports = self.collect_reports(operation.ranks)
-        return diagnose(operation, reports, gone=self._gone(operation, reports))
+        error = diagnose(operation, reports, gone=self._gone(operation, reports))
+        if error is None:
+            self._warn(operation, reports)
+        return error
+
+    def _warn(self, operation: OperationId, reports: Mapping[int, RankReport]) -> None:
+        """Log that this rank waits for ``operation``, if it is time to."""
+        seconds = reports[self.rank].seconds
+        if self._warnings.is_due(operation, seconds) and (text := wait_text(self.rank, operation, seconds, reports)):
+            logger.warning("%s", text)
 
     def _gone(self, operation: OperationId, reports: Mapping[int, RankReport]) -> list[int]:
         """Return the ranks of ``operation`` without a report whose processes on this host have ended."""
@@ -355,6 +388,7 @@ class Watchdog:
                 self._check_own_wait()
                 self._exchange_processes()
                 self._check_watched()
+                self._check_torch_wait()
                 self._answer()
                 if trace.fault_listeners:
                     self._report_left_passes()
@@ -393,6 +427,25 @@ class Watchdog:
                 self.give_up(error)
                 end(str(error).split("\n", 1)[0])
 
+    def _check_torch_wait(self) -> None:
+        """Warn that the main thread waits in a collective of torch's own, which the watchdog does not know."""
+        first = wait_warning()
+        if first is None or self.here.waiting is not None or self._longest_stuck() is not None:
+            return
+        progress = (self.here.steps, self.here.last)
+        if progress != self._progress:
+            self._progress, self._stack = progress, _Stack()
+            return
+        frames = self._stack.read()
+        if not waits_in_torch(frames) or not self._warnings.is_due(frames, self._stack.seconds):
+            return
+        line = user_line(frames)
+        reports = self.collect_reports(range(self._size))
+        same = [other for other, each in reports.items() if each.waiting is None and each.place == line]
+        if self.rank == min(same, default=self.rank):
+            others = reports_with_places(reports, [other for other in range(self._size) if other not in same])
+            logger.warning("%s has waited %.1f s in %s.%s", format_ranks(same), self._stack.seconds, line, others)
+
     def _all_watched(self) -> list[Any]:
         with _lock:
             return list(self._watched)
@@ -418,6 +471,8 @@ class Watchdog:
                 lost = f"It has not completed within the timeout of the process group, {watched.timeout:g} s."
             gone = self._gone(operation, reports)
             error = diagnose(operation, reports, lost=lost, timed_out=timed_out, gone=gone)
+            if error is None:
+                self._warn(operation, reports)
         if error is not None:
             for each in self._all_watched():
                 each.end(error)
@@ -458,6 +513,29 @@ class Watchdog:
         self._thread.join(max(0.0, seconds))
 
 
+class _Stack:
+    """The stack of the main thread, read once per second at most. For the watchdog thread. Final."""
+
+    def __init__(self) -> None:
+        self._frames: tuple[Frame, ...] = ()
+        self._since = self._read_at = -_STACK_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """The time for which all stacks that were read have been the same."""
+        return self._read_at - self._since
+
+    def read(self) -> tuple[Frame, ...]:
+        """Return the stack as it was at most a second ago, the innermost frame last."""
+        now = time.monotonic()
+        if now - self._read_at >= _STACK_SECONDS:
+            frames = main_thread_frames()
+            if frames != self._frames:
+                self._frames, self._since = frames, now
+            self._read_at = now
+        return self._frames
+
+
 class _StoreOnThread:
     """The store of a watchdog. Each call runs on the watchdog thread, and may take ``seconds``."""
 
@@ -475,7 +553,7 @@ def _exit_text(passes: Sequence[RunningPass]) -> str:
     if error is None:
         return "has come to the end of its program"
     where = f" in the {passes[-1].kind} of {passes[-1].module}" if passes else ""
-    return f"raised {error_summary(error)}{where}, which ended its program"
+    return f"raised {error_summary(error).removesuffix('.')}{where}, which ended its program"
 
 
 _watchdogs: WeakKeyDictionary[dist.ProcessGroup, Watchdog | None] = WeakKeyDictionary()

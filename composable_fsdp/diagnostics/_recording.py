@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import faulthandler
 import importlib.metadata
-import linecache
 import logging
 import os
 import platform
-import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import trace
+from composable_fsdp._consistency.stacks import Frame, thread_stacks
 from composable_fsdp._consistency.watchdog import known_watchdog
 from composable_fsdp.diagnostics._records import Dump, Fault, Header, NumberedEvent, Stack, encode, file_name
 from composable_fsdp.diagnostics._signals import SignalWatch
@@ -88,7 +85,7 @@ class _Recording:
         if fault == self._last_reported:
             return
         frames = () if error is None else traceback.extract_tb(error.__traceback__)
-        stack = tuple(_frame(frame.filename, frame.lineno or 0, frame.name) for frame in frames)
+        stack = tuple(str(Frame(frame.filename, frame.lineno or 0, frame.name)) for frame in frames)
         self.faults.append(Fault(kind, text, where, time.time(), position, stack))
         path = write(self.folder, f"{kind}: {text}" if kind else text, self)
         if error is not None and path is not None:
@@ -213,7 +210,7 @@ def _collect(reason: str, recording: _Recording | None) -> Dump:
         report=watchdog.report() if watchdog is not None else None,
         latest=tuple(recording.latest.values()) if recording is not None else (),
         faults=tuple(recording.faults) if recording is not None else (),
-        stacks=tuple(_stacks()),
+        stacks=tuple(Stack(name, tuple(map(str, frames))) for name, frames in thread_stacks()),
         events=tuple(recording.events) if recording is not None else (),
     )
 
@@ -230,30 +227,6 @@ def _versions() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
         own = "unknown"
     return {"composable_fsdp": own, "torch": torch.__version__, "python": platform.python_version()}
-
-
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-
-
-def _stacks() -> Iterator[Stack]:
-    """Yield the stacks of all threads, at most 100 frames each.
-
-    ``faulthandler`` reads them in C without creating frame objects, also of threads that run or hang.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    with tempfile.TemporaryFile("w+", errors="replace") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read()
-    _, *parts = _THREAD.split(text)
-    for ident, lines in zip(parts[::2], parts[1::2], strict=True):
-        frames = [_frame(path, int(line), name) for path, line, name in _FRAME.findall(lines)]
-        yield Stack(names.get(int(ident, 16), str(int(ident, 16))), tuple(reversed(frames)))
-
-
-def _frame(path: str, line: int, name: str) -> str:
-    return f"{path}:{line} in {name}: {linecache.getline(path, line).strip()}"
 
 
 def _add_path(path: Path, error: BaseException) -> None:

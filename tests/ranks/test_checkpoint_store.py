@@ -24,11 +24,11 @@ from composable_fsdp import (
     ErrorFeedback,
     Int8,
     fully_shard,
+    set_wait_warning,
 )
 from composable_fsdp.checkpoint import latest, load, save
 from composable_fsdp.testing import run_ranks
-from tests._internals import known_watchdog
-from tests._internals import rank_group as meetings
+from tests._internals import known_watchdog, missing_ranks
 from tests.helpers.checkpoint_worlds import (
     WORLDS,
     Gate,
@@ -182,7 +182,8 @@ def only_some(folder: Path) -> None:
     train(model, optimizer, task, range(1), 2)
     with pytest.MonkeyPatch.context() as monkeypatch, warned() as records:
         for seconds in ("_ASK_AFTER", "_ASK_AGAIN"):
-            monkeypatch.setattr(meetings, seconds, 0.5)
+            monkeypatch.setattr(missing_ranks, seconds, 0.5)
+        set_wait_warning(0.5)
         if rank == 1:
             _store().wait(["warned"])
         else:
@@ -193,7 +194,8 @@ def only_some(folder: Path) -> None:
                 f"save({name}, step=1): waiting for rank 1, for 0.5 s so far and up to 1800 s.\n"
             )
             assert "\n  rank 1 is at work" in records[0]
-            assert records[0].endswith("(1 step done)")
+            assert "(1 step done), and executes " in records[0]
+            assert records[0].endswith('in only_some: _store().wait(["warned"])')
             begin = time.monotonic()
             with pytest.raises(CheckpointError) as raised:
                 save(folder, model, step=2)
@@ -213,6 +215,7 @@ def only_some(folder: Path) -> None:
             assert watchdog is not None
             watchdog.leave()  # as at the end of its program
             return
+        set_wait_warning(30.0)
         with pytest.raises(CheckpointError, match=r"more\.\n  rank 1 has come to the end of its program \(2 steps d"):
             save(folder, model, step=4)
 

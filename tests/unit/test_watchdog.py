@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,14 +32,19 @@ from tests._internals import (
     OrderChecker,
     RankReport,
     RunningPass,
+    WarningTimes,
     Watchdog,
     diagnose,
     has_died,
     has_ended,
     interrupt,
     level_on_device,
+    main_thread_frames,
     order_check_from,
     process_identity,
+    user_line,
+    wait_text,
+    waits_in_torch,
 )
 from tests._internals import watchdog as watchdog
 from tests.helpers.fresh_process import run_program
@@ -228,6 +234,92 @@ def test_a_temporary_store_failure_is_retried(failures: int) -> None:
     finally:
         for watchdog in watchdogs:
             watchdog.stop()
+
+
+# -- warnings
+
+
+@pytest.fixture
+def first_warning() -> Iterator[Callable[[float | None], None]]:
+    yield composable_fsdp.set_wait_warning
+    composable_fsdp.set_wait_warning(30.0)
+
+
+@pytest.mark.behaviour("H-07")
+def test_a_wait_is_warned_of_after_the_set_time_and_then_at_growing_intervals(
+    first_warning: Callable[[float | None], None],
+) -> None:
+    times = WarningTimes()
+    assert [second for second in range(400) if times.is_due("all-gather", second)] == [30, 60, 120, 240]
+    assert [second for second in range(40) if times.is_due("another", second)] == [30]
+    first_warning(2.5)
+    assert [second for second in range(20) if times.is_due("a third", second)] == [3, 6, 12]
+    first_warning(None)
+    assert not times.is_due("a fourth", 1e6)
+
+
+@pytest.mark.behaviour("H-07")
+def test_a_rank_that_meets_others_warns_of_those_that_are_late(
+    first_warning: Callable[[float | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    first_warning(0.2)
+    store = dist.HashStore()
+    pair = [Watchdog(store, rank, 2) for rank in range(2)]
+    try:
+        late = threading.Timer(1.0, lambda: pair[1].meet([0, 1], "here", 30.0, "all must come"))
+        late.start()
+        pair[0].meet([0, 1], "here", 30.0, "all must come")
+        late.join()
+    finally:
+        for each in pair:
+            each.stop()
+    assert re.match(r"all must come: waiting for rank 1, for 0\.\d s\.\n  rank 1 is at work \(", caplog.messages[0])
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan"), "30"])
+def test_a_warning_after_no_time_is_refused(seconds: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"takes a positive number of seconds or None, not {seconds!r}\.$"):
+        composable_fsdp.set_wait_warning(seconds)
+
+
+@pytest.mark.behaviour("H-07")
+def test_the_first_rank_that_waits_names_the_others() -> None:
+    late = RankReport(2, 3, last=OTHER, place="train.py:9 in main: dist.barrier()")
+    two = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=late)
+    assert wait_text(0, OWN, 31.0, two) == (
+        "rank 0 has waited 31.0 s for rank 2 in all-gather of layers.2 in forward (operation 7 of ranks [0, 1, 2]).\n"
+        "  rank 2 is at work since all-gather of layers.3 in forward (operation 7 of ranks [0, 1, 2]) (3 steps done), "
+        "and executes train.py:9 in main: dist.barrier()"
+    )
+    assert wait_text(1, OWN, 31.0, two) == ""
+    stopped = wait_text(0, OWN, 31.0, reports(a=WAITING))
+    assert "for ranks 1-2 in all-gather" in stopped
+    assert "\n  rank 2 does not answer: its process is gone or stopped" in stopped
+    assert "31.0 s for data, with all other ranks of it, in" in wait_text(
+        0, OWN, 31.0, reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=RankReport(2, 3, OWN, 1.0))
+    )
+
+
+def test_a_warning_about_many_ranks_is_short() -> None:
+    operation = OperationId(tuple(range(100)), 7, OWN.label)
+    text = wait_text(0, operation, 31.0, {0: RankReport(0, 3, operation, 31.0)})
+    assert text.startswith("rank 0 has waited 31.0 s for ranks 1-99 in ")
+    assert text.count("\n") == 9
+    assert text.endswith("\n  ... and 91 more ranks")
+
+
+def test_the_line_of_the_program_is_found_below_calls_of_libraries() -> None:
+    found: list[str] = []
+    items = torch.utils.data.default_collate  # a function of torch
+
+    class Item(dict[str, int]):
+        def __getitem__(self, key: str) -> int:  # below it: three functions that read the stack
+            found.append(user_line(main_thread_frames()[:-4]))
+            return super().__getitem__(key)
+
+    items([Item(a=1), Item(a=2)])
+    assert found[0].endswith("items([Item(a=1), Item(a=2)])"), found
+    assert not waits_in_torch(main_thread_frames())
 
 
 def test_a_handled_interrupt_ends_no_later_wait() -> None:

@@ -1,18 +1,17 @@
 """Coordination of all ranks during a save or load: rendezvous, exchange of Python objects, and common errors.
 
 Ranks first rendezvous through the default store, before any collective, so a missing rank is reported by name and no
-rank hangs. After some seconds of waiting, one of the waiting ranks collects rank reports (``watchdog.py``). It warns
-about late ranks; a rank that cannot come any more is an error. After the rendezvous, ranks exchange point-to-point
-messages with rank 0 over a separate gloo process group. These messages do not mix with the collectives of training,
-which may continue meanwhile, and the group outlives ``destroy_process_group``.
+rank hangs. After some seconds of waiting, one of the waiting ranks collects rank reports (``missing_ranks.py``): it
+warns about late ranks, and a rank that cannot come any more is an error. After the rendezvous, ranks exchange
+point-to-point messages with rank 0 over a separate gloo process group. These messages do not mix with the collectives
+of training, which may continue meanwhile, and the group outlives ``destroy_process_group``.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -21,9 +20,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._consistency.rank_report import OperationId, RankReport, ranks_text
+from composable_fsdp._consistency.missing_ranks import MissingRanks
+from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
-from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._consistency.world_store import world_store
 from composable_fsdp.checkpoint._coordination.mismatch import join_rank_texts, said
 from composable_fsdp.checkpoint._coordination.pending_save import finish_earlier
@@ -40,10 +39,6 @@ TIMEOUT = 1800.0
 """The default number of seconds that ranks wait for each other."""
 
 _TAG = 6
-_ASK_AFTER = 5.0
-"""Seconds of waiting before rank reports are collected. Each further interval is twice as long."""
-_ASK_AGAIN = 2.0
-"""Seconds until reports are collected again if a missing rank seems to wait for a rank that is present."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +215,7 @@ def _join(call: str, timeout: float) -> RankGroup:
     if job.group is not None and not _is_registered(job.group):
         job.group = None
     rank, size = dist.get_rank(), dist.get_world_size()
-    missing_ranks = _MissingRanks(call, timeout, rank, size)
+    missing_ranks = MissingRanks(call, timeout, rank, size)
     note = f"{job.group is not None:d} {call}"
     try:
         verdict = job.rendezvous.meet(store, note, timeout, missing_ranks.explain)
@@ -248,67 +243,3 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
         return bool(dist.get_process_group_ranks(group))
     except KeyError:
         return False
-
-
-class _MissingRanks:
-    """Finds out where the ranks are that have not come to a rendezvous."""
-
-    def __init__(self, call: str, timeout: float, rank: int, size: int) -> None:
-        self._call, self._timeout = call, timeout
-        self._rank, self._size = rank, size
-        self._begin = time.monotonic()
-        self._due = self._begin + _ASK_AFTER
-        self._suspects: dict[int, OperationId] = {}
-        """Missing ranks that waited for a rank that is present, with the operation they waited in."""
-
-    def explain(self, find_missing: Callable[[], list[int]]) -> str:
-        """Return why ranks cannot come any more, else empty. The first rank that is present asks, now and then.
-
-        Warns about late ranks.
-        """
-        waited = time.monotonic() - self._begin
-        if self._begin + waited < self._due:
-            return ""
-        self._due += max(waited, _ASK_AFTER)
-        missing = find_missing()
-        present = [rank for rank in range(self._size) if rank not in missing]
-        watchdog = job_watchdog() if missing and self._rank == min(present) else None
-        if watchdog is None:
-            return ""
-        reports = watchdog.collect_reports(range(self._size))
-        found = {other: reports[other] for other in missing if other in reports}
-        stuck = {
-            other: each.waiting for other, each in found.items() if each.waiting and _waits(each, present, reports)
-        }
-        gone = [other for other, each in found.items() if each.left]
-        gone += [other for other, operation in stuck.items() if self._suspects.get(other) == operation]
-        if gone:
-            lines = "".join(f"\n  {_report_text(found[other], present)}" for other in sorted(gone))
-            return f"{ranks_text(sorted(gone))} did not make this call, and cannot any more.{lines}\n"
-        self._suspects = stuck
-        if stuck:
-            self._due = time.monotonic() + _ASK_AGAIN
-        report_lines = "".join(f"\n  {reports.get(other) or _no_report_text(other)}" for other in missing)
-        text = "%s: waiting for %s, for %.1f s so far and up to %g s.%s"
-        logger.warning(text, self._call, ranks_text(missing), waited, self._timeout, report_lines)
-        return ""
-
-
-def _waits(report: RankReport, present: Sequence[int], reports: Mapping[int, RankReport]) -> bool:
-    """Return True if a rank waits in an operation that a rank of ``present``, which waits here, has not done."""
-    operation = report.waiting
-    if operation is None:
-        return False
-    here = [reports[rank].last for rank in operation.ranks if rank in present and rank in reports]
-    return any(last is None or last.line != operation.line or last.number < operation.number for last in here)
-
-
-def _report_text(report: RankReport, present: Sequence[int]) -> str:
-    if report.left or report.waiting is None:
-        return str(report)
-    here = [rank for rank in report.waiting.ranks if rank in present]
-    return f"{report}, which needs {ranks_text(here)}"
-
-
-def _no_report_text(rank: int) -> str:
-    return f"rank {rank} does not answer: its process is gone or stopped, or it has sharded no model so far"
