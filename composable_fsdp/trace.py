@@ -41,13 +41,17 @@ class Operation(str, Enum):
     All-reduced gradients count twice.
     """
     REDUCED = "reduced"
-    """The reduced gradients were set on the sharded parameters."""
+    """The reduced gradients were set on the sharded parameters. ``begin`` is that of the wait for them."""
     ALLOCATE = "allocate"
     """``bytes`` of unsharded parameter memory were taken."""
     FREE = "free"
     """``bytes`` of unsharded parameter memory were given back."""
     COLLECTIVE = "collective"
     """A collective is about to be launched. ``group`` is its label, ``bytes`` the size of its input."""
+    FORWARD = "forward"
+    """A forward has ended, whose outermost sharded module is ``group``."""
+    BACKWARD = "backward"
+    """A backward of the root ``group`` has ended. The last one of a step waits for its gradients."""
     CHOOSE = "choose"
     """The settings of the schedule were chosen by costs. ``group`` is a line with the settings and the predicted time,
     ``bytes`` the predicted peak of unsharded parameters, messages and gradients in flight.

@@ -173,6 +173,7 @@ if TYPE_CHECKING:
         encode,
         file_name,
     )
+    from composable_fsdp.diagnostics._timeline_files import merged
     from composable_fsdp.optim import _local_step
     from composable_fsdp.testing import _pool, _stream_group
     from composable_fsdp.testing._messages import (

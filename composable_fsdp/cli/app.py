@@ -15,6 +15,7 @@ from composable_fsdp.cli.calibrate import calibrate
 from composable_fsdp.cli.doctor import doctor
 from composable_fsdp.cli.printing import print_error
 from composable_fsdp.cli.run_program import run
+from composable_fsdp.cli.timeline_command import timeline
 from composable_fsdp.errors import ConfigurationError, FSDPError
 
 __all__ = ["app", "command"]
@@ -42,6 +43,7 @@ app.add_typer(checkpoint_commands.app, name="checkpoint")
 app.add_typer(diagnostics_commands.app, name="diagnostics")
 app.command("doctor")(doctor)
 app.command("calibrate")(calibrate)
+app.command("timeline")(timeline)
 app.command(
     "run",
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True},

@@ -11,6 +11,7 @@ from composable_fsdp._comm.shm.connect import MODES, SWITCH
 from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp.diagnostics._recording import FOLDER_VARIABLE
+from composable_fsdp.diagnostics._timeline_files import FOLDER_VARIABLE as TIMELINE_VARIABLE
 
 __all__ = [
     "Finding",
@@ -30,6 +31,7 @@ _OWN_VARIABLES: Mapping[str, tuple[str, ...]] = {
     LEVEL_VARIABLE: tuple(level.value for level in OrderCheck),
     SWITCH: MODES,
     FOLDER_VARIABLE: (),
+    TIMELINE_VARIABLE: (),
     "COMPOSABLE_FSDP_TRACEBACK": (),
 }
 """The environment variables that this package reads, with the words that each may have. Empty: any text."""

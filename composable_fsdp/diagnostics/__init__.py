@@ -6,10 +6,13 @@ It is off by default, because recording takes time. To turn it on::
 
 Every rank then writes ``rank-00000.jsonl`` to that folder on an error, SIGTERM or SIGUSR1. ``python -m
 composable_fsdp.diagnostics merge runs/diagnostics`` shows the ranks side by side.
+
+:func:`write_timeline` writes recorded events as a timeline; ``COMPOSABLE_FSDP_TIMELINE`` records them.
 """
 
 from __future__ import annotations
 
 from composable_fsdp.diagnostics._recording import disable, dump, enable
+from composable_fsdp.diagnostics._timeline_files import write_timeline
 
-__all__ = ["disable", "dump", "enable"]
+__all__ = ["disable", "dump", "enable", "write_timeline"]

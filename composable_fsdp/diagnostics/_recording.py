@@ -28,7 +28,15 @@ from composable_fsdp.diagnostics._records import Dump, Fault, Header, NumberedEv
 from composable_fsdp.diagnostics._signals import SignalWatch
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 
-__all__ = ["FOLDER_VARIABLE", "disable", "dump", "enable", "enable_from_environment", "hook_uncaught"]
+__all__ = [
+    "FOLDER_VARIABLE",
+    "disable",
+    "dump",
+    "enable",
+    "enable_from_environment",
+    "hook_uncaught",
+    "rank_and_world_size",
+]
 
 FOLDER_VARIABLE = "COMPOSABLE_FSDP_DIAGNOSTICS"
 
@@ -194,7 +202,7 @@ def _replace(path: Path, text: str) -> None:
 def _collect(reason: str, recording: _Recording | None) -> Dump:
     watchdog = known_watchdog()
     header = Header(
-        *_rank_and_world_size(),
+        *rank_and_world_size(),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         host=socket.gethostname(),
         process=os.getpid(),
@@ -215,7 +223,7 @@ def _collect(reason: str, recording: _Recording | None) -> Dump:
     )
 
 
-def _rank_and_world_size() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

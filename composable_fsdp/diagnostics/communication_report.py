@@ -19,6 +19,7 @@ from composable_fsdp._runtime.collectives.wire_bytes import (
 )
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.lazy_init import iteration_of, name_states
+from composable_fsdp._runtime.schedule.html_table import html_table
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policies import ReshardKind
@@ -60,6 +61,14 @@ class CommunicationReport:
     def plain_bytes(self) -> int:
         """The same without codecs and hooks."""
         return sum(row.plain_bytes for row in self.rows)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (row.group, row.direction, str(row.per_step), *_amounts(row.bytes, row.plain_bytes).split())
+            for row in self.rows
+        ]
+        total = ("total", "", "", *_amounts(self.bytes, self.plain_bytes).split())
+        return html_table(("group", "direction", "per step", "bytes", "plain bytes", "ratio"), [*rows, total])
 
     def __str__(self) -> str:
         width = max([len("group"), *(len(row.group) for row in self.rows)])

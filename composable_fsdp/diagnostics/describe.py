@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._runtime.schedule.html_table import html_table
 from composable_fsdp._sharding.strategy import ShardingStrategy
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.policies import ReshardKind
@@ -113,6 +114,10 @@ class ModelDescription:
             for row in (text.titles, *text.rows)
         ]
         return "\n".join([*lines, *filter(None, [text.common]), *self.notes])
+
+    def _repr_html_(self) -> str:
+        text = _Text.of(self.groups)
+        return html_table(text.titles, text.rows, [*filter(None, [text.common]), *self.notes])
 
     def __rich__(self) -> Table:
         from rich.markup import escape  # an optional dependency

@@ -77,7 +77,8 @@ class Observer:
         trace.listeners.remove(self._listen)
 
     def _listen(self, event: TraceEvent) -> None:
-        self._mine.events.append(event)
+        if event.operation not in (Operation.FORWARD, Operation.BACKWARD):  # marks of time, and no operation of a group
+            self._mine.events.append(event)
 
     @property
     def _mine(self) -> _Thread:

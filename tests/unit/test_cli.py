@@ -63,6 +63,7 @@ def test_every_command_has_help_with_an_example() -> None:
     for words in (
         "doctor",
         "calibrate",
+        "timeline",
         "run",
         "checkpoint inspect",
         "checkpoint verify",

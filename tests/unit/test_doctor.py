@@ -190,7 +190,7 @@ CASES: list[tuple[dict[str, Any], str, str, str, str]] = [
         {"environment": LAUNCHED | {"COMPOSABLE_FSDP_ORDERCHECK": "off"}},
         *("warning", "variables", "COMPOSABLE_FSDP_ORDERCHECK has no effect"),
         "one of COMPOSABLE_FSDP_ORDER_CHECK, COMPOSABLE_FSDP_SHARED_MEMORY, COMPOSABLE_FSDP_DIAGNOSTICS, "
-        "COMPOSABLE_FSDP_TRACEBACK",
+        "COMPOSABLE_FSDP_TIMELINE, COMPOSABLE_FSDP_TRACEBACK",
     ),
     (
         {"environment": LAUNCHED | {"COMPOSABLE_FSDP_SHARED_MEMORY": "off", "COMPOSABLE_FSDP_DIAGNOSTICS": "runs"}},

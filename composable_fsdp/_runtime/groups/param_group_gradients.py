@@ -473,7 +473,7 @@ class PendingReduction:
     @without_grad
     def complete(self) -> None:
         """Wait, and set the sharded gradients; a partial reduction keeps its sums instead."""
-        launch = self.launch
+        launch, begin = self.launch, trace.now() if trace.listeners else None
         offloaded = any(map(_is_offloaded, launch.members))
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
         for bucket in reduced:
@@ -482,7 +482,7 @@ class PendingReduction:
             if launch.is_last:
                 member.end_reduction(partial=launch.partial)
             if trace.listeners and not launch.partial:
-                trace.emit(trace.Operation.REDUCED, member.name)
+                trace.emit(trace.Operation.REDUCED, member.name, begin=begin)
 
 
 def _nothing() -> None:

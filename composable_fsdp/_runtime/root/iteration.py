@@ -94,6 +94,9 @@ class Iteration:
         self._steps_at_forward = 0
         """The number of optimizer steps when the last forward began."""
         self._passes = PassesUnderway(root)
+        self._forward_began: float | None = None
+        self._backward_began: float | None = None
+        """The times at which the last passes began, for traces."""
         self._order = ForwardOrder()
         self._thread: threading.Thread | None = None
         """The thread that began the current pass."""
@@ -267,6 +270,7 @@ class Iteration:
 
     def _begin_forward(self, state: FSDPState) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, state, threading.current_thread()
+        self._forward_began = trace.now() if trace.listeners else None
         self._passes.begin_forward(state.calls_under_way[-1])
         self._verify_ranks()
         if self.post_optimizer_event is not None:
@@ -425,6 +429,8 @@ class Iteration:
             self._unused_modules.end_forward()
         self._pass, self._outermost = Pass.IDLE, None
         self._passes.end()
+        if trace.listeners:
+            trace.emit(trace.Operation.FORWARD, outermost.name, begin=self._forward_began)
         if outermost is self.root and self.root.order_check is not OrderCheck.OFF:
             self._order.compare(self._record.ended)
         for other in self.states.values():
@@ -436,6 +442,7 @@ class Iteration:
     def _begin_backward(self, _: object) -> None:
         self.check_not_lent()
         self._pass_around_backward, self._pass = self._pass, Pass.BACKWARD
+        self._backward_began = trace.now() if trace.listeners else None
         self._thread = threading.current_thread()
         self._backward.begin()
         self.drain_before_changes()
@@ -530,6 +537,8 @@ class Iteration:
                 if state.client_post_backward is not None:
                     state.client_post_backward(_noop)  # only now the reduced gradients are set
         _wait_for(works)
+        if trace.listeners:
+            trace.emit(trace.Operation.BACKWARD, self.root.name, begin=self._backward_began)
         self._step_times.end_step(synchronized=self.root.accumulation is Accumulation.REDUCE)
         self._passes.end_backward()
         self._pass, self._pass_around_backward = self._pass_around_backward, Pass.IDLE

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from html import escape
 from typing import Any
 
 from composable_fsdp._layout.plan import MessageSizes
@@ -88,6 +89,7 @@ class Choice:
         source: the origin of the costs.
         measured_seconds: the mean time of two steps with these settings on this rank, from the begin of forward to
             the end of backward. ``None`` before the fourth step.
+        timeline: the predicted step.
     """
 
     settings: ScheduleSettings
@@ -96,16 +98,20 @@ class Choice:
     default_seconds: float
     source: str
     measured_seconds: float | None = None
+    timeline: Timeline = field(default=Timeline((), (), (0,)), compare=False, repr=False)
 
     @property
     def summary(self) -> str:
         """One line with the settings and the predicted time, for traces."""
-        settings = ", ".join(f"{field.name}={getattr(self.settings, field.name)}" for field in fields(self.settings))
+        settings = ", ".join(f"{each.name}={getattr(self.settings, each.name)}" for each in fields(self.settings))
         return f"{settings}: {1e3 * self.seconds:.2f} ms per step predicted"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         measured = self.measured_seconds
-        lines = [f"{field.name:<16} {getattr(self.settings, field.name)}" for field in fields(self.settings)]
+        lines = [f"{each.name:<16} {getattr(self.settings, each.name)}" for each in fields(self.settings)]
         return "\n".join(
             [
                 *lines,
@@ -179,4 +185,6 @@ def choose(
     near = [known for known in (current, plain) if rank(known)[0] == rank(best)[0]]
     best = next((known for known in near if (1 - margin) * predict(known).seconds <= predict(best).seconds), best)
     timeline = predict(best)
-    return Choice(best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, costs.source)
+    return Choice(
+        best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, costs.source, timeline=timeline
+    )

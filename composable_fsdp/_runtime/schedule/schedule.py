@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
+from composable_fsdp._runtime.schedule.html_table import html_table
+
 __all__ = [
     "Action",
     "Barrier",
@@ -173,6 +175,10 @@ class Schedule:
     def at(self, hook: Hook) -> list[Step]:
         """Return the steps of ``hook``, in order."""
         return [step for step in self.steps if step.event.hook is hook]
+
+    def _repr_html_(self) -> str:
+        rows = [(str(step.event), "; ".join(map(str, step.actions))) for step in self.steps]
+        return html_table(("event", "actions"), rows, () if rows else (str(self),))
 
     def __str__(self) -> str:
         if not self.steps:

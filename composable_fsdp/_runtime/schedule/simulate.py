@@ -50,6 +50,7 @@ class Timeline:
     Args:
         spans: the intervals of computation and of collectives, in the order of their launch.
         memory: after each event, the bytes of unsharded parameters, of messages, and of gradients.
+        moments: the time of each entry of ``memory``.
         peaks: the most bytes at any time, also within an event, activations included. If their memory is not known,
             the most bytes without them, by the number of groups whose activations are held.
     """
@@ -57,6 +58,7 @@ class Timeline:
     spans: tuple[Span, ...]
     memory: tuple[tuple[Event, int], ...]
     peaks: tuple[int, ...]
+    moments: tuple[float, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -99,7 +101,7 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
         simulation.unshard(name, 0.0)
     events = Counter((event.hook, event.group) for event, _ in schedule)
     last_ready = {event.group: event for event, _ in schedule if event.hook is Hook.GRAD_READY}
-    memory = []
+    memory, moments = [], []
 
     def share(seconds: Mapping[str, float], event: Event) -> float:
         """Return the part of the group's ``seconds`` before ``event``. A bucket counts by its gradients' bytes."""
@@ -116,6 +118,7 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
             simulation.arrive(event, in_buckets=events[event.hook, event.group] > 1)
         for action in actions:
             simulation.perform(action, simulation.runs_since(action, event, actions[-1]))
+        moments.append(simulation.now)
         if event.hook is Hook.PRE_FORWARD:
             simulation.compute(event, share(costs.forward, event))
         elif event.hook is Hook.PRE_BACKWARD:
@@ -123,7 +126,7 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
             simulation.delayed_from = simulation.now
             simulation.ready_at.clear()
         memory.append((event, simulation.held))
-    return Timeline(tuple(simulation.spans), tuple(memory), tuple(simulation.peaks))
+    return Timeline(tuple(simulation.spans), tuple(memory), tuple(simulation.peaks), tuple(moments))
 
 
 _MOST_SLOWER = 16.0

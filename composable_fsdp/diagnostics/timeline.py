@@ -1,0 +1,357 @@
+"""Timelines of training steps, recorded and predicted, as Chrome traces and as pictures.
+
+A timeline has lanes of slices, as a profiler shows them: the passes of the model; computation, which is the rest of the
+passes without waits; the all-gathers and the reductions of each group; and the waits of the host. The times are those
+of the host. Where waits block it (on CPU), waits are the exposed communication. On devices with streams, slices of
+collectives end where the host has made a stream wait for them: there, a profiler has the times of the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from composable_fsdp._runtime.schedule.schedule import Hook
+from composable_fsdp._runtime.schedule.simulate import Timeline as Simulated
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.trace import Operation, TraceEvent
+
+__all__ = [
+    "Lanes",
+    "Slice",
+    "aligned",
+    "performed",
+    "predicted",
+    "read_timeline",
+    "with_prediction",
+    "write_chrome_trace",
+]
+
+PASSES, COMPUTATION, WAITS = "passes", "computation", "waits"
+GATHER, REDUCE, REPLICATE, OTHERS = "gather", "reduce", "replicate", "other collectives"
+_ORDER = (PASSES, COMPUTATION, GATHER, REDUCE, REPLICATE, OTHERS, WAITS)
+_STREAMS = {"compute": COMPUTATION}
+"""The lanes of the streams of a simulation, if they have another name."""
+_MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """An interval of one lane, in seconds. ``details`` are JSON values."""
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.begin
+
+    def moved(self, seconds: float) -> Slice:
+        """Return it later by ``seconds``."""
+        return replace(self, begin=self.begin + seconds, end=self.end + seconds)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The timeline of one rank, or of a simulation.
+
+    Attributes:
+        title: ``"rank 0"`` or ``"predicted"``.
+        slices: those of all lanes.
+        memory: the bytes of ``counted`` from a time on.
+        counted: the memory that is counted.
+    """
+
+    title: str
+    slices: tuple[Slice, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+    counted: str = "unsharded parameters"
+
+    def lane(self, name: str) -> list[Slice]:
+        """Return the slices of a lane."""
+        return [each for each in self.slices if each.lane == name]
+
+    @property
+    def steps(self) -> list[tuple[float, float]]:
+        """The times of the training steps: from the begin of the first forward to the end of the last backward.
+
+        Backwards without a forward between them are of one step. Forwards without a backward belong to none.
+        """
+        steps: list[tuple[float, float]] = []
+        forward: float | None = None
+        for each in self.lane(PASSES):
+            if each.name.startswith("forward"):
+                forward = each.begin
+            elif forward is not None:
+                steps.append((forward, each.end))
+                forward = None
+            elif steps:
+                steps[-1] = steps[-1][0], each.end
+        return steps
+
+    def moved(self, seconds: float) -> Lanes:
+        """Return it later by ``seconds``."""
+        slices = tuple(each.moved(seconds) for each in self.slices)
+        return replace(self, slices=slices, memory=tuple((moment + seconds, held) for moment, held in self.memory))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the number of steps and, as medians of them, their seconds, exposed seconds, and bytes sent."""
+        steps = self.steps
+
+        def per_step(lane: str, value_of: Callable[[Slice], float]) -> float:
+            own = self.lane(lane)
+            sums = [sum(value_of(each) for each in own if begin <= each.begin < end) for begin, end in steps]
+            return median(sums or [0])
+
+        def sent(each: Slice) -> float:
+            return float(each.details.get("bytes", 0))
+
+        seconds = median([end - begin for begin, end in steps] or [0.0])
+        exposed = per_step(WAITS, lambda each: each.seconds)
+        return {
+            "title": self.title,
+            "steps": len(steps),
+            "seconds": seconds,
+            "exposed_seconds": exposed,
+            "exposed_share": exposed / seconds if seconds else 0.0,
+            "gathered_bytes": per_step(GATHER, sent),
+            "reduced_bytes": per_step(REDUCE, sent),
+            "peak_bytes": max((held for _, held in self.memory), default=0),
+        }
+
+
+def performed(events: Iterable[TraceEvent], title: str = "rank 0") -> Lanes:
+    """Return the timeline of recorded ``events``, as a ``Recorder`` has them.
+
+    Collectives of one lane run one after the other, so a slice begins at its launch or when the one before has ended.
+    It ends when the host had waited for it. ``details`` have the bytes, the process group, its ranks, the number of the
+    collective in it, and how long the host waited.
+    """
+    known = sorted(events, key=lambda event: event.end)
+    slices = sorted([*_passes_and_computation(known), *_collectives(known)], key=lambda each: each.begin)
+    held, memory = 0, []
+    for event in known:
+        if event.operation in (Operation.ALLOCATE, Operation.FREE):
+            held += event.bytes if event.operation is Operation.ALLOCATE else -event.bytes
+            memory.append((event.end, held))
+    return Lanes(title, tuple(slices), tuple(memory))
+
+
+def _passes_and_computation(events: Sequence[TraceEvent]) -> Iterator[Slice]:
+    """Yield the passes, the waits, and the computation between waits, by the group that was waited for."""
+    passes = [event for event in events if event.operation in (Operation.FORWARD, Operation.BACKWARD)]
+    others = deque(events)
+    computed_from = 0.0
+    for each in passes:
+        yield Slice(PASSES, str(each), each.begin, each.end)
+        computed_from, group = max(computed_from, each.begin), ""  # a pass may run within another one
+        while others and others[0].end <= each.end:
+            event = others.popleft()
+            is_wait = event.operation in (Operation.WAIT, Operation.REDUCED)
+            ends_computation = is_wait or (event.operation is Operation.RESHARD and event.group == group)
+            if ends_computation and event.begin > computed_from:
+                yield Slice(COMPUTATION, group or "between groups", computed_from, event.begin)
+            if ends_computation:
+                computed_from = max(computed_from, event.end)
+                group = event.group if event.operation is Operation.WAIT else "" if not is_wait else group
+            if is_wait and event.end > event.begin:
+                yield Slice(WAITS, str(event), event.begin, event.end)
+        if each.end > computed_from:
+            yield Slice(COMPUTATION, group or "between groups", computed_from, each.end)
+            computed_from = each.end
+
+
+@dataclass
+class _InFlight:
+    """A collective of a lane, which may be of several groups, since its launch."""
+
+    lane: str
+    launch: float
+    groups: list[str] = field(default_factory=list)
+    bytes: int = 0
+    plain_bytes: int = 0
+    positions: list[str] = field(default_factory=list)
+    ranks: tuple[int, ...] = ()
+
+
+def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
+    """Yield the collectives of all lanes. Those of one launch are one slice."""
+    launched: list[TraceEvent] = []
+    """Collectives that no launch of a group has claimed."""
+    in_flight: dict[str, deque[_InFlight]] = {GATHER: deque(), REDUCE: deque()}
+    free_from = dict.fromkeys(in_flight, 0.0)
+
+    def end(lane: str, event: TraceEvent) -> Iterator[Slice]:
+        ended = next((each for each in in_flight[lane] if event.group in each.groups), None)
+        if ended is None:
+            return
+        in_flight[lane].remove(ended)
+        begin = max(ended.launch, min(free_from[lane], event.end))
+        free_from[lane] = event.end
+        details = {
+            "bytes": ended.bytes,
+            "plain_bytes": ended.plain_bytes,
+            "collectives": ended.positions,
+            "ranks": list(ended.ranks),
+            "exposed_ms": round(1e3 * (event.end - event.begin), 4),
+            "queued_ms": round(1e3 * (begin - ended.launch), 4),
+        }
+        yield Slice(lane, f"{lane} {', '.join(ended.groups)}", begin, event.end, details)
+
+    for event in events:
+        lane = {Operation.UNSHARD: GATHER, Operation.REDUCE: REDUCE}.get(event.operation)
+        if event.operation is Operation.COLLECTIVE:
+            launched.append(event)
+        elif lane is not None and event.bytes:
+            last = in_flight[lane][-1] if in_flight[lane] else None
+            if last is None or last.launch != event.begin:
+                last = _InFlight(lane, event.begin)
+                in_flight[lane].append(last)
+            last.groups.append(event.group)
+            last.bytes += event.bytes
+            last.plain_bytes += event.plain_bytes
+            own = [each.position for each in launched if each.begin >= event.begin and each.position is not None]
+            last.positions += [f"{each.group}/{each.connection}/{each.number}" for each in own]
+            last.ranks = own[0].ranks if own else last.ranks
+            yield from _unclaimed([each for each in launched if each.begin < event.begin])
+            launched.clear()
+        elif event.operation is Operation.WAIT:
+            yield from end(GATHER, event)
+        elif event.operation is Operation.REDUCED:
+            yield from end(REDUCE, event)
+    yield from _unclaimed(launched)
+
+
+def _unclaimed(events: Iterable[TraceEvent]) -> Iterator[Slice]:
+    for event in events:
+        ranks = list(event.position.ranks) if event.position is not None else []
+        yield Slice(OTHERS, event.group, event.begin, event.end, {"bytes": event.bytes, "ranks": ranks})
+
+
+def predicted(simulated: Simulated, begin: float = 0.0) -> Lanes:
+    """Return the timeline of a simulation that begins at ``begin``."""
+    spans = [Slice(_STREAMS.get(s.stream, s.stream), s.label, s.begin, s.end) for s in simulated.spans]
+    busy = sorted((each.begin, each.end) for each in spans if each.lane == COMPUTATION)
+    edges = [(0.0, 0.0), *busy, (simulated.seconds, simulated.seconds)]
+    waits = [Slice(WAITS, "exposed", end, start) for (_, end), (start, _) in pairwise(edges) if start > end]
+    events = list(zip(simulated.moments, simulated.memory, strict=True))
+    middle = next((moment for moment, (event, _) in events if event.hook is Hook.END_FORWARD), 0.0)
+    passes = [Slice(PASSES, "forward", 0.0, middle), Slice(PASSES, "backward", middle, simulated.seconds)]
+    slices = sorted([*passes, *spans, *waits], key=lambda each: each.begin)
+    memory = tuple((moment, held) for moment, (_, held) in events)
+    return Lanes("predicted", tuple(slices), memory, "unsharded parameters, messages and gradients").moved(begin)
+
+
+def with_prediction(lanes: Lanes, simulated: Simulated | None) -> list[Lanes]:
+    """Return ``lanes``, after the predicted step if there is one, which begins when the last step does."""
+    if simulated is None or not simulated.spans:
+        return [lanes]
+    begin = lanes.steps[-1][0] if lanes.steps else min((each.begin for each in lanes.slices), default=0.0)
+    return [predicted(simulated, begin), lanes]
+
+
+# -- files
+
+
+def write_chrome_trace(path: str | os.PathLike[str], processes: Sequence[Lanes], **notes: Any) -> None:
+    """Write ``processes``, each with its lanes, as a Chrome trace that begins at 0. ``notes`` are JSON values."""
+    origin = min((each.begin for lanes in processes for each in lanes.slices), default=0.0)
+    events = [event for number, lanes in enumerate(processes) for event in _chrome_events(number, lanes, origin)]
+    contents = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {**notes, "origin": origin}}
+    partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(contents))
+    partial.replace(path)
+
+
+def _chrome_events(process: int, lanes: Lanes, origin: float) -> Iterator[dict[str, Any]]:
+    def of(kind: str, name: str, lane: str = "", **values: Any) -> dict[str, Any]:
+        return {"ph": kind, "name": name, "pid": process, "tid": 1 + _ORDER.index(lane) if lane else 0, **values}
+
+    def time(moment: float) -> float:
+        return round(_MICROSECONDS * (moment - origin), 3)
+
+    yield of("M", "process_name", args={"name": lanes.title})
+    yield of("M", "process_sort_index", args={"sort_index": process})
+    for lane in _ORDER:
+        if lanes.lane(lane):
+            yield of("M", "thread_name", lane, args={"name": lane})
+            yield of("M", "thread_sort_index", lane, args={"sort_index": _ORDER.index(lane)})
+    for each in lanes.slices:
+        duration = round(_MICROSECONDS * each.seconds, 3)
+        yield of("X", each.name, each.lane, cat=each.lane, ts=time(each.begin), dur=duration, args=each.details)
+    for moment, held in lanes.memory:
+        yield of("C", lanes.counted, ts=time(moment), args={"bytes": held})
+
+
+def read_timeline(path: Path) -> tuple[list[Lanes], dict[str, Any]]:
+    """Return the processes of a file that :func:`write_chrome_trace` wrote, and its notes. Times begin at 0.
+
+    Raises:
+        ConfigurationError: it is no such file.
+    """
+    try:
+        contents = json.loads(path.read_text())
+        events, notes = contents["traceEvents"], contents["otherData"]
+        processes = [_read_process(events, each["pid"], each["args"]["name"]) for each in events if _names(each)]
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"{path} is no timeline of composable_fsdp ({why}).") from error
+    return processes, notes
+
+
+def _names(event: Mapping[str, Any]) -> bool:
+    return bool(event["ph"] == "M" and event["name"] == "process_name")
+
+
+def _read_process(events: Sequence[Mapping[str, Any]], process: int, title: str) -> Lanes:
+    own = [each for each in events if each["pid"] == process]
+    slices = [
+        Slice(e["cat"], e["name"], e["ts"] / _MICROSECONDS, (e["ts"] + e["dur"]) / _MICROSECONDS, e["args"])
+        for e in own
+        if e["ph"] == "X"
+    ]
+    counts = [each for each in own if each["ph"] == "C"]
+    memory = [(each["ts"] / _MICROSECONDS, each["args"]["bytes"]) for each in counts]
+    counted = counts[0]["name"] if counts else "unsharded parameters"
+    return Lanes(title, tuple(slices), tuple(memory), counted)
+
+
+# -- several ranks
+
+
+def aligned(ranks: Sequence[Lanes]) -> list[Lanes]:
+    """Return the timelines of ``ranks`` by the clock of the first one.
+
+    Clocks of hosts differ. No rank has the data of a collective before another has launched it, which bounds the
+    difference to the first rank from both sides. A difference of 0 is kept if it is within the bounds.
+    """
+    first, *others = ranks
+    return [first, *(lanes.moved(-_difference(first, lanes)) for lanes in others)]
+
+
+def _difference(first: Lanes, other: Lanes) -> float:
+    """Return by how many seconds the clock of ``other`` is ahead of that of ``first``."""
+    here, there = _launches_and_ends(first), _launches_and_ends(other)
+    shared = here.keys() & there.keys()
+    least = max((there[each][0] - here[each][1] for each in shared), default=0.0)
+    most = min((there[each][1] - here[each][0] for each in shared), default=0.0)
+    return min(max(0.0, least), most) if least <= most else (least + most) / 2
+
+
+def _launches_and_ends(lanes: Lanes) -> dict[str, tuple[float, float]]:
+    return {
+        f"{position} of {each.details['ranks']}": (each.begin - 1e-3 * each.details["queued_ms"], each.end)
+        for each in lanes.slices
+        for position in each.details.get("collectives", ())
+    }

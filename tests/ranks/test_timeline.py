@@ -1,0 +1,44 @@
+"""Timelines of training steps on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from composable_fsdp.diagnostics import write_timeline
+from composable_fsdp.diagnostics.timeline import Lanes, performed, read_timeline
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Recorder
+from tests.helpers.faults import build, step
+from tests.helpers.transports import SOCKETS
+
+
+def record_steps(folder: Path) -> Lanes:
+    """Record three steps, with a prediction of them."""
+    model: Any = build()
+    step(model)
+    model.calibrate()
+    with Recorder() as recorder:
+        for _ in range(3):
+            step(model)
+    title = f"rank {dist.get_rank()}"
+    write_timeline(recorder, folder / f"{title}.json", model, title=title)
+    return performed(recorder, title)
+
+
+def test_ranks_record_the_same_collectives_and_write_them_below_the_prediction(tmp_path: Path) -> None:
+    both = run_ranks(record_steps, 2, tmp_path, environment=SOCKETS)
+    found = [[(each.name, each.details["collectives"]) for each in lanes.lane("gather")] for lanes in both]
+    assert found[0] == found[1]
+    assert all(collectives for _, collectives in found[0])
+    for lanes in both:
+        assert len(lanes.steps) == 3
+        assert all(each.end > each.begin and each.details["bytes"] for each in lanes.lane("reduce"))
+        assert lanes.memory[-1][1] == 0
+        processes, _ = read_timeline(tmp_path / f"{lanes.title}.json")
+        assert [each.title for each in processes] == ["predicted", lanes.title]
+        predicted, recorded = processes
+        assert 0.0 < predicted.summary()["seconds"] < 60.0
+        assert predicted.steps[0][0] == recorded.steps[-1][0]

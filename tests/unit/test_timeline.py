@@ -1,0 +1,219 @@
+"""Timelines of recorded events and of simulations: lanes, Chrome traces, pictures, several clocks, the command."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from composable_fsdp import CommunicationReport, CommunicationRow, ConfigurationError
+from composable_fsdp.diagnostics import write_timeline
+from composable_fsdp.diagnostics.timeline import Lanes, aligned, performed, predicted, read_timeline, write_chrome_trace
+from composable_fsdp.trace import Operation, Position, TraceEvent
+from tests._internals import ScheduleOptions, merged, passes, simulate
+from tests._internals import schedule as s
+from tests.helpers.fresh_process import run_program
+from tests.unit.test_schedule_simulated import ORDER, costs_of, specs_of
+
+
+def event(operation: str, group: str, begin: float, end: float, nbytes: int = 0, number: int = 0) -> TraceEvent:
+    position = Position("world", (0, 1), 0, number) if operation == "collective" else None
+    return TraceEvent(Operation(operation), group, nbytes, "", begin, end, nbytes, position)
+
+
+STEP = (
+    event("unshard", "a", 1.0, 1.1, 100),
+    event("collective", "all-gather of a in forward", 1.05, 1.05, 50, number=1),
+    event("allocate", "a", 1.1, 1.1, 4096),
+    event("unshard", "b", 1.2, 1.3, 300),
+    event("collective", "all-gather of b in forward", 1.25, 1.25, 150, number=2),
+    event("wait", "a", 1.3, 2.0),
+    event("reshard", "a", 3.0, 3.0),
+    event("free", "a", 3.0, 3.0, 4096),
+    event("wait", "b", 3.0, 3.5),
+    event("forward", "root", 1.0, 5.0),
+    event("collective", "search", 5.2, 5.2, 8, number=3),
+    event("reduce", "b", 6.0, 6.1, 300),
+    event("collective", "reduce-scatter of b", 6.05, 6.05, 300, number=4),
+    event("reduced", "b", 7.0, 8.0),
+    event("backward", "root", 5.5, 8.0),
+)
+
+
+def lanes_of(lanes: Lanes) -> dict[str, list[tuple[str, float, float]]]:
+    return {
+        name: [(each.name, round(each.begin, 6), round(each.end, 6)) for each in lanes.lane(name)]
+        for name in dict.fromkeys(each.lane for each in lanes.slices)
+    }
+
+
+def test_events_become_lanes_of_passes_computation_collectives_and_waits() -> None:
+    assert lanes_of(performed(STEP)) == {
+        "passes": [("forward root", 1.0, 5.0), ("backward root", 5.5, 8.0)],
+        "computation": [("between groups", 1.0, 1.3), ("a", 2.0, 3.0), ("b", 3.5, 5.0), ("between groups", 5.5, 7.0)],
+        "gather": [("gather a", 1.0, 2.0), ("gather b", 2.0, 3.5)],
+        "reduce": [("reduce b", 6.0, 8.0)],
+        "waits": [("wait a", 1.3, 2.0), ("wait b", 3.0, 3.5), ("reduced b", 7.0, 8.0)],
+        "other collectives": [("search", 5.2, 5.2)],
+    }
+
+
+def test_a_collective_has_its_bytes_its_process_group_and_its_exposed_part() -> None:
+    _, b = performed(STEP).lane("gather")
+    assert b.details == {
+        "bytes": 300,
+        "plain_bytes": 300,
+        "collectives": ["world/0/2"],
+        "ranks": [0, 1],
+        "exposed_ms": 500.0,
+        "queued_ms": 800.0,
+    }
+
+
+def test_groups_that_share_a_launch_are_one_slice() -> None:
+    fused = (
+        event("unshard", "a", 1.0, 1.1, 100),
+        event("unshard", "b", 1.0, 1.1, 300),
+        event("wait", "a", 1.2, 2.0),
+        event("wait", "b", 2.5, 2.5),
+    )
+    (both,) = performed(fused).lane("gather")
+    assert (both.name, both.end, both.details["bytes"]) == ("gather a, b", 2.0, 400)
+
+
+def test_the_summary_is_of_training_steps() -> None:
+    evaluation = event("forward", "root", 9.0, 9.5)
+    found = performed([*STEP, evaluation], "rank 3").summary()
+    assert found == {
+        "title": "rank 3",
+        "steps": 1,
+        "seconds": 7.0,
+        "exposed_seconds": pytest.approx(2.2),
+        "exposed_share": pytest.approx(2.2 / 7),
+        "gathered_bytes": 400,
+        "reduced_bytes": 300,
+        "peak_bytes": 4096,
+    }
+    assert performed([]).summary()["seconds"] == 0.0
+
+
+def simulated_step() -> Lanes:
+    specs = specs_of()
+    return predicted(simulate(passes.build(ORDER, specs, ScheduleOptions()), specs, costs_of(1.0, 2.0)), begin=3.0)
+
+
+def test_a_simulation_has_the_same_lanes_and_its_exposed_seconds() -> None:
+    lanes = simulated_step()
+    assert lanes.steps[0] == pytest.approx((3.0, 17.0))
+    assert lanes.summary()["exposed_seconds"] == pytest.approx(2.0)
+    assert {"passes", "computation", "gather", "reduce", "waits"} == {each.lane for each in lanes.slices}
+    assert lanes.memory[0][0] >= 3.0
+    assert max(held for _, held in lanes.memory) == 3 << 20
+    assert [moment for moment, _ in lanes.memory] == sorted(moment for moment, _ in lanes.memory)
+
+
+def test_a_chrome_trace_is_read_back_and_its_lanes_do_not_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    before = [simulated_step(), performed(STEP)]
+    write_chrome_trace(path, before, rank=4)
+    contents = json.loads(path.read_text())
+    names = [e["args"]["name"] for e in contents["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 1]
+    assert names == ["passes", "computation", "gather", "reduce", "other collectives", "waits"]
+    counts = [(e["ts"], e["args"]["bytes"]) for e in contents["traceEvents"] if e["ph"] == "C" and e["pid"] == 1]
+    assert counts == [(0.1e6, 4096), (2e6, 0)]
+    for process in (0, 1):
+        for lane in names:
+            spans = [e for e in contents["traceEvents"] if e["ph"] == "X" and (e["pid"], e["cat"]) == (process, lane)]
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in pairwise(spans)), lane
+    after, notes = read_timeline(path)
+    assert (notes["rank"], notes["origin"]) == (4, 1.0)
+    assert [lanes.title for lanes in after] == ["predicted", "rank 0"]
+    assert lanes_of(after[1].moved(1.0)) == lanes_of(before[1])
+    assert after[1].summary() == pytest.approx(before[1].summary())
+
+
+@pytest.mark.parametrize("ahead", [0.0, 5.0, -7.0, 0.3])
+def test_clocks_of_ranks_are_aligned_by_their_collectives(ahead: float) -> None:
+    here = performed(STEP)
+    for late in (0.0, 0.2):  # a rank that is really late, within what collectives allow
+        found = aligned([here, performed(STEP, "rank 1").moved(ahead + late)])[1]
+        difference = found.slices[0].begin - here.slices[0].begin
+        if abs(ahead) > 2.0:
+            assert abs(difference) <= 2.0  # bounded by the shortest time from a launch to an end
+        else:
+            assert difference == pytest.approx(ahead + late), "clocks that may be right are kept"
+
+
+def test_a_picture_of_a_step_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
+    write_timeline(STEP, tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigurationError, match=r"^there is no step -1: 0 training steps were recorded\.$"):
+        write_timeline(STEP[:3], tmp_path / "u.png")
+
+
+def test_notebooks_show_reports_as_tables() -> None:
+    rows = s.Schedule((s.Step(s.Event(s.Hook.PRE_FORWARD, "<a>"), (s.Wait("<a>"), s.Keep("<a>"))),))._repr_html_()
+    assert "<td>pre-forward &lt;a&gt;</td><td>wait &lt;a&gt;; keep &lt;a&gt;</td>" in rows
+    assert "<p>(no forward has run yet" in s.Schedule(())._repr_html_()
+    report = CommunicationReport((CommunicationRow("root", "all-gather", 2, 1000, 2000),))
+    assert "<td>root</td><td>all-gather</td><td>2</td><td>1,000</td><td>2,000</td><td>0.50</td>" in report._repr_html_()
+
+
+# -- runs and the command
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from composable_fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(torch.nn.Linear(4, 4))
+for _ in range(2):
+    model(torch.ones(1, 4)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multiprocess
+def test_an_environment_variable_records_a_run(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    done = run_program(f"import os; os.environ['COMPOSABLE_FSDP_TIMELINE'] = {str(folder)!r}\n{PROGRAM}")
+    assert done.returncode == 0, done.stderr
+    (lanes,) = merged(folder)
+    assert lanes.title == "rank 0"
+    assert len(lanes.steps) == 2
+    assert {each.lane for each in lanes.slices} >= {"passes", "computation"}
+
+
+def test_the_command_merges_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
+    from tests.unit.test_cli import run
+
+    empty = run("timeline", tmp_path)
+    assert (empty.exit_code, empty.stderr) == (
+        2,
+        f"error: there is no timeline in {tmp_path}. Set COMPOSABLE_FSDP_TIMELINE={tmp_path} for a run; ranks write "
+        "when they end.\n",
+    )
+    write_chrome_trace(tmp_path / "rank-00000.timeline.json", [simulated_step(), performed(STEP)], clock=1e9)
+    write_chrome_trace(tmp_path / "rank-00001.timeline.json", [performed(STEP, "rank 1").moved(9.0)], clock=1e9 - 9.0)
+    done = run("timeline", tmp_path, "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["title"] for row in found["processes"]] == ["predicted", "rank 0", "rank 1"]
+    assert found["files"] == [str(tmp_path / name) for name in ("timeline.json", "timeline.png")]
+    processes, _ = read_timeline(tmp_path / "timeline.json")
+    assert processes[1].steps == processes[2].steps
+    shown = run("timeline", tmp_path)
+    assert "rank 1" in shown.stdout
+    assert "7000.00" in shown.stdout
+    assert f"wrote {tmp_path / 'timeline.png'}" in shown.stdout
+    (tmp_path / "rank-00001.timeline.json").write_text("{}")
+    damaged = run("timeline", tmp_path)
+    assert (damaged.exit_code, "rank-00001.timeline.json is no timeline of" in damaged.stderr) == (2, True)
+    far = run("timeline", tmp_path, "--step", "5")
+    assert far.exit_code == 2
