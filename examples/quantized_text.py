@@ -29,11 +29,13 @@ from text.data import Corpus, load_corpus
 from text.launch import choose_device, from_rank_0, launch
 from text.model import Transformer
 from text.options import Options, UsageError, add_model_flags, add_training_flags, new_parser, options_from
-from text.report import Reporter, progress_text
+from text.report import Reporter
 from text.sharding import build_sharded_model, make_mesh
 from text.training import Trainer, make_optimizer
 from text.variants import PLAIN, VARIANTS, traffic_of
 from torch.distributed.device_mesh import DeviceMesh
+
+from composable_fsdp.diagnostics import Meter
 
 CLAIM = "int8-ef"  # the variant whose loss must stay close to that of fp32
 ALLOWED = 1.0  # percent
@@ -161,24 +163,25 @@ def train(bench: Bench, variant: str, seed: int) -> Run:
     options = replace(bench.plan.options, seed=seed)
     model = bench.model(variant, seed)
     trainer = Trainer(model, make_optimizer(model, options), options, bench.device)
-    watcher = bench.reporter.watchdog(f"{variant}, seed {seed}:", options.steps)
+    line = bench.reporter.progress(f"{variant}, seed {seed}:", options.steps)
     validation = {0: trainer.validate(bench.corpus.validation)}
-    tokens_per_step = options.batch * options.seq * dist.get_world_size()
+    meter = Meter(model, options.batch * options.seq * dist.get_world_size(), writers=[line])
     speeds: list[float] = []
 
     def on_report(step: int, loss: float, seconds: float) -> None:
         speeds.append(seconds)
-        watcher.report(step, progress_text(loss, tokens_per_step / seconds, bench.device))
+        meter.read(step + 1, loss=loss)
 
     def after_step(done: int) -> None:
-        watcher.step_done(done - 1)
+        line.show(done)
         if done % bench.plan.validate_every == 0 or done == options.steps:
-            validation[done] = trainer.validate(bench.corpus.validation)
+            with meter.paused():
+                validation[done] = trainer.validate(bench.corpus.validation)
 
     try:
         history = trainer.train(bench.corpus.training, range(options.steps), on_report=on_report, after_step=after_step)
     finally:
-        watcher.close()
+        line.close()
     return Run(variant, seed, validation, history.losses, median(speeds))
 
 

@@ -18,11 +18,14 @@ from text.checkpoints import Checkpoints
 from text.data import Corpus, load_corpus
 from text.launch import choose_device, launch
 from text.options import Options, UsageError, make_parser, parse_options
-from text.report import Reporter, outcome, progress_text
+from text.report import Reporter, outcome
 from text.sharding import build_sharded_model, compute_dtype, groups_of, make_mesh
 from text.training import History, Trainer, is_reported, make_optimizer
 from text.verify import allowed_differences, compare_runs, compare_with_reference
 from torch.distributed.device_mesh import DeviceMesh
+
+from composable_fsdp import set_wait_warning
+from composable_fsdp.diagnostics import Meter
 
 REPEATED_STEPS = 5  # the number of last steps that are trained again from the checkpoint before them
 
@@ -99,22 +102,24 @@ def train(job: Run, trainer: Trainer) -> History:
     """Train up to ``--steps`` and save checkpoints."""
     options = job.options
     steps = range(job.start, options.steps)
-    watcher = job.reporter.watchdog("training", options.steps)
-    tokens_per_step = options.batch * options.seq * dist.get_world_size()
+    line = job.reporter.progress("training", options.steps)
+    meter = Meter(trainer.model, options.batch * options.seq * dist.get_world_size(), writers=[line])
+    meter.start(job.start)
 
     def on_report(step: int, loss: float, seconds: float) -> None:
-        watcher.report(step, progress_text(loss, tokens_per_step / seconds, job.device))
+        meter.read(step + 1, loss=loss)
 
     def after_step(done: int) -> None:
-        watcher.step_done(done - 1)
+        line.show(done)
         regular = options.save_every and done % options.save_every == 0
         if regular or done in (job.rehearsal, options.steps):
-            job.checkpoints.save(trainer, done)
+            with meter.paused():
+                job.checkpoints.save(trainer, done)
 
     try:
         return trainer.train(job.corpus.training, steps, on_report=on_report, after_step=after_step)
     finally:
-        watcher.close()
+        line.close()
 
 
 def check_resume(job: Run, trainer: Trainer, history: History) -> bool:
@@ -133,17 +138,16 @@ def check_resume(job: Run, trainer: Trainer, history: History) -> bool:
 def check_reference(job: Run, trainer: Trainer, history: History) -> bool:
     """Train all steps unsharded, and compare."""
     steps = range(job.options.steps)
-    watcher = job.reporter.watchdog("unsharded", len(steps))
+    set_wait_warning(None)  # the other ranks wait for rank 0, which trains alone
+    line = job.reporter.progress("unsharded", len(steps))
 
     def on_step(step: int, loss: float) -> None:
-        watcher.step_done(step)
-        if is_reported(step, steps):
-            watcher.report(step, f"loss {loss:.3f}")
+        line.show(step + 1, f"loss {loss:.3f}" if is_reported(step, steps) else "")
 
     try:
         found = compare_with_reference(trainer, history, job.corpus.training, on_step)
     finally:
-        watcher.close()
+        line.close()
     allowed = allowed_differences(job.options)
     job.reporter.say(outcome("sharded against unsharded", found, allowed))
     return found.within(allowed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -42,7 +41,6 @@ from composable_fsdp._torch_compat.torch_types import (
 )
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.diagnostics._recording import enable_from_environment
-from composable_fsdp.diagnostics._timeline_files import FOLDER_VARIABLE, record_timeline
 from composable_fsdp.diagnostics.describe import describe_groups
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
 from composable_fsdp.policies import (
@@ -148,9 +146,7 @@ def fully_shard(
     """
     if unknown:
         raise _unknown_argument(next(iter(unknown)))
-    enable_from_environment()
-    if os.environ.get(FOLDER_VARIABLE):
-        record_timeline(os.environ[FOLDER_VARIABLE], module)
+    enable_from_environment(module)
     if policy is not None:
         options = dict(locals())  # the arguments: nothing else is assigned before
         del options["unknown"]

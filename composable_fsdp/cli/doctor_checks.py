@@ -10,8 +10,7 @@ from enum import Enum
 from composable_fsdp._comm.shm.connect import MODES, SWITCH
 from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
 from composable_fsdp._consistency.rank_report import format_ranks
-from composable_fsdp.diagnostics._recording import FOLDER_VARIABLE
-from composable_fsdp.diagnostics._timeline_files import FOLDER_VARIABLE as TIMELINE_VARIABLE
+from composable_fsdp.diagnostics._recording import FOLDER_VARIABLE, TIMELINE_VARIABLE
 
 __all__ = [
     "Finding",

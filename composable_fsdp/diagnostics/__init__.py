@@ -8,11 +8,13 @@ Every rank then writes ``rank-00000.jsonl`` to that folder on an error, SIGTERM 
 composable_fsdp.diagnostics merge runs/diagnostics`` shows the ranks side by side.
 
 :func:`write_timeline` writes recorded events as a timeline; ``COMPOSABLE_FSDP_TIMELINE`` records them.
+:class:`Meter` measures speed, MFU, memory and exposed communication.
 """
 
 from __future__ import annotations
 
 from composable_fsdp.diagnostics._recording import disable, dump, enable
 from composable_fsdp.diagnostics._timeline_files import write_timeline
+from composable_fsdp.diagnostics.meters import Meter, ProgressLine, Reading
 
-__all__ = ["disable", "dump", "enable", "write_timeline"]
+__all__ = ["Meter", "ProgressLine", "Reading", "disable", "dump", "enable", "write_timeline"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
 import logging
 import os
@@ -17,33 +18,44 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.stacks import Frame, thread_stacks
 from composable_fsdp._consistency.watchdog import known_watchdog
+from composable_fsdp._runtime.groups.state import find_state
+from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp.diagnostics._records import Dump, Fault, Header, NumberedEvent, Stack, encode, file_name
 from composable_fsdp.diagnostics._signals import SignalWatch
+from composable_fsdp.diagnostics.timeline import Lanes, predicted
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 
 __all__ = [
     "FOLDER_VARIABLE",
+    "TIMELINE_VARIABLE",
     "disable",
     "dump",
     "enable",
     "enable_from_environment",
     "hook_uncaught",
-    "rank_and_world_size",
 ]
 
 FOLDER_VARIABLE = "COMPOSABLE_FSDP_DIAGNOSTICS"
+TIMELINE_VARIABLE = "COMPOSABLE_FSDP_TIMELINE"
 
 _DEFAULT_FOLDER = "diagnostics"
 _KEPT_EVENTS = 1000
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _KEPT_FAULTS = 10
+_TIMELINE_EVENTS = 20_000
+"""The events of a timeline. A group has about ten in a step: these are 20 steps of a model with 100 groups."""
+
+_sharded: WeakSet[nn.Module] = WeakSet()
+"""The modules that were sharded."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +70,8 @@ class _Recording:
         self.latest: dict[str, trace.TraceEvent] = {}
         """The last collective of each process group."""
         self.groups: dict[str, None] = {}
+        self.predicted: Lanes | None = None
+        """The step that was predicted for the last choice of settings."""
         self.count = 0
         self._last_reported: tuple[str, str, int] | None = None
         self.undo: list[Callable[[], None]] = []
@@ -84,6 +98,10 @@ class _Recording:
             self.latest[event.position.group] = event
         else:
             self.groups.setdefault(event.group)
+        if event.operation is trace.Operation.CHOOSE:
+            iterations = {iteration_of(state) for module in _sharded if (state := find_state(module)) is not None}
+            choices = [each.choice for each in iterations if each.choice is not None]
+            self.predicted = next((predicted(each.timeline) for each in choices if each.summary == event.group), None)
 
     def on_fault(self, error: BaseException | None, where: str, position: trace.Position | None = None) -> None:
         """Write a file once for each fault. A fault listener: every module that the error passes through reports it."""
@@ -153,12 +171,29 @@ def disable() -> None:
         _recording = None
 
 
-def enable_from_environment() -> None:
-    """Enable recording if ``COMPOSABLE_FSDP_DIAGNOSTICS`` is set and it is not enabled yet."""
+def enable_from_environment(modules: nn.Module | Sequence[nn.Module]) -> None:
+    """Begin the recordings that environment variables ask for, and note that ``modules`` are sharded."""
+    _sharded.update([modules] if isinstance(modules, nn.Module) else modules)
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and _recording is None:
         in_main = threading.current_thread() is threading.main_thread()
         enable(folder, signals=_SIGNALS if in_main else ())
+    if os.environ.get(TIMELINE_VARIABLE):
+        _record_timeline(os.environ[TIMELINE_VARIABLE])
+
+
+@cache
+def _record_timeline(folder: str) -> None:
+    """Record the last events from now on, and write them to ``folder`` when the program ends."""
+    recording, process = _Recording(Path(folder), _TIMELINE_EVENTS), os.getpid()
+    recording.start(on_error=False, signals=())
+    rank_and_world_size = _rank_and_world_size()
+
+    def write_at_exit() -> None:
+        if os.getpid() == process and recording.events:  # a forked worker of a data loader is no rank
+            write(recording.folder, "the end of the program", recording, rank_and_world_size)
+
+    atexit.register(write_at_exit)
 
 
 def dump(folder: str | os.PathLike[str] | None = None) -> Path | None:
@@ -177,10 +212,12 @@ def dump(folder: str | os.PathLike[str] | None = None) -> Path | None:
     return write(Path(chosen or os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER), "asked for", _recording)
 
 
-def write(folder: Path, reason: str, recording: _Recording | None) -> Path | None:
+def write(
+    folder: Path, reason: str, recording: _Recording | None, rank_and_world_size: tuple[int, int] | None = None
+) -> Path | None:
     """Write this rank's file atomically, and return its path, or ``None`` if it could not be written."""
     try:
-        found = _collect(reason, recording)
+        found = _collect(reason, recording, rank_and_world_size or _rank_and_world_size())
         path = folder / file_name(found.header.rank)
         folder.mkdir(parents=True, exist_ok=True)
         _replace(path, "".join(f"{line}\n" for line in encode(found)))
@@ -199,10 +236,10 @@ def _replace(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _collect(reason: str, recording: _Recording | None) -> Dump:
+def _collect(reason: str, recording: _Recording | None, rank_and_world_size: tuple[int, int]) -> Dump:
     watchdog = known_watchdog()
     header = Header(
-        *rank_and_world_size(),
+        *rank_and_world_size,
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         host=socket.gethostname(),
         process=os.getpid(),
@@ -220,10 +257,11 @@ def _collect(reason: str, recording: _Recording | None) -> Dump:
         faults=tuple(recording.faults) if recording is not None else (),
         stacks=tuple(Stack(name, tuple(map(str, frames))) for name, frames in thread_stacks()),
         events=tuple(recording.events) if recording is not None else (),
+        predicted=recording.predicted if recording is not None else None,
     )
 
 
-def rank_and_world_size() -> tuple[int, int]:
+def _rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from composable_fsdp._consistency.rank_report import RankReport
+from composable_fsdp.diagnostics.timeline import Lanes, Slice
 from composable_fsdp.trace import Operation, Position, TraceEvent
 
 __all__ = ["Dump", "Fault", "Header", "NumberedEvent", "Stack", "decode", "encode", "file_name"]
@@ -91,6 +92,7 @@ class Dump:
         faults: faults, oldest first.
         stacks: stacks of all threads.
         events: the last events, oldest first.
+        predicted: the step that was predicted for the schedule in use, if settings were chosen by costs.
     """
 
     header: Header
@@ -99,6 +101,7 @@ class Dump:
     faults: tuple[Fault, ...] = ()
     stacks: tuple[Stack, ...] = ()
     events: tuple[NumberedEvent, ...] = ()
+    predicted: Lanes | None = None
 
 
 def file_name(rank: int) -> str:
@@ -117,6 +120,8 @@ def encode(dump: Dump) -> Iterator[str]:
         yield _line("fault", asdict(fault))
     for stack in dump.stacks:
         yield _line("stack", asdict(stack))
+    if dump.predicted is not None:
+        yield _line("predicted", asdict(dump.predicted))
     for numbered in dump.events:
         yield _line("event", {"index": numbered.index, **_event_values(numbered.event)})
 
@@ -129,6 +134,7 @@ def decode(lines: Iterable[str]) -> Dump:
     """
     header: Header | None = None
     report: RankReport | None = None
+    predicted: Lanes | None = None
     parts: dict[str, list[Any]] = {kind: [] for kind in _READERS}
     try:
         for line in lines:
@@ -138,6 +144,9 @@ def decode(lines: Iterable[str]) -> Dump:
                 header = _header(values)
             elif kind == "report":
                 report = RankReport.decoded(json.dumps({key: values[key] for key in values if key != "text"}))
+            elif kind == "predicted":
+                slices, memory = (Slice(**each) for each in values["slices"]), map(tuple, values["memory"])
+                predicted = Lanes(**{**values, "slices": tuple(slices), "memory": tuple(memory)})
             else:
                 parts[kind].append(_READERS[kind](values))
     except (KeyError, TypeError, AttributeError) as error:
@@ -145,7 +154,7 @@ def decode(lines: Iterable[str]) -> Dump:
     if header is None:
         raise ValueError("not a file of diagnostics: it does not say whose it is")
     latest, faults, stacks, events = (tuple(parts[kind]) for kind in _READERS)
-    return Dump(header, report, latest, faults, stacks, events)
+    return Dump(header, report, latest, faults, stacks, events, predicted)
 
 
 def _line(kind: str, values: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from composable_fsdp.diagnostics.timeline import COMPUTATION, GATHER, PASSES, REDUCE, REPLICATE, WAITS, Lanes
+from composable_fsdp.diagnostics.timeline import COMPUTE, GATHER, PASSES, REDUCE, REPLICATE, WAITS, Lanes
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_step"]
 
-_COLORS = {COMPUTATION: "#8fb9dd", GATHER: "#7cc39a", REDUCE: "#f0b26b", REPLICATE: "#c9a0dc", WAITS: "#d9534f"}
+_COLORS = {COMPUTE: "#8fb9dd", GATHER: "#7cc39a", REDUCE: "#f0b26b", REPLICATE: "#c9a0dc", WAITS: "#d9534f"}
 _MOST_PROCESSES = 8
 _LETTERS_PER_WIDTH = 130
 """The letters of a label that fit into the width of the picture."""

@@ -20,25 +20,14 @@ from typing import Any
 
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._runtime.schedule.simulate import Timeline as Simulated
-from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, TraceEvent
 
-__all__ = [
-    "Lanes",
-    "Slice",
-    "aligned",
-    "performed",
-    "predicted",
-    "read_timeline",
-    "with_prediction",
-    "write_chrome_trace",
-]
+__all__ = ["Lanes", "Slice", "aligned", "performed", "predicted", "with_prediction", "write_chrome_trace"]
 
-PASSES, COMPUTATION, WAITS = "passes", "computation", "waits"
-GATHER, REDUCE, REPLICATE, OTHERS = "gather", "reduce", "replicate", "other collectives"
-_ORDER = (PASSES, COMPUTATION, GATHER, REDUCE, REPLICATE, OTHERS, WAITS)
-_STREAMS = {"compute": COMPUTATION}
-"""The lanes of the streams of a simulation, if they have another name."""
+PASSES, COMPUTE, WAITS = "passes", "compute", "waits"
+GATHER, REDUCE, REPLICATE = "gather", "reduce", "replicate"
+_ORDER = (PASSES, COMPUTE, GATHER, REDUCE, REPLICATE, WAITS)
+"""The lanes in the order of their display. Those of collectives and of computation are also streams of a simulation."""
 _MICROSECONDS = 1e6
 
 
@@ -140,12 +129,13 @@ def performed(events: Iterable[TraceEvent], title: str = "rank 0") -> Lanes:
     """
     known = sorted(events, key=lambda event: event.end)
     slices = sorted([*_passes_and_computation(known), *_collectives(known)], key=lambda each: each.begin)
-    held, memory = 0, []
+    held, memory = 0, list[tuple[float, int]]()
     for event in known:
         if event.operation in (Operation.ALLOCATE, Operation.FREE):
             held += event.bytes if event.operation is Operation.ALLOCATE else -event.bytes
             memory.append((event.end, held))
-    return Lanes(title, tuple(slices), tuple(memory))
+    lost = -min([0, *(held for _, held in memory)])  # allocated before the first recorded event
+    return Lanes(title, tuple(slices), tuple((moment, held + lost) for moment, held in memory))
 
 
 def _passes_and_computation(events: Sequence[TraceEvent]) -> Iterator[Slice]:
@@ -161,22 +151,21 @@ def _passes_and_computation(events: Sequence[TraceEvent]) -> Iterator[Slice]:
             is_wait = event.operation in (Operation.WAIT, Operation.REDUCED)
             ends_computation = is_wait or (event.operation is Operation.RESHARD and event.group == group)
             if ends_computation and event.begin > computed_from:
-                yield Slice(COMPUTATION, group or "between groups", computed_from, event.begin)
+                yield Slice(COMPUTE, group or "between groups", computed_from, event.begin)
             if ends_computation:
                 computed_from = max(computed_from, event.end)
                 group = event.group if event.operation is Operation.WAIT else "" if not is_wait else group
             if is_wait and event.end > event.begin:
                 yield Slice(WAITS, str(event), event.begin, event.end)
         if each.end > computed_from:
-            yield Slice(COMPUTATION, group or "between groups", computed_from, each.end)
+            yield Slice(COMPUTE, group or "between groups", computed_from, each.end)
             computed_from = each.end
 
 
 @dataclass
 class _InFlight:
-    """A collective of a lane, which may be of several groups, since its launch."""
+    """A collective, which may be of several groups, since its launch."""
 
-    lane: str
     launch: float
     groups: list[str] = field(default_factory=list)
     bytes: int = 0
@@ -188,7 +177,7 @@ class _InFlight:
 def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
     """Yield the collectives of all lanes. Those of one launch are one slice."""
     launched: list[TraceEvent] = []
-    """Collectives that no launch of a group has claimed."""
+    """The collectives since the last launch of a group."""
     in_flight: dict[str, deque[_InFlight]] = {GATHER: deque(), REDUCE: deque()}
     free_from = dict.fromkeys(in_flight, 0.0)
 
@@ -216,7 +205,7 @@ def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
         elif lane is not None and event.bytes:
             last = in_flight[lane][-1] if in_flight[lane] else None
             if last is None or last.launch != event.begin:
-                last = _InFlight(lane, event.begin)
+                last = _InFlight(event.begin)
                 in_flight[lane].append(last)
             last.groups.append(event.group)
             last.bytes += event.bytes
@@ -224,25 +213,19 @@ def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
             own = [each.position for each in launched if each.begin >= event.begin and each.position is not None]
             last.positions += [f"{each.group}/{each.connection}/{each.number}" for each in own]
             last.ranks = own[0].ranks if own else last.ranks
-            yield from _unclaimed([each for each in launched if each.begin < event.begin])
             launched.clear()
         elif event.operation is Operation.WAIT:
             yield from end(GATHER, event)
         elif event.operation is Operation.REDUCED:
             yield from end(REDUCE, event)
-    yield from _unclaimed(launched)
+        elif event.operation is Operation.BACKWARD:
+            in_flight[REDUCE].clear()  # sums that stay on this rank until a later backward
 
 
-def _unclaimed(events: Iterable[TraceEvent]) -> Iterator[Slice]:
-    for event in events:
-        ranks = list(event.position.ranks) if event.position is not None else []
-        yield Slice(OTHERS, event.group, event.begin, event.end, {"bytes": event.bytes, "ranks": ranks})
-
-
-def predicted(simulated: Simulated, begin: float = 0.0) -> Lanes:
-    """Return the timeline of a simulation that begins at ``begin``."""
-    spans = [Slice(_STREAMS.get(s.stream, s.stream), s.label, s.begin, s.end) for s in simulated.spans]
-    busy = sorted((each.begin, each.end) for each in spans if each.lane == COMPUTATION)
+def predicted(simulated: Simulated) -> Lanes:
+    """Return the timeline of a simulation, which begins at 0."""
+    spans = [Slice(each.stream, each.label, each.begin, each.end) for each in simulated.spans]
+    busy = sorted((each.begin, each.end) for each in spans if each.lane == COMPUTE)
     edges = [(0.0, 0.0), *busy, (simulated.seconds, simulated.seconds)]
     waits = [Slice(WAITS, "exposed", end, start) for (_, end), (start, _) in pairwise(edges) if start > end]
     events = list(zip(simulated.moments, simulated.memory, strict=True))
@@ -250,28 +233,21 @@ def predicted(simulated: Simulated, begin: float = 0.0) -> Lanes:
     passes = [Slice(PASSES, "forward", 0.0, middle), Slice(PASSES, "backward", middle, simulated.seconds)]
     slices = sorted([*passes, *spans, *waits], key=lambda each: each.begin)
     memory = tuple((moment, held) for moment, (_, held) in events)
-    return Lanes("predicted", tuple(slices), memory, "unsharded parameters, messages and gradients").moved(begin)
+    return Lanes("predicted", tuple(slices), memory, "unsharded parameters, messages and gradients")
 
 
-def with_prediction(lanes: Lanes, simulated: Simulated | None) -> list[Lanes]:
-    """Return ``lanes``, after the predicted step if there is one, which begins when the last step does."""
-    if simulated is None or not simulated.spans:
-        return [lanes]
-    begin = lanes.steps[-1][0] if lanes.steps else min((each.begin for each in lanes.slices), default=0.0)
-    return [predicted(simulated, begin), lanes]
+def with_prediction(ranks: Sequence[Lanes], simulated: Lanes | None) -> list[Lanes]:
+    """Return ``ranks`` after the predicted step, if any, which begins with the last step of the first rank."""
+    if simulated is None or not ranks[0].steps:
+        return list(ranks)
+    return [simulated.moved(ranks[0].steps[-1][0] - simulated.steps[0][0]), *ranks]
 
 
-# -- files
-
-
-def write_chrome_trace(path: str | os.PathLike[str], processes: Sequence[Lanes], **notes: Any) -> None:
-    """Write ``processes``, each with its lanes, as a Chrome trace that begins at 0. ``notes`` are JSON values."""
+def write_chrome_trace(path: str | os.PathLike[str], processes: Sequence[Lanes]) -> None:
+    """Write ``processes``, each with its lanes, as a Chrome trace that begins at 0."""
     origin = min((each.begin for lanes in processes for each in lanes.slices), default=0.0)
     events = [event for number, lanes in enumerate(processes) for event in _chrome_events(number, lanes, origin)]
-    contents = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {**notes, "origin": origin}}
-    partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(contents))
-    partial.replace(path)
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _chrome_events(process: int, lanes: Lanes, origin: float) -> Iterator[dict[str, Any]]:
@@ -292,39 +268,6 @@ def _chrome_events(process: int, lanes: Lanes, origin: float) -> Iterator[dict[s
         yield of("X", each.name, each.lane, cat=each.lane, ts=time(each.begin), dur=duration, args=each.details)
     for moment, held in lanes.memory:
         yield of("C", lanes.counted, ts=time(moment), args={"bytes": held})
-
-
-def read_timeline(path: Path) -> tuple[list[Lanes], dict[str, Any]]:
-    """Return the processes of a file that :func:`write_chrome_trace` wrote, and its notes. Times begin at 0.
-
-    Raises:
-        ConfigurationError: it is no such file.
-    """
-    try:
-        contents = json.loads(path.read_text())
-        events, notes = contents["traceEvents"], contents["otherData"]
-        processes = [_read_process(events, each["pid"], each["args"]["name"]) for each in events if _names(each)]
-    except (ValueError, KeyError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigurationError(f"{path} is no timeline of composable_fsdp ({why}).") from error
-    return processes, notes
-
-
-def _names(event: Mapping[str, Any]) -> bool:
-    return bool(event["ph"] == "M" and event["name"] == "process_name")
-
-
-def _read_process(events: Sequence[Mapping[str, Any]], process: int, title: str) -> Lanes:
-    own = [each for each in events if each["pid"] == process]
-    slices = [
-        Slice(e["cat"], e["name"], e["ts"] / _MICROSECONDS, (e["ts"] + e["dur"]) / _MICROSECONDS, e["args"])
-        for e in own
-        if e["ph"] == "X"
-    ]
-    counts = [each for each in own if each["ph"] == "C"]
-    memory = [(each["ts"] / _MICROSECONDS, each["args"]["bytes"]) for each in counts]
-    counted = counts[0]["name"] if counts else "unsharded parameters"
-    return Lanes(title, tuple(slices), tuple(memory), counted)
 
 
 # -- several ranks

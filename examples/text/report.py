@@ -4,81 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-import psutil
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from composable_fsdp.diagnostics import ProgressLine
 
 from .sharding import Group
 from .training import History
 from .verify import Differences
 
 WIDTH = 100  # the width of tables and lines without a terminal
-MIB = 2**20
-
-
-class Watcher(Protocol):
-    """An object that is called after each step. ``step`` counts from 0."""
-
-    def step_done(self, step: int) -> None: ...
-
-    def report(self, step: int, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Silence:
-    """A watcher that does nothing, for all ranks but one."""
-
-    def step_done(self, step: int) -> None:
-        pass
-
-    def report(self, step: int, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Prints a line per report, for a log file or a pipe."""
-
-    title: str
-    total: int
-
-    def step_done(self, step: int) -> None:
-        pass
-
-    def report(self, step: int, text: str) -> None:
-        print(f"{self.title} {step + 1:>{len(str(self.total))}}/{self.total}  {text}", flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """Shows a progress bar, for a terminal."""
-
-    progress: Progress
-    task: TaskID
-
-    def step_done(self, step: int) -> None:
-        self.progress.update(self.task, completed=step + 1)
-
-    def report(self, step: int, text: str) -> None:
-        self.progress.update(self.task, text=text)
-
-    def close(self) -> None:
-        self.progress.stop()
 
 
 class Reporter:
@@ -95,21 +34,9 @@ class Reporter:
     def print(self, table: Table) -> None:
         self._console.print(table)
 
-    def watchdog(self, title: str, total: int) -> Watcher:
-        """Return a watcher for ``total`` steps."""
-        if not self._speaks:
-            return Silence()
-        if not self._console.is_terminal:
-            return Lines(title, total)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-        )
-        progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
-        progress.start()
-        return Bar(progress, progress.add_task(title, total=total, text=""))
+    def progress(self, title: str, total: int) -> ProgressLine:
+        """Return a progress line for ``total`` steps."""
+        return ProgressLine(total, title, self._console)
 
     def show_groups(self, groups: Sequence[Group], dtype: torch.dtype) -> None:
         """Print a table with a row per group and the sum."""
@@ -150,18 +77,6 @@ class Reporter:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(path, dpi=120)
-
-
-def progress_text(loss: float, bytes_per_second: float, device: torch.device) -> str:
-    """Return loss, speed over all ranks (a token is a byte), and this rank's memory."""
-    return f"loss {loss:.3f}  {bytes_per_second:,.0f} tokens/s  {memory_in_use(device)}"
-
-
-def memory_in_use(device: torch.device) -> str:
-    """Return the peak memory allocated on the accelerator, or the current memory of this process."""
-    if device.type == "cpu":
-        return f"{psutil.Process().memory_info().rss / MIB:,.0f} MiB resident"
-    return f"{torch.get_device_module(device).max_memory_allocated() / MIB:,.0f} MiB at peak"
 
 
 def outcome(check: str, found: Differences, allowed: Differences) -> str:

@@ -1,0 +1,201 @@
+"""Meters of training: speed, MFU, memory and exposed communication, for a progress line, TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp.diagnostics.communication_report import states_of
+from composable_fsdp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Meter", "ProgressLine", "Reading"]
+
+_FLOPS_PER_PARAMETER = 6
+"""FLOPs of forward and backward per token and parameter of a transformer, without attention (Kaplan et al., 2020)."""
+
+
+_TEXTS: Mapping[str, Callable[[float], str]] = {
+    "seconds_per_step": lambda value: "",
+    "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
+    "memory_bytes": lambda value: f"{value / 2**20:,.0f} MiB",
+    "mfu": lambda value: f"{value:.1%} MFU",
+    "exposed_share": lambda value: f"{value:.1%} exposed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The meters and the values of a program when ``step`` steps are done. ``str()`` is a line for a log.
+
+    Attributes:
+        step: the number of steps done.
+        scalars: the values that the program gave, such as ``loss``, and the meters since the last reading:
+            ``seconds_per_step``; ``tokens_per_second`` of all ranks; ``memory_bytes``, on an accelerator the most that
+            torch had allocated, on CPU the resident memory now; with ``peak_flops``, ``mfu``, the share of it that
+            the model's FLOPs are; where waits block the host, ``exposed_share``, their share of the time.
+    """
+
+    step: int
+    scalars: Mapping[str, float]
+
+    def __str__(self) -> str:
+        texts = [_TEXTS[n](value) if n in _TEXTS else f"{n} {value:.3f}" for n, value in self.scalars.items()]
+        return "  ".join(filter(None, texts))
+
+
+class Meter:
+    """Measures training steps on this rank. Final. Call it after each optimizer step, as a callback.
+
+    Args:
+        model: the root of the sharded modules.
+        tokens: the tokens, or samples, of one step on all ranks.
+        every: the steps from one reading to the next.
+        writers: receivers of the readings of rank 0: functions such as a :class:`ProgressLine`; objects with
+            ``add_scalar``, such as TensorBoard's ``SummaryWriter``; or with ``log``, such as a run of W&B.
+        peak_flops: the FLOP/s of one device in the dtype of the computation, for the MFU.
+        flops_per_token: the FLOPs of forward and backward per token. The default is six per parameter.
+
+    Raises:
+        ConfigurationError: no module of ``model`` is sharded, a number is not positive, or a writer is of no such kind.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokens: float,
+        *,
+        every: int = 1,
+        writers: Sequence[Any] = (),
+        peak_flops: float | None = None,
+        flops_per_token: float | None = None,
+    ) -> None:
+        for name, value in (("tokens", tokens), ("every", every), ("peak_flops", peak_flops)):
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"Meter: {name} must be a positive number, not {value!r}.")
+        self._root = states_of(model)[0][1]
+        self._device = next(model.parameters()).device
+        self._tokens, self._every, self._peak_flops = tokens, every, peak_flops
+        self._flops = flops_per_token or _FLOPS_PER_PARAMETER * sum(p.numel() for p in model.parameters())
+        is_first, self._ranks = (dist.get_rank() == 0, dist.get_world_size()) if dist.is_initialized() else (True, 1)
+        writes = [_write_function(writer) for writer in writers]
+        self._writers = writes if is_first else []
+        self.start(0)
+
+    def __call__(self, step: int, **values: Any) -> Reading | None:
+        """Read the meters if ``every`` steps were done since the last reading.
+
+        Args:
+            step: the number of steps done.
+            values: numbers to report, such as ``loss=loss``. Tensors are read, which waits for them, only if needed.
+        """
+        return self.read(step, **values) if step - self._step >= self._every else None
+
+    def read(self, step: int, **values: Any) -> Reading:
+        """Read the meters of the steps since the last reading, and pass them to the writers."""
+        now, waited = time.perf_counter(), self._seconds_waited()
+        total, steps = max(now - self._began, 1e-9), max(step - self._step, 1)
+        speed = self._tokens * steps / total
+        scalars = {name: float(value) for name, value in values.items()}
+        scalars |= {"seconds_per_step": total / steps, "tokens_per_second": speed}
+        scalars["memory_bytes"] = float(_memory_in_use(self._device))
+        if self._peak_flops is not None:
+            scalars["mfu"] = self._flops * speed / (self._peak_flops * self._ranks)
+        if waited is not None:
+            scalars["exposed_share"] = (waited - self._waited) / total
+        reading = Reading(step, scalars)
+        for write in self._writers:
+            write(reading)
+        self.start(step)
+        return reading
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not measure what runs inside, such as a validation or a checkpoint."""
+        began, waited = time.perf_counter(), self._seconds_waited() or 0.0
+        yield
+        self._began += time.perf_counter() - began
+        self._waited += (self._seconds_waited() or 0.0) - waited
+
+    def start(self, step: int) -> None:
+        """Measure from now on, when ``step`` steps are done, as after loading a checkpoint."""
+        self._step, self._began, self._waited = step, time.perf_counter(), self._seconds_waited() or 0.0
+
+    def _seconds_waited(self) -> float | None:
+        streams = iteration_of(self._root).streams
+        return streams.seconds_waited if streams.block_the_host else None
+
+
+class ProgressLine:
+    """Shows the last reading beside a progress bar in a terminal, and prints a line for each elsewhere. Final.
+
+    It needs ``rich``, of the extra ``cli``.
+
+    Args:
+        total: the number of steps.
+        title: the text before the bar.
+        console: the ``rich`` console; one on stdout by default.
+    """
+
+    def __init__(self, total: int, title: str = "training", console: Console | None = None) -> None:
+        from rich.console import Console  # an optional dependency
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._total, self._title = total, title
+        self._console = console or Console(highlight=False)
+        text = TextColumn("{task.fields[text]}")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
+        self._bar = Progress(*columns, console=self._console)
+        self._task = self._bar.add_task(title, total=total, text="")
+        self._text = ""
+        if self._console.is_terminal:
+            self._bar.start()
+
+    def __call__(self, reading: Reading) -> None:
+        """Show a reading."""
+        self.show(reading.step, str(reading))
+
+    def show(self, step: int, text: str = "") -> None:
+        """Show that ``step`` steps are done, with a text; without one, only move the bar."""
+        self._text = text or self._text
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=step, text=self._text)
+        elif text:
+            line = f"{self._title} {step:>{len(str(self._total))}}/{self._total}  {text}"
+            self._console.print(line, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._console.is_terminal:
+            self._bar.stop()
+
+
+def _write_function(writer: Any) -> Callable[[Reading], object]:
+    """Return the function that passes a reading to ``writer``, by its methods."""
+    if hasattr(writer, "add_scalar"):
+        return lambda reading: [writer.add_scalar(name, value, reading.step) for name, value in reading.scalars.items()]
+    if hasattr(writer, "log"):
+        return lambda reading: writer.log(reading.scalars, step=reading.step)
+    if callable(writer):
+        return lambda reading: writer(reading)
+    kind = type(writer).__name__
+    raise ConfigurationError(f"Meter: {kind} is no writer, which is a function of a Reading or has add_scalar or log.")
+
+
+def _memory_in_use(device: torch.device) -> int:
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).max_memory_allocated())
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0

@@ -1,0 +1,156 @@
+"""Meters of training, their writers, and the progress line."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import ConfigurationError, fully_shard
+from composable_fsdp.diagnostics import Meter, ProgressLine, Reading, meters
+
+
+class Clock:
+    """The time of meters, which stands still."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(meters, "time", found)
+    return found
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield fully_shard(nn.Linear(9, 10))
+    dist.destroy_process_group()
+
+
+class Board:
+    """A writer like TensorBoard's."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+
+class WandbRun:
+    """A writer like a run of W&B."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, float], int]] = []
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        self.logged.append((scalars, step))
+
+    def __call__(self) -> None:
+        raise AssertionError("log is the method to call")
+
+
+def test_speed_and_utilization_are_those_of_the_steps_since_the_last_reading(clock: Clock, model: nn.Module) -> None:
+    meter = Meter(model, tokens=50, every=2, peak_flops=1e6)
+    clock.now += 1.0
+    assert meter(1, loss=3.0) is None
+    clock.now += 3.0
+    reading = meter(2, loss=torch.tensor(2.5))
+    assert reading is not None
+    assert reading.step == 2
+    memory = reading.scalars["memory_bytes"]
+    assert memory > 1 << 20
+    assert reading.scalars == {
+        "loss": 2.5,
+        "seconds_per_step": 2.0,
+        "tokens_per_second": 25.0,
+        "memory_bytes": memory,
+        "mfu": pytest.approx(6 * 100 * 25.0 / 1e6),
+        "exposed_share": 0.0,
+    }
+    clock.now += 0.5
+    with meter.paused():
+        clock.now += 60.0
+    assert meter.read(3).scalars["seconds_per_step"] == 0.5
+    meter.start(10)
+    clock.now += 1.0
+    assert meter.read(12).scalars["seconds_per_step"] == 0.5
+
+
+def test_waits_for_collectives_are_the_exposed_share(
+    clock: Clock, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = [1.0]
+    monkeypatch.setattr(Meter, "_seconds_waited", lambda self: waited[0])
+    meter = Meter(model, tokens=1)
+    clock.now += 4.0
+    waited[0] += 1.0
+    with meter.paused():
+        clock.now += 2.0
+        waited[0] += 2.0
+    assert meter.read(1).scalars["exposed_share"] == 0.25
+    waited[0] = None  # type: ignore[call-overload]
+    meter.start(1)
+    assert "exposed_share" not in meter.read(2).scalars
+
+
+def test_writers_are_used_by_what_they_can_do(clock: Clock, model: nn.Module) -> None:
+    board, run, readings = Board(), WandbRun(), list[Reading]()
+    meter = Meter(model, tokens=8, writers=[board, run, readings.append])
+    clock.now += 2.0
+    meter(4, loss=1.5)
+    assert [reading.step for reading in readings] == [4]
+    ((logged, step),) = run.logged
+    assert step == 4
+    assert logged == {name: value for name, value, _ in board.scalars} == readings[0].scalars
+    assert list(logged) == ["loss", "seconds_per_step", "tokens_per_second", "memory_bytes", "exposed_share"]
+    assert logged["tokens_per_second"] == 16.0
+    with pytest.raises(ConfigurationError, match=r"^Meter: int is no writer, which is a function of a Reading or has"):
+        Meter(model, tokens=8, writers=[3])
+
+
+@pytest.mark.parametrize("options", [{"tokens": 0}, {"tokens": 8, "every": 0}, {"tokens": 8, "peak_flops": -1.0}])
+def test_numbers_must_be_positive(model: nn.Module, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"^Meter: \w+ must be a positive number, not -?\d"):
+        Meter(model, **options)
+
+
+def test_a_plain_model_has_no_meter() -> None:
+    with pytest.raises(ConfigurationError, match="sharded"):
+        Meter(nn.Linear(2, 2), tokens=1)
+
+
+READING = Reading(
+    7, {"loss": 2.0, "tokens_per_second": 12345.6, "memory_bytes": 3.0 * 2**20, "mfu": 0.421, "exposed_share": 0.05}
+)
+
+
+def test_a_reading_is_one_line() -> None:
+    assert str(READING) == "loss 2.000  12,346 tokens/s  3 MiB  42.1% MFU  5.0% exposed"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_progress_line_is_a_bar_in_a_terminal_and_lines_elsewhere(is_terminal: bool) -> None:
+    rich = pytest.importorskip("rich.console", reason="needs rich: pip install '.[cli]'")
+    file = io.StringIO()
+    line = ProgressLine(120, "pretraining", rich.Console(file=file, force_terminal=is_terminal, width=120))
+    line.show(6)
+    line(READING)
+    line.show(8)
+    line.close()
+    if is_terminal:
+        assert "8/120\x1b[0m loss 2.000  12,346 tokens/s" in file.getvalue()
+    else:
+        assert file.getvalue() == f"pretraining   7/120  {READING}\n"
