@@ -620,6 +620,25 @@ def test_an_operation_on_a_device_is_aborted_if_the_process_of_a_rank_has_ended(
     assert "rank 1 last took part in all-gather of layers.1 in forward" in text
 
 
+@pytest.mark.behaviour("H-07")
+def test_a_long_operation_on_a_device_is_warned_of(
+    watchdogs: Callable[[dist.Store], Watchdog],
+    first_warning: Callable[[float | None], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first_warning(0.5)
+    store, operation = dist.HashStore(), OnDevice()
+    other = Watchdog(store, 1, 2)
+    watchdogs(store).watch(operation)
+    deadline = time.monotonic() + 10.0
+    while not caplog.messages and time.monotonic() < deadline:
+        time.sleep(0.05)
+    other.stop()
+    text = caplog.messages[0]
+    assert re.match(r"rank 0 has waited 1\.\d s for rank 1 in all-gather of layers\.2 in forward \(operation 7", text)
+    assert "\n  rank 1 is at work (0 steps done), and executes " in text
+
+
 @pytest.mark.behaviour("H-03")
 def test_an_operation_on_a_device_is_aborted_if_the_store_is_gone(
     watchdogs: Callable[[dist.Store], Watchdog],
