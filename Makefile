@@ -36,7 +36,8 @@ $(READY): pyproject.toml constraints.txt
 install: $(READY) ## make .venv with torch, the package and its tools
 
 demo: $(READY) ## train a small model on real text on 2 ranks, and check it against an unsharded run (DEMO_ARGS=...)
-	$(TRAIN) --out runs/demo $(DEMO_ARGS)
+	COMPOSABLE_FSDP_TIMELINE=runs/demo-timeline $(TRAIN) --out runs/demo $(DEMO_ARGS)
+	$(BIN)/composable-fsdp timeline runs/demo-timeline
 
 demo-short: $(READY) ## the same in few steps
 	$(TRAIN) --out runs/demo-short --steps 60 $(DEMO_ARGS)

@@ -52,7 +52,8 @@ def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: in
         _draw_memory(rows[-1], lanes, begin, end)
     rows[-1].set(xlabel="ms", ylabel="MiB", xlim=(0, 1e3 * (end - begin)), ylim=(0, None))
     rows[-1].grid(alpha=0.3)
-    rows[-1].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="x-small", frameon=False)
+    if any(lanes.memory for lanes in shown):
+        rows[-1].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="x-small", frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -202,7 +202,7 @@ def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
         lane = {Operation.UNSHARD: GATHER, Operation.REDUCE: REDUCE}.get(event.operation)
         if event.operation is Operation.COLLECTIVE:
             launched.append(event)
-        elif lane is not None and event.bytes:
+        elif lane is not None and (event.bytes or launched):  # over shared memory, nothing is sent
             last = in_flight[lane][-1] if in_flight[lane] else None
             if last is None or last.launch != event.begin:
                 last = _InFlight(event.begin)

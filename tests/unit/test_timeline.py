@@ -97,6 +97,18 @@ def test_groups_that_share_a_launch_are_one_slice() -> None:
     assert (both.name, both.end, both.details["bytes"]) == ("gather a, b", 2.0, 400)
 
 
+def test_a_gather_over_shared_memory_sends_no_bytes() -> None:
+    shared = (
+        event("collective", "all-gather of a in forward", 1.05, 1.05, 0, number=1),
+        event("unshard", "a", 1.0, 1.1),
+        event("wait", "a", 1.2, 2.0),
+        event("unshard", "without parameters", 2.1, 2.1),
+        event("wait", "without parameters", 2.2, 2.2),
+    )
+    (gather,) = performed(shared).lane("gather")
+    assert (gather.name, gather.details["bytes"], gather.details["collectives"]) == ("gather a", 0, ["world/0/1"])
+
+
 def test_a_recording_may_begin_in_the_middle_of_a_step() -> None:
     partial = (event("reduce", "b", 4.0, 4.1, 300), event("backward", "root", 3.0, 4.5))  # the sum is not set yet
     lanes = performed([event("free", "z", 0.5, 0.5, 1000), *STEP[:3], *partial, *STEP[3:]])
