@@ -202,18 +202,20 @@ def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
         lane = {Operation.UNSHARD: GATHER, Operation.REDUCE: REDUCE}.get(event.operation)
         if event.operation is Operation.COLLECTIVE:
             launched.append(event)
-        elif lane is not None and (event.bytes or launched):  # over shared memory, nothing is sent
+        elif lane is not None:
+            own = [each.position for each in launched if each.begin >= event.begin and each.position is not None]
+            launched.clear()
             last = in_flight[lane][-1] if in_flight[lane] else None
             if last is None or last.launch != event.begin:
+                if not event.bytes and not own:  # a group without parameters. Over shared memory, nothing is sent.
+                    continue
                 last = _InFlight(event.begin)
                 in_flight[lane].append(last)
             last.groups.append(event.group)
             last.bytes += event.bytes
             last.plain_bytes += event.plain_bytes
-            own = [each.position for each in launched if each.begin >= event.begin and each.position is not None]
             last.positions += [f"{each.group}/{each.connection}/{each.number}" for each in own]
             last.ranks = own[0].ranks if own else last.ranks
-            launched.clear()
         elif event.operation is Operation.WAIT:
             yield from end(GATHER, event)
         elif event.operation is Operation.REDUCED:

@@ -102,6 +102,7 @@ def test_a_gather_over_shared_memory_sends_no_bytes() -> None:
         event("collective", "all-gather of a in forward", 1.05, 1.05, 0, number=1),
         event("unshard", "a", 1.0, 1.1),
         event("wait", "a", 1.2, 2.0),
+        event("collective", "barrier", 2.05, 2.05, 0, number=2),
         event("unshard", "without parameters", 2.1, 2.1),
         event("wait", "without parameters", 2.2, 2.2),
     )
