@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
 
 __all__ = [
     "Calibration",
+    "StepObserver",
     "axes_costs",
     "collectives_of",
     "measure_collective",
@@ -56,6 +57,27 @@ class _Entered(NamedTuple):
     in_backward: bool
 
 
+class StepObserver(Protocol):
+    """What the hooks of an iteration report to: a :class:`Calibration`, or what stands in its place."""
+
+    @property
+    def waited(self) -> float:
+        """As for :class:`Calibration`."""
+        ...
+
+    def begin_step(self, waited: float) -> Costs | None:
+        """Begin a step, before its forward. If costs are returned, they count from now on, and observation ends."""
+        ...
+
+    def enter(self, hook: Hook, group: str, *, in_backward: bool, waited: float) -> None:
+        """Note that the runtime begins to work for ``hook`` of ``group``."""
+        ...
+
+    def leave(self, hook: Hook, group: str, *, ends_pass: bool, waited: float) -> None:
+        """Note that the runtime has done its work for ``hook`` of ``group``."""
+        ...
+
+
 class Calibration:
     """The measurement of one root's costs. All ranks must create it, and run the same steps with it.
 
@@ -64,6 +86,7 @@ class Calibration:
         communicators: those of all axes along which ranks run the same model, also of tensor-parallel ones.
         groups: each group with parameters, by name.
         steps: the number of forwards and backwards to measure, at least 1. The median counts.
+        clock: the clock of their computation.
     """
 
     def __init__(
@@ -72,6 +95,7 @@ class Calibration:
         communicators: Sequence[Communicator],
         groups: Mapping[str, ParamGroup],
         steps: int,
+        clock: Clock,
     ) -> None:
         self._communicators = communicators
         self._groups = groups
@@ -80,7 +104,7 @@ class Calibration:
         self._sizes = message_sizes(most)
         """The bytes of the messages: those of large models are no larger than their own, for the peak of memory."""
         self._steps_left = steps
-        self._clock = Clock(axes[0].device)
+        self._clock = clock
         self._running: list[str] = []
         """The groups whose modules run or are in backward, innermost last."""
         self._left: Mark | None = None

@@ -17,12 +17,18 @@ Mark: TypeAlias = Any
 
 
 class Clock:
-    """The clock of the computation on ``device``: events on its streams, or the host's clock where waits block it."""
+    """The clock of the computation on ``device``: events on its streams, or the host's clock where waits block it.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the device.
+        now: returns the seconds of the computation in place of both, as where it is only simulated.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] | None = None) -> None:
         self.device = device
-        self._module = None if blocks_the_host(device) else torch.get_device_module(device)
-        self.is_host = self._module is None
+        self._now = now or time.perf_counter
+        self._module = None if now or blocks_the_host(device) else torch.get_device_module(device)
+        self.is_host = self._module is None and now is None
         """True if waits block the host, so that its work is part of a step's time."""
 
     @property
@@ -33,7 +39,7 @@ class Clock:
     def mark(self) -> Mark:
         """Return the current point in time of the current stream."""
         if self._module is None:
-            return time.perf_counter()
+            return self._now()
         event = self._module.Event(enable_timing=True)
         event.record()
         return event

@@ -38,7 +38,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     ParameterState,
 )
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
-from composable_fsdp._runtime.root.calibration import Calibration, median_over_ranks
+from composable_fsdp._runtime.root.calibration import Calibration, StepObserver, median_over_ranks
 from composable_fsdp._runtime.root.clock import Clock
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
@@ -51,8 +51,11 @@ from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
 from composable_fsdp._runtime.root.step_times import StepTimes
 from composable_fsdp._runtime.root.unused_modules import UnusedModules
 from composable_fsdp._runtime.schedule.choose import Choice
+from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._runtime.schedule.passes import GroupSpec
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
+from composable_fsdp._runtime.schedule.simulate import Timeline
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp.errors import DivergenceError, PeerError
 
@@ -111,7 +114,7 @@ class Iteration:
             _register_sharing(self)
         self._runner = ScheduleRunner(root, states, streams, self.steps)
         self._reductions = ReductionQueue(streams, self._runner)
-        self._calibration: Calibration | None = None
+        self._calibration: StepObserver | None = None
         """The measurement of costs, while there is one."""
         self._step_times = StepTimes(root.group.axes.device)
         self._grad_mode = True
@@ -254,7 +257,16 @@ class Iteration:
     def calibrate(self, steps: int) -> None:
         """Measure the costs of collectives and of computation in the next ``steps``."""
         groups = {name: state.group for name, state in self.states.items() if state.group.parameters}
-        self._calibration = Calibration(self._axes, self._communicators, groups, steps)
+        clock = Clock(self.root.group.axes.device)
+        self._calibration = Calibration(self._axes, self._communicators, groups, steps, clock)
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Let ``observer`` measure the next steps, in place of a calibration; ``None`` ends that."""
+        self._calibration = observer
+
+    def predict(self, costs: Costs, change: Callable[[GroupSpec], GroupSpec] | None = None) -> Timeline:
+        """Return the predicted timeline of the next iteration that trains, with each group as ``change`` returns it."""
+        return self._runner.predicted(costs, change)
 
     @functools.cached_property
     def _axes(self) -> list[DataParallelAxes]:

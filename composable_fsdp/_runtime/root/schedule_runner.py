@@ -41,7 +41,7 @@ from composable_fsdp._runtime.schedule.schedule import (
     Shrink,
     Wait,
 )
-from composable_fsdp._runtime.schedule.simulate import fit_computation
+from composable_fsdp._runtime.schedule.simulate import Timeline, fit_computation, simulate
 from composable_fsdp._sharding.mesh import axis_names
 
 __all__ = ["Delayed", "ScheduleRunner"]
@@ -394,10 +394,19 @@ class ScheduleRunner:
         self._refresh_options()
         options = self._options(leads_to_backward=True)
         options = replace(options, is_last_backward=is_last_backward, has_barriers=has_barriers)
+        return self._built(self._setup.specs, options)
+
+    def _built(self, specs: Mapping[str, GroupSpec], options: ScheduleOptions) -> Schedule:
         if not self._known.events:
             return Schedule(())
         kept = frozenset(name for name, state in self._states.items() if state.kept_frozen)
-        return passes.build(self._known.events, self._setup.specs, options, kept, unseen=self._known.unseen)
+        return passes.build(self._known.events, specs, options, kept, unseen=self._known.unseen)
+
+    def predicted(self, costs: Costs, change: Callable[[GroupSpec], GroupSpec] | None = None) -> Timeline:
+        """Return the timeline of the next iteration that trains, with each group as ``change`` returns it."""
+        self._refresh_options()
+        specs = {name: change(spec) if change else spec for name, spec in self._setup.specs.items()}
+        return simulate(self._built(specs, self._options(leads_to_backward=True)), specs, costs)
 
     # -- events
 
