@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["CASES", "LARGE_BLOCKS", "SMALL_BLOCKS", "Case", "FusedBlock", "Llama"]
+__all__ = ["CASES", "LARGE_BLOCKS", "SMALL_BLOCKS", "Case", "Decoder", "FusedBlock", "Llama"]
 
 
 class Block(nn.Module):
@@ -107,6 +107,45 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(LlamaBlock(dim, hidden, kv) for _ in range(layers))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocabulary, bias=False)
+
+
+class DecoderBlock(LlamaBlock):
+    """A block of ``heads`` heads of a Llama, which runs. Rotary embeddings, which have no parameters, are left out."""
+
+    def __init__(self, dim: int, hidden: int, kv: int, heads: int) -> None:
+        super().__init__(dim, hidden, kv)
+        self.head_dim = dim // heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        q, k, v = (each(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    """The parameters of Llama 3, in a model that runs and returns its loss."""
+
+    def __init__(self, vocabulary: int, dim: int, hidden: int, kv: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(DecoderBlock(dim, hidden, kv, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+
+    @staticmethod
+    def llama_70b() -> Decoder:
+        """Return the shape of Llama 3 70B."""
+        return Decoder(128256, 8192, 28672, 1024, 64, 80)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from composable_fsdp.cli import checkpoint_commands, diagnostics_commands
 from composable_fsdp.cli.calibrate import calibrate
 from composable_fsdp.cli.doctor import doctor
+from composable_fsdp.cli.plan_command import plan_model
 from composable_fsdp.cli.printing import print_error
 from composable_fsdp.cli.run_program import run
 from composable_fsdp.cli.timeline_command import timeline
@@ -44,6 +45,7 @@ app.add_typer(diagnostics_commands.app, name="diagnostics")
 app.command("doctor")(doctor)
 app.command("calibrate")(calibrate)
 app.command("timeline")(timeline)
+app.command("plan")(plan_model)
 app.command(
     "run",
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True},

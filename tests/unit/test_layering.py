@@ -39,7 +39,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checkpoint._tools",),
     ("checkpoint",),
     (PACKAGE,),
-    ("interop",),
+    ("interop", "plan"),
     ("cli",),
     ("__main__",),
 )
@@ -54,7 +54,7 @@ PLACEMENTS = "torch.distributed.tensor.placement_types"
 PEER = ("torch.distributed.fsdp", "torch.distributed._composable")
 COMPAT = "_torch_compat"
 
-MOST_ENTRIES = 21
+MOST_ENTRIES = 22
 """The maximum number of files and folders in one folder, without ``__init__.py`` and ``__main__.py``."""
 
 

@@ -1,0 +1,125 @@
+"""The model and the batch that a plan is made for, from Python objects and from texts of the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
+
+__all__ = ["Batch", "as_loss", "builder_of", "make_batch"]
+
+Batch: TypeAlias = torch.Tensor | str | Sequence[Any] | Mapping[str, Any] | Callable[[], Any]
+
+_SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
+
+
+def make_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the model for ``batch``, with new tensors like those in it.
+
+    Raises:
+        ConfigurationError: it is no batch.
+    """
+    if callable(batch):
+        batch = batch()
+    if isinstance(batch, Mapping):
+        return (), {name: _new(value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(map(_new, batch)), {}
+    if isinstance(batch, torch.Tensor | str):
+        return (_new(batch),), {}
+    raise ArgumentTypeError(
+        "batch must be a tensor, a shape such as '4x4096' or '8x512:bfloat16', a sequence or mapping of these with the "
+        f"model's arguments, or a function that returns one, not {batch!r}."
+    )
+
+
+def _new(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
+    found = _SHAPE.fullmatch(value) if isinstance(value, str) else None
+    if found is None and isinstance(value, str):
+        raise ConfigurationError(f"a shape is written as '4x4096' or '8x512:bfloat16', not {value!r}.")
+    if found is None:
+        return value
+    dtype = getattr(torch, found[2] or "int64", None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"torch has no dtype {found[2]!r}.")
+    return torch.zeros(tuple(map(int, found[1].split("x"))), dtype=dtype)
+
+
+def as_loss(output: Any) -> torch.Tensor:
+    """Return the loss in what a model returns: its ``loss``, or the mean of the output, or of its first part."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    first = output
+    while not isinstance(first, torch.Tensor):
+        parts = list(first.values()) if isinstance(first, Mapping) else first
+        if not isinstance(parts, Sequence) or not parts:
+            raise ConfigurationError(
+                f"the model returns {type(output).__name__}, in which plan finds no loss. Pass loss=, a function of "
+                "the output."
+            )
+        first = parts[0]
+    return first.float().mean() if first.dim() else first
+
+
+def builder_of(text: str) -> tuple[Callable[[], nn.Module], bool]:
+    """Return the function that builds the model that ``text`` names, and whether it is a transformers model.
+
+    Args:
+        text: ``file.py:function``, ``package.module:function``, or the path of a ``config.json`` of transformers or of
+            a directory with one.
+
+    Raises:
+        ConfigurationError: there is no such function or config.
+    """
+    path, _, name = text.rpartition(":")
+    if path and not Path(text).exists():
+        return _function(path, name), False
+    config = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
+    if not config.is_file() or config.suffix != ".json":
+        raise ConfigurationError(
+            f"{text!r} is neither FILE.py:FUNCTION nor a config.json of transformers, or a directory with one."
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigurationError(f"{text} needs transformers, which is not installed: pip install transformers.")
+    return _from_config(config), True
+
+
+def _function(path: str, name: str) -> Callable[[], nn.Module]:
+    found: Any
+    if path.endswith(".py"):
+        if not Path(path).is_file():
+            raise ConfigurationError(f"there is no file {path}.")
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        found = runpy.run_path(path, run_name="<plan>").get(name)
+    else:
+        try:
+            found = getattr(importlib.import_module(path), name, None)
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(f"there is no module {path}: {error}.") from error
+    if not callable(found):
+        raise ConfigurationError(f"{path} has no function {name!r}.")
+    return cast("Callable[[], nn.Module]", found)
+
+
+def _from_config(path: Path) -> Callable[[], nn.Module]:
+    transformers: Any = importlib.import_module("transformers")
+    try:
+        values = json.loads(path.read_text())
+        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    except (ValueError, KeyError) as error:
+        raise ConfigurationError(f"{path} is no config of a transformers model: {error}.") from error
+    config.use_cache = False
+    return lambda: transformers.AutoModelForCausalLM.from_config(config)

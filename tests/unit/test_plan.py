@@ -1,0 +1,371 @@
+"""Plans of training steps: their figures against counted ones, their errors, reports, and the command."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from composable_fsdp import ConfigurationError, CPUOffloadPolicy, LifecycleError, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.plan import ACCELERATORS, Accelerator, Plan, plan, sweep
+from composable_fsdp.wrap import transformer_blocks
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+DIM, LAYERS, RANKS, TOKENS = 64, 4, 8, 16
+FULL = LAYERS * DIM * DIM * 4
+"""The bytes of all parameters."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.linear(x).relu()
+        return x + added
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+BATCH = f"{TOKENS}x{DIM}:float32"
+
+
+def planned(build: Callable[[], nn.Module] = Model, batch: Any = BATCH, **arguments: Any) -> Plan:
+    return plan(build, batch, **{"policy": {Block}, "optimizer": sgd, **arguments})
+
+
+@pytest.fixture(name="made", scope="module")
+def _made() -> Plan:
+    return planned()
+
+
+@pytest.fixture(name="program")
+def _program(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    lines = [f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})", "from tests.unit.test_plan import Model, Block"]
+    path.write_text("\n".join(["import sys", *lines, "def build():", "    return Model()", "number = 1", ""]))
+    return path
+
+
+def row(made: Plan, name: str) -> Any:
+    return next(each for each in made.rows if each.name == name)
+
+
+# -- figures
+
+
+def test_the_rows_are_those_of_the_shards_and_groups(made: Plan) -> None:
+    assert row(made, "parameters").bytes == FULL // RANKS
+    assert FULL // RANKS <= row(made, "gradients").largest <= FULL // RANKS + 32 * LAYERS  # with flags of their use
+    assert row(made, "optimizer state").largest == 0
+    # All small groups are fused, so all are unsharded together, beside the full gradients of one.
+    assert row(made, "unsharded").largest == FULL + FULL // LAYERS
+    assert made.peak_bytes == sum(each.bytes for each in made.rows[:-1])
+    assert made.parameters == FULL // 4
+    assert made.groups == LAYERS + 1
+    assert made.peak_place.startswith("backward of blocks.")
+
+
+def test_the_curve_reaches_the_peak(made: Plan) -> None:
+    assert max(sum(held) for _, held in made.curve) == made.peak_bytes
+
+
+@pytest.mark.parametrize("waits", ["streams", "host"])
+def test_the_peak_is_what_a_ledger_counts(waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated device, as ``benchmarks/memory.py`` does."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    device, network, ledger = (importlib.import_module(f"sim.{each}") for each in ("device", "network", "ledger"))
+    libraries = importlib.import_module("libraries")
+    links = network.Network(device.Device(flops=1.0, bandwidth=1.0))
+    ranks = network.simulated_ranks(links, RANKS) if waits == "streams" else libraries.fake_ranks(RANKS)
+    counted = ledger.Ledger()
+    with ranks as mesh, FakeTensorMode(allow_non_fake_inputs=True), counted:
+        model = Model()
+        fully_shard(model, policy={Block}, mesh=mesh)
+        optimizer, batch = sgd(model.parameters(), momentum=0.9), torch.zeros(TOKENS, DIM)
+        for _ in range(2):  # the third step measures costs, with messages that are larger than this model
+            counted.forget_peak()
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    device_of = ACCELERATORS["h100" if waits == "streams" else "cpu"]
+    made = planned(optimizer=partial(sgd, momentum=0.9), device=device_of, chooses=False)
+    assert made.peak_bytes == pytest.approx(counted.peak, rel=0.005)
+
+
+def test_optimizer_state_is_counted() -> None:
+    adam = planned(optimizer=torch.optim.AdamW)
+    # Two moments, and a counter of 4 bytes for each parameter.
+    assert row(adam, "optimizer state").bytes == 2 * FULL // RANKS + 4 * LAYERS
+
+
+def test_nothing_is_allocated_for_a_large_model() -> None:
+    """The parameters alone have 4 TB. Models on the meta device have the same plan as others."""
+
+    def build(device: str) -> nn.Module:
+        with torch.device(device):
+            return nn.Linear(1 << 20, 1 << 20, bias=False)
+
+    plans = [planned(partial(build, device), "1x1048576:float32", policy=None, mesh="64") for device in ("cpu", "meta")]
+    assert plans[0].parameters == 1 << 40
+    assert not plans[0].fits
+    assert plans[0].rows == plans[1].rows
+
+
+def test_a_step_takes_its_operations_and_exposed_collectives() -> None:
+    fast = planned(device=Accelerator(tflops=1, gbit=1e6, gib=1, latency_us=0, per_rank_us=0, efficiency=1))
+    slow = planned(device=Accelerator(tflops=1, gbit=1, gib=1, latency_us=0, per_rank_us=0, efficiency=1))
+    assert slow.seconds - fast.seconds == pytest.approx(slow.exposed - fast.exposed, rel=0.01)
+    # One or two all-gathers and a reduce-scatter, each of 7/8 of the bytes, and computation beside some.
+    sent = FULL * (RANKS - 1) / RANKS
+    assert 1.5 * sent < slow.exposed * 1e9 / 8 < 3.05 * sent
+    assert sum(each.end - each.begin for each in slow.spans if each.stream == "compute") < fast.seconds
+
+
+def test_axes_within_a_host_use_its_links() -> None:
+    accelerator = Accelerator(tflops=1, gbit=1, link_gbit=100, gib=1, latency_us=0, per_rank_us=0)
+    one, hybrid, several = (
+        planned(mesh="2x4", device=replace(accelerator, ranks_per_host=ranks)).exposed for ranks in (8, 4, 2)
+    )
+    assert one < 0.1 * hybrid < 0.05 * several
+
+
+def test_advice_on_resharding_is_what_that_takes() -> None:
+    slow = Accelerator(tflops=1, gbit=1, gib=1, latency_us=0, per_rank_us=0)
+    freed, kept = (planned(device=slow, chooses=False, reshard_after_forward=value) for value in (True, False))
+    (advice,) = (each for each in freed.advice if each.setting == "reshard_after_forward=False")
+    assert advice.saved_seconds == pytest.approx(freed.seconds - kept.seconds, rel=0.05)
+    assert advice.saved_seconds > 0.1 * freed.seconds
+
+
+def test_recomputation_keeps_the_inputs_of_groups_only(made: Plan) -> None:
+    batch = f"4096x{DIM}:float32"
+    plain, lean = planned(batch=batch), planned(batch=batch, recompute=True)
+    saved = next(each.saved_bytes for each in plain.advice if each.setting.startswith("recompute=True"))
+    assert lean.peak_bytes < plain.peak_bytes
+    assert saved == pytest.approx(plain.peak_bytes - lean.peak_bytes, rel=0.35)
+    assert lean.mfu * lean.seconds > 1.2 * plain.mfu * plain.seconds  # forward runs twice
+    assert not any(each.setting.startswith("recompute=True") for each in lean.advice)
+
+
+def test_offload_moves_shards_to_the_host(made: Plan) -> None:
+    offloaded = planned(optimizer=torch.optim.AdamW, offload_policy=CPUOffloadPolicy())
+    assert row(offloaded, "parameters").bytes == 0
+    assert offloaded.host_bytes >= 4 * FULL // RANKS
+    assert offloaded.exposed > made.exposed
+
+
+def test_replicas_multiply_the_shards() -> None:
+    hybrid = planned(mesh="2x4")
+    assert row(hybrid, "parameters").bytes == FULL // 4
+    (advice,) = (each for each in hybrid.advice if each.setting == "mesh=8")
+    assert advice.saved_bytes > 0
+
+
+def test_one_group_is_advised_to_be_cut() -> None:
+    whole = planned(policy=None)
+    assert whole.advice[0].setting == "policy=transformer_blocks()"
+    assert whole.groups == 1
+    assert planned(policy=transformer_blocks()).peak_bytes < whole.peak_bytes
+
+
+def test_mixed_precision_halves_the_unsharded_parameters(made: Plan) -> None:
+    mixed = planned(batch=f"{TOKENS}x{DIM}:bfloat16", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert row(mixed, "unsharded").largest < 0.8 * row(made, "unsharded").largest
+
+
+def test_a_model_that_shards_itself_is_taken_as_it_is(made: Plan) -> None:
+    def build() -> nn.Module:
+        return fully_shard(Model(), policy={Block})
+
+    assert plan(build, BATCH, optimizer=sgd).rows == made.rows
+
+
+def test_it_fits_up_to_the_memory_of_the_device(made: Plan) -> None:
+    gib = made.reserved_bytes / 2**30
+    small = Accelerator(tflops=1, gbit=1, gib=1, reserved_gib=0)
+    assert replace(made, device=replace(small, gib=gib * 1.01)).fits
+    assert not replace(made, device=replace(small, gib=gib * 0.99)).fits
+
+
+def test_a_sweep_puts_the_fastest_plan_that_fits_first() -> None:
+    found = sweep(Model, BATCH, {"mesh": ["8"], "recompute": [True, False]}, policy={Block}, optimizer=sgd)
+    assert len(found) == 2
+    times = [made.seconds for _, made in found]
+    assert times == sorted(times)
+    assert found[0][0]["recompute"] is False
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mesh": "2x2x2"}, "mesh must be a number of ranks, or replicas x shards such as '8x64', not '2x2x2'."),
+        ({"device": "h300"}, "there are no figures for the device 'h300'. Known are a100, h100"),
+        ({"device": 3}, "device must be an Accelerator or the name of a known one, not 3."),
+        ({"batch": "4by4"}, "a shape is written as '4x4096' or '8x512:bfloat16', not '4by4'."),
+        ({"batch": "4x4:float7"}, "torch has no dtype 'float7'."),
+        ({"batch": 7}, "batch must be a tensor, a shape such as"),
+        ({"build": lambda: 3}, "build must return an nn.Module, not int."),
+        ({"auto_wrap_policy": 1}, "it is FSDP1's. Pass policy="),
+        ({"batch": "4x3:float32"}, "the model cannot be built and run on tensors without values: RuntimeError: "),
+    ],
+)
+def test_errors_name_the_argument(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        planned(**arguments)
+    assert message in str(error.value)
+    assert not dist.is_initialized()
+
+
+def test_a_forward_that_reads_values_is_explained() -> None:
+    class Reads(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum().item() else x
+
+    with pytest.raises(ConfigurationError, match=r"DataDependentOutputException.*must not depend on values"):
+        planned(Reads)
+
+
+def test_options_for_a_sharded_model_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="build has sharded the model already, so plan cannot apply policy"):
+        planned(lambda: fully_shard(Model()))
+
+
+def test_a_model_that_is_sharded_in_part_is_refused() -> None:
+    def build() -> nn.Module:
+        model = Model()
+        fully_shard(model.blocks[0])
+        return model
+
+    with pytest.raises(ConfigurationError, match="but not the model itself"):
+        planned(build, policy=None)
+
+
+def test_a_process_with_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(LifecycleError, match="Call plan before init_process_group"):
+        planned()
+
+
+@pytest.mark.parametrize(("figure", "value"), [("tflops", 0), ("gib", -1), ("gbit", "1"), ("latency_us", float("nan"))])
+def test_figures_of_accelerators_are_checked(figure: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"the {figure} of an Accelerator must be a number and"):
+        Accelerator(**{"tflops": 1, "gbit": 1, "gib": 1, figure: value})
+
+
+# -- reports
+
+
+def test_reports_have_the_figures(made: Plan, tmp_path: Path) -> None:
+    made.save(tmp_path / "plan.json")
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["fits"] is True
+    assert found["peak_bytes"] == made.peak_bytes
+    text = str(made)
+    assert "exposed communication" in text
+    assert "8 ranks of h100" in text
+    made.save(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert "<td>optimizer state</td>" in page
+    assert made._repr_html_() in page
+    with pytest.raises(ConfigurationError, match=r"is saved as \.html, \.png or \.json, not 'plan\.pdf'"):
+        made.save("plan.pdf")
+
+
+def test_a_picture_needs_matplotlib(made: Plan, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
+    made.save(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_refused(made: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    with pytest.raises(ConfigurationError, match="a PNG needs matplotlib"):
+        made.save(tmp_path / "plan.png")
+    assert "<img" not in made._repr_html_()
+
+
+# -- the command
+
+
+@pytest.fixture(name="run")
+def _run() -> Iterator[Callable[..., Any]]:
+    pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
+    from typer.testing import CliRunner
+
+    from composable_fsdp.cli.app import app
+
+    before = list(sys.path)
+    yield lambda *arguments: CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    sys.path[:] = before
+
+
+def test_the_command_plans_a_program(run: Callable[..., Any], program: Path, tmp_path: Path) -> None:
+    options = ("--batch", f"{TOKENS}x{DIM}:bfloat16", "--mesh", "2x4", "--gbit", "100", "--optimizer", "sgd")
+    done = run(f"{program}:build", *options, "--out", tmp_path / "plan.json", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["mesh"] == "2x4"
+    assert found["device"]["gbit"] == 100
+    assert json.loads((tmp_path / "plan.json").read_text()) == found
+    shown = run(f"{program}:build", *options, "--sweep")
+    assert shown.exit_code == 0, shown.output
+    assert "recompute=True, reshard_after_forward=False" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{}:nothing",), "has no function 'nothing'."),
+        (("{}:number",), "has no function 'number'."),
+        (("absent.py:build",), "there is no file absent.py."),
+        (("absent.module:build",), "there is no module absent.module: No module named 'absent'."),
+        (("{}",), "is neither FILE.py:FUNCTION nor a config.json of transformers, or a directory with one."),
+        (("{}:build", "--dtype", "int4"), "--dtype must be one of bf16, fp16, fp32, not int4."),
+    ],
+)
+def test_errors_of_the_command_are_one_line(
+    run: Callable[..., Any], program: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = run(*(each.format(program) for each in arguments))
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_config_without_transformers_is_refused(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
+    done = run(tmp_path)
+    assert done.exit_code == 2
+    assert "needs transformers, which is not installed" in done.stderr
