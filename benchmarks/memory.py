@@ -169,24 +169,30 @@ def on_streams(name: str, case: Case, *, bf16: bool, reserves: bool = False) -> 
     """
     row: dict[str, Any] = {"case": name, "waits": "streams", "dtype": "bf16" if bf16 else "fp32"}
     for library in LIBRARIES:
-        network, allocator = Network(Device(flops=1.0, bandwidth=1.0)), Allocator(expandable=True)
-        ledger = Ledger(*[allocator] * reserves)
-        with simulated_ranks(network, 8) as mesh, FakeTensorMode(allow_non_fake_inputs=True), ledger:
-            batch, model = batch_of(case, bf16=bf16), case.build()
-            shard(LIBRARIES[library], model, case.blocks(model), mesh, bf16=bf16)
-            ledger.forget_peak()
-            train(model, batch)
-            del batch
-            row |= {f"{library} peak MB": ledger.peak / MB, f"{library} idle MB": ledger.count() / MB}
-            if reserves:
-                row |= {f"{library} reserved MB": allocator.peak_reserved / MB}
-                row |= {f"{library} reserved/allocated": allocator.peak_reserved / allocator.peak_allocated}
+        row |= on_streams_of(library, case, bf16=bf16, reserves=reserves)
     if reserves:
         row["reserved, ours/fsdp2"] = row["ours reserved MB"] / row["fsdp2 reserved MB"]
     return row | {
         "peak, ours/fsdp2": row["ours peak MB"] / row["fsdp2 peak MB"],
         "idle, ours/fsdp2": row["ours idle MB"] / row["fsdp2 idle MB"],
     }
+
+
+def on_streams_of(library: str, case: Case, *, bf16: bool, reserves: bool) -> dict[str, float]:
+    """Return the part of a row of :func:`on_streams` that one library has."""
+    network, allocator = Network(Device(flops=1.0, bandwidth=1.0)), Allocator(expandable=True)
+    ledger = Ledger(*[allocator] * reserves)
+    with simulated_ranks(network, 8) as mesh, FakeTensorMode(allow_non_fake_inputs=True), ledger:
+        batch, model = batch_of(case, bf16=bf16), case.build()
+        shard(LIBRARIES[library], model, case.blocks(model), mesh, bf16=bf16)
+        ledger.forget_peak()
+        train(model, batch)
+        del batch
+        row = {f"{library} peak MB": ledger.peak / MB, f"{library} idle MB": ledger.count() / MB}
+        if reserves:
+            row[f"{library} reserved MB"] = allocator.peak_reserved / MB
+            row[f"{library} reserved/allocated"] = allocator.peak_reserved / allocator.peak_allocated
+    return row
 
 
 def with_changing_lengths(library: str, steps: int) -> dict[str, Any]:

@@ -108,6 +108,8 @@ BENCHMARKS = [
     ),
     Benchmark("network", "network.py", minutes=30),
     Benchmark("memory-prediction", "memory_prediction.py"),
+    Benchmark("plan-accuracy", "plan_accuracy.py"),
+    Benchmark("plan-large", "plan_accuracy.py --large"),
     Benchmark("schedule-prediction", "schedule_prediction.py", minutes=120),
     Benchmark("soak", "soak.py", minutes=60),
 ]
