@@ -110,6 +110,7 @@ BENCHMARKS = [
     Benchmark("memory-prediction", "memory_prediction.py"),
     Benchmark("plan-accuracy", "plan_accuracy.py"),
     Benchmark("plan-large", "plan_accuracy.py --large"),
+    Benchmark("plan-resident", "plan_resident.py"),
     Benchmark("schedule-prediction", "schedule_prediction.py", minutes=120),
     Benchmark("soak", "soak.py", minutes=60),
 ]
