@@ -65,8 +65,7 @@ NO_STREAMS = {
 }
 """Files whose calls order no work of streams."""
 NO_ORDER = {
-    ("_memory/streams.py", "blocks_the_host", "record_event"): "asks whether the device has streams",
-    ("_memory/streams.py", "CommStream.__init__", "record_event"): "asks whether the device has streams",
+    ("_memory/device_capabilities.py", "device_capabilities", "record_event"): "asks whether the device has streams",
     ("_memory/streams.py", "InFlight.start", "wait"): "only where waits block the host: streams order it by `enqueue`",
     ("_runtime/collectives/all_gather.py", "_AllGather._await_readers", "wait"): "memory that ranks of a host share",
     ("_runtime/root/iteration.py", "_wait_for", "wait"): "memory that ranks of a host share",

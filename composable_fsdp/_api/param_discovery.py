@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp._layout.shard import resolve_dim
+from composable_fsdp._memory.device_capabilities import is_accelerator
 from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, find_replaced, local_part
 from composable_fsdp._sharding.mesh import DataParallelAxes, data_parallel_axes
@@ -159,7 +160,7 @@ _HOW_TO_SHARE = (
 
 def on_other_accelerators(devices: Mapping[str, torch.device], here: torch.device) -> dict[str, str]:
     """Return the devices from which parameters are not moved to ``here`` by default: all except CPU and meta."""
-    return {name: str(d) for name, d in devices.items() if d != here and d.type not in ("cpu", "meta")}
+    return {name: str(d) for name, d in devices.items() if d != here and is_accelerator(d)}
 
 
 def _named_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, nn.Module]]:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from composable_fsdp._layout.block import ShardExtent
+from composable_fsdp._memory.device_capabilities import default_generator
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
 from composable_fsdp._runtime.shard_extent import extent_of, like, states_below
@@ -72,7 +73,7 @@ def sharded_rng(model: nn.Module, seed: int) -> Iterator[None]:
 def seeded(states: Sequence[FSDPState], seed: int) -> Iterator[None]:
     """Seed the generators of the CPU and of the devices of ``states``, and restore them at the end."""
     devices = dict.fromkeys([torch.device("cpu"), *(state.group.axes.device for state in states)])
-    generators = [_generator(device) for device in devices]
+    generators = [default_generator(device) for device in devices]
     before = [generator.get_state() for generator in generators]
     try:
         for generator in generators:
@@ -81,15 +82,6 @@ def seeded(states: Sequence[FSDPState], seed: int) -> Iterator[None]:
     finally:
         for generator, old in zip(generators, before, strict=True):
             generator.set_state(old)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """Return the default generator of ``device``."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device.type)
-    module.init()
-    return cast(torch.Generator, module.default_generators[device.index])
 
 
 class ShardedRandom(TorchDispatchMode):
@@ -176,7 +168,7 @@ class ShardedRandom(TorchDispatchMode):
     @contextmanager
     def _stream(self, owner: ShardedParameter, device: torch.device) -> Iterator[None]:
         """Use the random stream of the shards that cover the same block of their parameters as that of ``owner``."""
-        extent, generator = self._extent(cast(DTensor, owner.sharded)), _generator(device)
+        extent, generator = self._extent(cast(DTensor, owner.sharded)), default_generator(device)
         outside, state = generator.get_state(), self._streams.get((extent, device))
         if state is None:
             generator.manual_seed(crc32(repr((self._seed, extent)).encode()))

@@ -19,7 +19,7 @@ from composable_fsdp import trace
 from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._comm.device_connection import DeviceConnection
 from composable_fsdp._layout.grad_scaling import ReduceOp
-from composable_fsdp._memory.streams import backend_for, blocks_the_host
+from composable_fsdp._memory.device_capabilities import backend_capabilities, device_capabilities
 
 __all__ = ["OPERATIONS", "ProcessGroupCommunicator", "WorkList"]
 
@@ -80,13 +80,13 @@ class ProcessGroupCommunicator:
         self.group = group
         self.pooled = pooled
         self._device = torch.device(device_type)
-        self._backend = backend_for(group, device_type)
+        self._backend = backend_capabilities(group, device_type)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.aliases = False
-        self.averages = self._backend == "nccl"
+        self.averages = self._backend.averages
         self.widens = False
-        self.coalesces = self._backend == "nccl"
+        self.coalesces = self._backend.coalesces
         self.zero_copy_min_bytes = self._zero_copy_bytes()
         self.all_reduce_bytes = _ALL_REDUCE_PADDING_BYTES
         self.grad_bucket_bytes = self._grad_bucket_bytes()
@@ -97,12 +97,12 @@ class ProcessGroupCommunicator:
         return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
 
     def _grad_bucket_bytes(self) -> int:
-        if blocks_the_host(self._device):
-            return _GRAD_BUCKET_BYTES_ON_HOST
-        return max(_GRAD_BUCKET_BYTES_ON_STREAMS, self.size * _GRAD_BUCKET_PART_BYTES_ON_STREAMS)
+        if device_capabilities(self._device).has_streams:
+            return max(_GRAD_BUCKET_BYTES_ON_STREAMS, self.size * _GRAD_BUCKET_PART_BYTES_ON_STREAMS)
+        return _GRAD_BUCKET_BYTES_ON_HOST
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"
+        return f"{type(self).__name__}({self._backend.name}, rank {self.rank} of {self.size})"
 
     def __eq__(self, other: object) -> bool:
         """Return whether collectives of both communicators can share one launch."""

@@ -25,15 +25,12 @@ from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.watchdog import Watchdog
-from composable_fsdp._memory.streams import backend_for, blocks_the_host
+from composable_fsdp._memory.device_capabilities import device_capabilities
 from composable_fsdp.errors import FSDPError, PeerError
 
-__all__ = ["DeviceConnection", "aborted", "can_watch", "level_on_device", "timeout_of_backend"]
+__all__ = ["DeviceConnection", "aborted", "level_on_device", "timeout_of_backend"]
 
 logger = logging.getLogger(__name__)
-
-_SIMULATED = ("fake", "threaded", "simulated_accelerator", "simulated_accelerator_alone")
-"""Backends without other processes, or without a device that completes work by itself."""
 
 _MOST_COMPARED_RANKS = 64
 """The ranks of a process group from which on ``FIRST`` compares nothing.
@@ -48,11 +45,6 @@ _ABORTED = (
 
 aborted: weakref.WeakSet[DeviceConnection] = weakref.WeakSet()
 """Connections whose operations were aborted."""
-
-
-def can_watch(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Return whether operations of ``group`` run on a real backend, whose ranks are processes with a store."""
-    return backend_for(group, device_type) not in _SIMULATED
 
 
 def level_on_device(level: OrderCheck, num_ranks: int) -> OrderCheck:
@@ -106,9 +98,7 @@ class DeviceConnection:
         self.timeout = timeout_of_backend(group if is_python else cast(Any, group)._get_backend(device))
         self._group = weakref.ref(group)
         self._name = group.group_name
-        self._module: Any = torch.get_device_module(device)
-        self._on_host = blocks_the_host(device)
-        self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", bool)
+        self._device = device_capabilities(device)
         self._watchdog = watchdog
         self._meeting = StoreRendezvous(f"order/{self._name}", dist.get_rank(), self.ranks)
         level = level_on_device(level, len(self.ranks))
@@ -154,20 +144,20 @@ class DeviceConnection:
 
     def launched(self, operation: OperationId, work: Work) -> Work:
         """Return ``work`` of ``operation``, watched from now on. A stream that is being captured is not watched."""
-        if self._is_capturing():
+        if self._device.is_capturing():
             return work
         flight = _InFlight(operation, _completion(work))
-        if not self._on_host:
+        if self._device.has_streams:
             self._flights[operation.number] = flight
         return DeviceWork(self, flight, work)
 
     def wait(self, flight: _InFlight, work: Work) -> None:
         self.check()
-        if self._on_host:
+        if not self._device.has_streams:
             self._wait_on_host(flight.operation, work)
             return
         work.wait()
-        event = self._module.current_stream().record_event()
+        event = self._device.module.current_stream().record_event()
         flight.is_done = event.query
 
     def _wait_on_host(self, operation: OperationId, work: Work) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from composable_fsdp._comm.c10d import ProcessGroupCommunicator
 from composable_fsdp._comm.communicator import GroupCommunicator
-from composable_fsdp._comm.device_connection import DeviceConnection, aborted, can_watch
+from composable_fsdp._comm.device_connection import DeviceConnection, aborted
 from composable_fsdp._comm.gloo.connection import GlooConnection
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
 from composable_fsdp._comm.shm.connect import connect, reconnect
@@ -19,7 +19,7 @@ from composable_fsdp._comm.shm.engine import ShmEngine
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp._memory.streams import backend_for
+from composable_fsdp._memory.device_capabilities import backend_capabilities
 
 __all__ = ["abandon", "check_aborted", "communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
 
@@ -40,7 +40,7 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
     """
     if dist.get_world_size(group) == 1:
         return ProcessGroupCommunicator(group, device_type)
-    if device_type != "cpu" or backend_for(group, device_type) != "gloo":
+    if not backend_capabilities(group, device_type).has_own_transports:
         return ProcessGroupCommunicator(group, device_type, connection=_device_connection(group, device_type))
     if group not in _known:
         _creation_order[group] = next(_next_index)
@@ -53,7 +53,7 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
 
 def _device_connection(group: dist.ProcessGroup, device_type: str) -> DeviceConnection | None:
     watchdog, known = job_watchdog(), _known.get(group)
-    if known is None and watchdog is not None and can_watch(group, device_type):
+    if known is None and watchdog is not None and backend_capabilities(group, device_type).is_watchable:
         _creation_order[group] = next(_next_index)
         known = _known[group] = DeviceConnection(group, device_type, watchdog, order_check_from())
     return known if isinstance(known, DeviceConnection) else None

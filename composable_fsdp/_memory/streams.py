@@ -16,13 +16,13 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
-__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "backend_for", "blocks_the_host", "without_grad"]
+from composable_fsdp._memory.device_capabilities import DeviceCapabilities, device_capabilities
+
+__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "without_grad"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -149,29 +149,14 @@ class InFlight(Generic[T]):
         self._done = True
 
 
-def backend_for(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the name of the backend of ``group`` for tensors on ``device_type``; an empty text if it has none.
-
-    ``dist.get_backend`` returns what ``init_process_group`` was given: ``"cpu:gloo,cuda:nccl"`` as it is, and
-    ``"undefined"`` if it was given nothing.
-    """
-    backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
-    return backends.get(device_type, "")
-
-
-def blocks_the_host(device: torch.device) -> bool:
-    """Return True if waiting for work on ``device`` blocks the host, because the device has no streams."""
-    return torch.get_device_module(device).Stream().record_event() is None
-
-
 class CommStream:
     """A named stream that collectives are launched on."""
 
-    def __init__(self, name: str, module: ModuleType, priority: int) -> None:
+    def __init__(self, name: str, device: DeviceCapabilities, priority: int) -> None:
         self.name = name
-        self._module = module
-        self._stream = module.Stream(priority=priority)
-        self._is_null = self._stream.record_event() is None
+        self._module = device.module
+        self._stream = device.module.Stream(priority=priority)
+        self._is_null = not device.has_streams
         self._runs_after: Any = None
         """The event in the current stream that runs wait for. ``None`` if they wait for all of its work."""
         self.seconds_waited = 0.0
@@ -254,11 +239,10 @@ class CommStreams:
     """The communication streams of one device: all-gather, reduce-scatter, and all-reduce over the replicate axis."""
 
     def __init__(self, device: torch.device) -> None:
-        module = torch.get_device_module(device)
-        self.gather = CommStream("gather", module, priority=-1)
-        self.reduce = CommStream("reduce", module, priority=-1)
-        self.replicate = CommStream("replicate", module, priority=-1)
-        self.block_the_host = blocks_the_host(device)
+        self.device = device_capabilities(device)
+        self.gather = CommStream("gather", self.device, priority=-1)
+        self.reduce = CommStream("reduce", self.device, priority=-1)
+        self.replicate = CommStream("replicate", self.device, priority=-1)
 
     @property
     def seconds_waited(self) -> float:

@@ -16,7 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_fsdp._comm.communicator import Communicator
 from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._comm.loopback import LoopbackCommunicator
-from composable_fsdp._memory.streams import backend_for
+from composable_fsdp._memory.device_capabilities import (
+    backend_capabilities,
+    current_accelerator,
+    current_device,
+    is_accelerator,
+)
 from composable_fsdp.errors import ArgumentTypeError, MeshError
 from composable_fsdp.policies import DataParallelMeshDims
 
@@ -158,7 +163,7 @@ def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
     device = axes.device.type
     for dim in range(axes.mesh.ndim):
         group = axes.mesh.get_group(dim)
-        if device != "cpu" and torch.device("cpu") not in cast(Any, group)._device_types:
+        if is_accelerator(axes.device) and torch.device("cpu") not in cast(Any, group)._device_types:
             warnings.warn(
                 f"CPUOffloadPolicy keeps shards on CPU, but the process group of dim {dim} of {axes.mesh} has no "
                 f"backend for CPU tensors ({dist.get_backend_config(group)}). Training works. Operations that "
@@ -190,12 +195,10 @@ def _default_device_type() -> str:
 
     gloo is not native: it stages through the host.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return "cpu"
-    world = dist.group.WORLD
+    accelerator, world = current_accelerator(), dist.group.WORLD
     assert world is not None
-    return "cpu" if backend_for(world, accelerator.type) in ("", "gloo") else accelerator.type
+    is_served = accelerator is not None and backend_capabilities(world, accelerator.type).is_native
+    return accelerator.type if accelerator is not None and is_served else "cpu"
 
 
 def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
@@ -221,7 +224,7 @@ def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
         )
     shard = _communicator(mesh, mesh.ndim - 1)
     replicate = _communicator(mesh, 0) if mesh.ndim == 2 else LoopbackCommunicator()
-    return DataParallelAxes(mesh, _current_device(mesh.device_type), shard, replicate)
+    return DataParallelAxes(mesh, current_device(mesh.device_type), shard, replicate)
 
 
 def named_data_parallel_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelAxes:
@@ -243,7 +246,7 @@ def named_data_parallel_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Da
     axes_mesh = parts[0] if len(parts) == 1 else join_meshes(*parts)
     if dims.shard_names:
         return data_parallel_axes(axes_mesh)
-    device = _current_device(mesh.device_type)
+    device = current_device(mesh.device_type)
     return DataParallelAxes(axes_mesh, device, LoopbackCommunicator(), _communicator(axes_mesh, 0))
 
 
@@ -274,9 +277,3 @@ def _communicator(mesh: DeviceMesh, dim: int) -> Communicator:
     if mesh.size(dim) == 1:
         return LoopbackCommunicator()
     return communicator_over(mesh.get_group(dim), mesh.device_type)
-
-
-def _current_device(device_type: str) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.get_device_module(device_type).current_device())

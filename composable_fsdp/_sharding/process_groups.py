@@ -12,6 +12,7 @@ from composable_fsdp._comm.custom import customize
 from composable_fsdp._comm.factory import duplicate
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.plan import MessageSizes, PlanOptions
+from composable_fsdp._memory.device_capabilities import device_capabilities
 from composable_fsdp._sharding.mesh import DataParallelAxes
 
 __all__ = ["ProcessGroups", "group_by_key"]
@@ -31,6 +32,8 @@ class ProcessGroups:
 
     def __init__(self, axes: DataParallelAxes) -> None:
         self.axes = axes
+        self.device = device_capabilities(axes.device)
+        """The capabilities of the device on which modules compute."""
         self.gather: Communicator = axes.shard
         self.scatter: Communicator = axes.shard
         self.exchange: Communicator = axes.shard

@@ -272,7 +272,7 @@ class ClientGroup:
         if kind is not ReshardKind.AUTO:
             return kind is not ReshardKind.NEVER
         iteration = known_iteration(self._state)
-        return iteration is None or (iteration.root is not self._state and iteration.streams.block_the_host)
+        return iteration is None or (iteration.root is not self._state and not iteration.streams.device.has_streams)
 
     @property
     def post_forward_mesh_info(self) -> Any:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp._comm.communicator import Communicator, GroupCommunicator
 from composable_fsdp._comm.factory import communicator_over
+from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.root.calibration import (
     axes_costs,
     collectives_of,
@@ -108,12 +109,13 @@ def parse_names(text: str, dims: int) -> tuple[str, ...]:
 
 def _start() -> torch.device:
     """Initialize the default process group, on this rank's accelerator if there is one."""
-    if not torch.accelerator.is_available():
+    accelerator = current_accelerator()
+    if accelerator is None:
         dist.init_process_group("gloo")
         return torch.device("cpu")
     torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group()
-    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+    return accelerator
 
 
 def measure_costs(mesh: DeviceMesh, names: Sequence[str], rounds: int) -> Costs:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp._comm.shm.connect import host_identity
+from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp.cli.doctor_checks import Interface, Machine
 
 __all__ = ["read_machine"]
@@ -35,7 +36,7 @@ _CGROUP_FILES = (
 def read_machine() -> Machine:
     """Return the values of this process's system."""
     environment = {name: v for name, v in os.environ.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = current_accelerator()
     address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     return Machine(
         host=host_identity() or socket.gethostname(),

@@ -9,6 +9,8 @@ from typing import TypeVar, cast
 import torch
 from torch.utils._triton import has_triton
 
+from composable_fsdp._memory.device_capabilities import is_accelerator
+
 __all__ = ["fused"]
 
 Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
@@ -24,7 +26,7 @@ def fused(method: Method) -> Method:
 
     @wraps(method)
     def call(codec: object, tensor: torch.Tensor, *rest: object) -> torch.Tensor:
-        compiles = getattr(codec, "compiles", True) and _is_compiled_for(tensor.device.type)
+        compiles = getattr(codec, "compiles", True) and _is_compiled_for(tensor.device)
         return (_compiled(method) if compiles else method)(codec, tensor, *rest)
 
     return cast(Method, call)
@@ -35,8 +37,8 @@ def _compilable() -> bool:
     return has_triton()
 
 
-def _is_compiled_for(device_type: str) -> bool:
-    return device_type not in ("cpu", "meta") and _compilable()
+def _is_compiled_for(device: torch.device) -> bool:
+    return is_accelerator(device) and _compilable()
 
 
 @lru_cache(maxsize=64)

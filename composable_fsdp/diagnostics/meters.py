@@ -135,7 +135,7 @@ class Meter:
 
     def _seconds_waited(self) -> float | None:
         streams = iteration_of(self._root).streams
-        return streams.seconds_waited if streams.block_the_host else None
+        return None if streams.device.has_streams else streams.seconds_waited
 
 
 class ProgressLine:

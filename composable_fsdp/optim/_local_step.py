@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_fsdp._memory.device_capabilities import is_host
 from composable_fsdp._runtime.shard_extent import like
 
 __all__ = ["local_copies_of"]
@@ -117,7 +118,7 @@ def _can_split(shard: torch.Tensor, gradient: torch.Tensor, entry: Entry) -> boo
     if shard.dtype.itemsize < torch.float32.itemsize and torch.get_num_threads() > 1:
         return False
     elementwise = [value for value in entry.values() if _is_like(value, shard)]
-    return shard.device.type == "cpu" and all(tensor.is_contiguous() for tensor in (shard, gradient, *elementwise))
+    return is_host(shard.device) and all(tensor.is_contiguous() for tensor in (shard, gradient, *elementwise))
 
 
 def _pieces(

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable_fsdp._memory.device_capabilities import widest_float
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import parameters_at_rest
 from composable_fsdp.errors import ConfigurationError, GradientError, MeshError
@@ -212,7 +213,7 @@ def _sum_of_powers(tensors: Sequence[torch.Tensor], order: float, foreach: bool,
 
     The result is float64, so that squares of float32 values neither overflow nor vanish. A maximum may lose a nan.
     """
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+    dtype = widest_float(device)
     norms = [
         torch.stack(tuple(_norms(group, order, foreach))).to(device, dtype)
         for group in _by_device_and_dtype(tensors).values()

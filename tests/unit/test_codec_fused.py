@@ -27,7 +27,7 @@ def test_a_compiled_codec_is_bitwise_equal(codec: Int4 | Float8, monkeypatch: py
         compiled.append(method)
         return compile_method(method)
 
-    monkeypatch.setattr(fused, "_is_compiled_for", lambda device_type: True)
+    monkeypatch.setattr(fused, "_is_compiled_for", lambda device: True)
     monkeypatch.setattr(fused, "_compiled", compile_and_note)
     for row, payload, value in zip(rows, payloads, values, strict=True):
         assert torch.equal(codec.encode(row), payload)
@@ -39,5 +39,5 @@ def test_a_compiled_codec_is_bitwise_equal(codec: Int4 | Float8, monkeypatch: py
 def test_codecs_on_cpu_and_rotations_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_compiled", lambda method: pytest.fail("compiled"))
     Int8().encode(torch.randn(1, 10))
-    monkeypatch.setattr(fused, "_is_compiled_for", lambda device_type: True)
+    monkeypatch.setattr(fused, "_is_compiled_for", lambda device: True)
     Int8(rotate=True).encode(torch.randn(1, 10))

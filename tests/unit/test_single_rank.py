@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import FSDPModule, LifecycleError, MixedPrecisionPolicy, ParameterError, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import backend_for
+from tests._internals import backend_capabilities
 from tests.helpers.models import Task, seeded, squared_error, vectors
 from tests.helpers.sharding import adamw, assert_exact, initialise, sharded, single_rank, train_and_compare, values_of
 
@@ -167,7 +167,7 @@ def test_the_backend_of_a_device_does_not_depend_on_how_the_job_named_it(backend
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         world = dist.group.WORLD
         assert world is not None
-        assert [backend_for(world, device) for device in ("cpu", "meta")] == ["gloo", ""]
+        assert [backend_capabilities(world, device).name for device in ("cpu", "meta")] == ["gloo", ""]
     finally:
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

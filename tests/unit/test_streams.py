@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import CommStream, CommStreams
+from tests._internals import CommStream, CommStreams, DeviceCapabilities
 
 
 class Buffer:
@@ -72,6 +72,11 @@ class SimulatedEvent:
         self._device.log.append(f"host waits for event of {self.name}")
 
 
+def stream_of(module: Any, name: str) -> CommStream:
+    has_streams = module is not torch.cpu
+    return CommStream(name, DeviceCapabilities(module, has_streams=has_streams, fuses_copies=False), priority=-1)
+
+
 def launch(log: list[str], name: str) -> LoggedWork:
     log.append(f"launch {name}")
     return LoggedWork(log, name)
@@ -79,7 +84,7 @@ def launch(log: list[str], name: str) -> LoggedWork:
 
 def test_null_streams_launch_work_at_once_and_finish_it_in_wait() -> None:
     log: list[str] = []
-    stream = CommStream("gather", torch.cpu, priority=-1)
+    stream = stream_of(torch.cpu, "gather")
 
     def finish() -> int:
         log.append("finish a")
@@ -108,7 +113,7 @@ def test_null_streams_launch_dependent_work_when_its_predecessor_is_done() -> No
 def test_real_streams_make_the_current_stream_wait_and_never_the_host() -> None:
     device = SimulatedDevice()
     log = device.log
-    first, second = CommStream("first", device, priority=-1), CommStream("second", device, priority=-1)
+    first, second = stream_of(device, "first"), stream_of(device, "second")
 
     def launched(name: str) -> Any:
         log.append(f"launch {name} on {device.current.name}")
@@ -136,7 +141,7 @@ def test_real_streams_make_the_current_stream_wait_and_never_the_host() -> None:
 def test_work_that_is_finished_in_the_wait_runs_on_the_stream_that_waits() -> None:
     device = SimulatedDevice()
     log = device.log
-    stream = CommStream("first", device, priority=-1)
+    stream = stream_of(device, "first")
 
     def finish() -> None:
         log.append(f"finish on {device.current.name}")
@@ -154,7 +159,7 @@ def test_work_that_is_finished_in_the_wait_runs_on_the_stream_that_waits() -> No
 
 @pytest.mark.parametrize("simulated", [False, True])
 def test_buffers_live_until_the_work_has_been_waited_for(simulated: bool) -> None:
-    stream = CommStream("gather", SimulatedDevice() if simulated else torch.cpu, priority=-1)
+    stream = stream_of(SimulatedDevice() if simulated else torch.cpu, "gather")
     buffer = Buffer()
     alive = weakref.ref(buffer)
 

@@ -24,7 +24,6 @@ from composable_fsdp._memory.buffers import (
     cast_and_move,
     view_at,
 )
-from composable_fsdp._memory.streams import blocks_the_host
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.collectives.shared_unsharded import SharedUnshardedBuffer
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
@@ -388,7 +387,7 @@ class Bucket:
         if not all(layout.shards[i].concatenates for i in layout.packed):
             return ()
         runs = find_runs(layout)
-        splits_well = layout.in_chunks and (2 * len(runs) > len(layout.packed) or not blocks_the_host(self._device))
+        splits_well = layout.in_chunks and (2 * len(runs) > len(layout.packed) or self.pgs.device.fuses_copies)
         return () if splits_well else runs
 
     def _run_place(self, run: PackedRun) -> torch.Tensor:

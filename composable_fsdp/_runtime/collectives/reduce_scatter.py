@@ -16,7 +16,6 @@ from composable_fsdp._layout.bucket_layout import split_at
 from composable_fsdp._layout.grad_scaling import Reduction, divide
 from composable_fsdp._layout.pack import pack_gradient, take_shard
 from composable_fsdp._layout.plan import SMALL_BYTES, BucketPlan
-from composable_fsdp._memory.streams import blocks_the_host
 from composable_fsdp._runtime.collectives.encoded_reduce import (
     CodecMessage,
     EncodedAllReduce,
@@ -88,7 +87,6 @@ class BucketReduceScatter:
         self.pgs = pgs
         self._shard = pgs.axes.shard
         self.device = device
-        self._on_host = blocks_the_host(device)
         self.rest = rest
         self.pin_memory = pin_memory
         self._extensions = extensions
@@ -242,17 +240,17 @@ class BucketReduceScatter:
         layout = self.plan.reduce
         packed = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
         dtype = packed[0].dtype if packed else rows.dtype
-        # The fused operation casts while it copies on accelerators; on CPU the cast needs a temporary.
-        casts_well = dtype == rows.dtype or not self._on_host or rows.nbytes <= SMALL_BYTES
+        # Where the fused operation does not cast while it copies, the cast needs a temporary.
+        casts_well = dtype == rows.dtype or self.pgs.device.fuses_copies or rows.nbytes <= SMALL_BYTES
         if layout.in_chunks and present is self._all_indices and casts_well and _are_alike(packed):
             num_shards = self._shard.size
             pieces = self._with_gaps(packed, num_shards) if layout.has_padding or self._has_empty else packed
             if layout.flags_width:
                 pieces.append(torch.ones(num_shards * layout.flags_width, dtype=dtype, device=self.device))
-            if self._on_host and dtype != rows.dtype:  # one cast of all takes a fifth of the time of one for each
-                rows.copy_(torch._chunk_cat(pieces, 0, num_shards))
-            else:
+            if dtype == rows.dtype or self.pgs.device.fuses_copies:
                 torch._chunk_cat(pieces, 0, num_shards, out=rows)
+            else:  # one cast of all takes a fifth of the time of one for each
+                rows.copy_(torch._chunk_cat(pieces, 0, num_shards))
             return
         if layout.has_padding:
             rows.zero_()

@@ -29,6 +29,7 @@ from composable_fsdp._layout.plan import (
 )
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._memory.buffers import ShardStore, zero_padding
+from composable_fsdp._memory.device_capabilities import is_host
 from composable_fsdp._runtime.collectives.all_gather import GatherCache
 from composable_fsdp._runtime.collectives.bucket import AnyBucket, Bucket
 from composable_fsdp._runtime.collectives.extension import GatherExtension, PlainExtension, find_extension
@@ -223,11 +224,11 @@ class ParamGroupBuckets:
     def _store(self, plan: BucketPlan, pgs: ProcessGroups, device: torch.device) -> ShardStore:
         rank = pgs.axes.shard.rank
         layout = plan.store_layout(rank)
-        in_common = plan.aliased and _uses_shared_memory(plan, self.process_groups) and device.type == "cpu"
+        in_common = plan.aliased and _uses_shared_memory(plan, self.process_groups) and is_host(device)
         if in_common:
             flat = self._shared_buffer(plan)
         else:
-            pinned = self.pin_memory and device.type != "meta"
+            pinned = self.pin_memory and is_host(device)
             flat = torch.empty(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
             if not flat.is_meta:
                 zero_padding(flat, layout, plan.gather.shards, rank)
@@ -440,7 +441,7 @@ class ParamGroupBuckets:
     def device_error(self, group: str) -> DeviceError:
         """Return the error that names the parameters of ``group`` whose shards are on a wrong device."""
         devices = {p.name: local.device for p, local in zip(self.parameters, self._locals(), strict=True)}
-        on_meta = [name for name, device in devices.items() if device.type == "meta"]
+        on_meta = [p.name for p, local in zip(self.parameters, self._locals(), strict=True) if local.is_meta]
         if on_meta:
             return DeviceError(
                 f"parameters of {group!r} are still on the meta device: {on_meta}. Before the first forward, "
@@ -448,7 +449,7 @@ class ParamGroupBuckets:
                 "composable_fsdp.to_empty(model, device=...) and load a state dict."
             )
         rest = self.rest_device.type
-        elsewhere = {name: str(device) for name, device in devices.items() if device.type != rest}
+        elsewhere = {name: str(device) for name, device in devices.items() if device.type != self.rest_device.type}
         why = "are offloaded to CPU" if self.is_offloaded else f"rest on {rest}, the device of the mesh"
         return DeviceError(
             f"shards of {group!r} {why}, but these parameters are elsewhere: {elsewhere}. "

@@ -368,7 +368,7 @@ class Iteration:
 
     @functools.cached_property
     def _measures_by_default(self) -> bool:
-        if self._streams.block_the_host or torch.are_deterministic_algorithms_enabled():
+        if not self._streams.device.has_streams or torch.are_deterministic_algorithms_enabled():
             return False
         if not Clock(self.root.group.axes.device).has_times:
             return False
@@ -506,7 +506,7 @@ class Iteration:
 
     def _is_reduced_after_backward(self, state: FSDPState) -> bool:
         """Return whether the post-backward hook of ``state`` will reduce its gradients, which are complete."""
-        if state.open_calls <= 0 or self._streams.block_the_host or not state.frees_before_reduction:
+        if state.open_calls <= 0 or not self._streams.device.has_streams or not state.frees_before_reduction:
             return False
         return self._runner.holds_last(state) or not self._reduces_grad_buckets(state)
 

@@ -17,6 +17,7 @@ from composable_fsdp._comm.factory import abandon, check_aborted, compare, posit
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._memory.device_capabilities import is_host
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp.errors import DivergenceError
 
@@ -134,5 +135,5 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     """Return the timeout of ``group`` in seconds, that of its CPU backend if it has one."""
     if type(group) is not dist.ProcessGroup:
         return timeout_of_backend(group)
-    device = min(group._device_types, key=lambda device: device.type != "cpu")
+    device = min(group._device_types, key=lambda device: not is_host(device))
     return timeout_of_backend(group._get_backend(device))

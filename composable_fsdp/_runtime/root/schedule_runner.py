@@ -215,7 +215,8 @@ class ScheduleRunner:
     def _new_setup(self) -> _Setup:
         names = names_of(self._states)
         foreign = {name: ref(state) for state, name in names.items() if name not in self._states}
-        options = options_of(self._root, self._states.values(), self.settings, host_waits=self.streams.block_the_host)
+        waits = not self.streams.device.has_streams
+        options = options_of(self._root, self._states.values(), self.settings, host_waits=waits)
         return _Setup(self._specs_with(self.settings, {}), options, foreign)
 
     def _specs_with(

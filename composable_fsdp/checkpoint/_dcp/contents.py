@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.params.sharded_param import alias_of
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.checkpoint._dcp.optimizer_state import MergedState, serialize, state_of
@@ -216,7 +217,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _accelerator() -> str | None:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = current_accelerator()
     return None if device is None else device.type
 
 

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from composable_fsdp._memory.device_capabilities import is_accelerator
 from composable_fsdp.checkpoint._dcp.contents import Contents
 
 __all__ = ["LoadPlanner", "SavePlanner", "add_aliases", "write_item"]
@@ -96,7 +97,7 @@ def write_item(index: MetadataIndex, sizes: Sequence[int], shape: Sequence[int],
 def _on_host(block: torch.Tensor) -> torch.Tensor:
     """Return a host copy of ``block``. A copy from an accelerator is complete once the accelerator is synchronized."""
     block = block.detach()
-    on_accelerator = block.device.type != "cpu"
+    on_accelerator = is_accelerator(block.device)
     host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_accelerator)
     return host.copy_(block, non_blocking=on_accelerator)
 
