@@ -483,6 +483,23 @@ class FSDPModule(TorchFSDPModule):
         for pgs in state.group.process_groups:
             pgs.pool(enable)
 
+    def set_stable_storage(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Set whether unsharded parameters and messages stay in memory, each at one address, as CUDA graphs need it.
+
+        The model is then in memory as a whole, and messages once more. Sharded gradients are parts of messages: after
+        ``zero_grad`` they get the addresses that they had. The schedule must not change any more: call
+        ``set_costs(None)``, or ``set_costs`` with a table, and call this between steps, after the first one. Messages
+        of codecs, of parameters with all-gather hooks, of ``reshard_after_forward=N`` and of custom collectives are
+        allocated for each use.
+
+        Raises:
+            LifecycleError: a backward may still come that needs the current buffers.
+        """
+        states = _states(self, recurse)
+        check_between_steps("set_stable_storage", states)
+        for state in states:
+            state.group.keep_memory(enable)
+
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Raise ``UnsupportedError``: symmetric memory is not supported yet."""
         _unsupported("set_symm_mem_for_comm", "use set_allocate_memory_from_process_group_for_comm")

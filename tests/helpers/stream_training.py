@@ -285,6 +285,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "unused parameters reduced": {"prepare": lambda model: model.set_reduce_scatter_unused_params(True)},
     "sums held unsharded": {"hold": "set_requires_all_reduce", "prepare": _unfuse},
+    "stable storage, bf16": {
+        "mp_policy": MixedPrecisionPolicy(**BF16),
+        "prepare": lambda model: model.set_stable_storage(True),
+    },
     "own optimizer event": {"prepare": _set_optimizer_event, "between": _set_optimizer_event},
     "int8 both ways": {"comm_policy": INT8},
     "int8 all-reduce": {"comm_policy": INT8_SUMS},

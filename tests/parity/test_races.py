@@ -16,6 +16,7 @@ from tests.stream_fuzz import alone as one_of
 from tests.stream_fuzz import problems_of
 
 
+@pytest.mark.behaviour("M-01", "M-02")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_training_has_no_races_and_the_same_results_in_another_order(name: str) -> None:
     with simulated_accelerator(records=True) as device:
@@ -48,6 +49,7 @@ ELSEWHERE = {
 """The functions whose calls this training reaches and does not need. ``python -m tests.planted_faults`` runs others."""
 
 
+@pytest.mark.behaviour("M-01")
 def test_each_wait_of_a_training_is_needed() -> None:
     reached = reached_by(PLANTED)
     outcomes = {site: try_fault(site, [PLANTED], orders=0) for site in sites() if site.key in reached}

@@ -62,6 +62,7 @@ def _constants(node: ast.expr) -> list[ast.Constant]:
     return [each for each in inside if isinstance(each, ast.Constant) and isinstance(each.value, str)]
 
 
+@pytest.mark.behaviour("M-03")
 def test_only_one_module_branches_on_the_kind_of_a_device() -> None:
     found = {path.relative_to(ROOT).as_posix(): list(branches(path.read_text())) for path in ROOT.rglob("*.py")}
     assert found.pop(HOME), f"nothing found in {HOME}, so nothing would be found elsewhere"

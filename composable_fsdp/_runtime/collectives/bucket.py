@@ -255,7 +255,8 @@ class Bucket:
         Raises:
             ParameterError: full parameters in memory shared by ranks were changed.
         """
-        self.buffer.free()
+        if not self.pgs.is_stable:
+            self.buffer.free()
         if self._own_copy is not None:
             self._own_copy = None
             for k, parameter in enumerate(self.parameters):
@@ -311,7 +312,9 @@ class Bucket:
         if self._slice is not None:
             wire, self._layout = self._slice
         else:
-            wire = cast_and_move(self.store.flat, self.plan.compute_dtype, self._device)
+            flat, dtype = self.store.flat, self.plan.compute_dtype
+            is_kept = self.pgs.is_stable and flat.device == self._device
+            wire = self.pgs.cast(flat, dtype) if is_kept else cast_and_move(flat, dtype, self._device)
             self._layout = self.plan.gather
         layout, gather = self._layout, AllGatherBuffers([], [])
         if layout.zero_copy or layout.all_reduced:

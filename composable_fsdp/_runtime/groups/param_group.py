@@ -92,6 +92,14 @@ class ParamGroup:
         self._has_own_copy = False
         """True if modules compute with a private copy of parameters in shared memory."""
 
+    def keep_memory(self, enable: bool) -> None:
+        """Choose whether unsharded parameters and messages stay in memory, at one address."""
+        for pgs in self.process_groups:
+            pgs.keep_memory(enable)
+        if self.parameter_state is ParameterState.SHARDED:
+            for bucket in self.buckets:
+                bucket.free()
+
     def rename(self, name: str) -> None:
         """Set the name, once the module's path in the model is known or has changed."""
         self.name = self.gradients.name = name
