@@ -52,6 +52,7 @@ def fresh_compiler() -> Iterator[None]:
     """Ignore torch's own warnings during compilation, and reset the compiler between cases."""
     GRAPHS.clear()
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.")
         yield
@@ -60,20 +61,30 @@ def fresh_compiler() -> Iterator[None]:
 
 def compiled_in_place(model: Gates, backend: Any) -> nn.Module:
     for layer in model.layers:
-        layer.compile(backend=backend)
+        layer.compile(backend=backend, fullgraph=True)
     return sharded(model)
 
 
 def compiled_as_wrappers(model: Gates, backend: Any) -> nn.Module:
     for i, layer in enumerate(model.layers):
-        model.layers[i] = torch.compile(layer, backend=backend)  # type: ignore[assignment]
+        model.layers[i] = torch.compile(layer, backend=backend, fullgraph=True)  # type: ignore[assignment]
     return sharded(model)
+
+
+def compiled_after_sharding(model: Gates, backend: Any) -> nn.Module:
+    sharded(model)
+    for i, layer in enumerate(model.layers):
+        if i:
+            layer.compile(backend=backend, fullgraph=True)
+        else:
+            model.layers[i] = torch.compile(layer, backend=backend, fullgraph=True)  # type: ignore[assignment]
+    return model
 
 
 def compiled_under_checkpointing(model: Gates, backend: Any) -> nn.Module:
     for i, layer in enumerate(model.layers):
         model.layers[i] = checkpoint_wrapper(layer)
-        model.layers[i].compile(backend=backend)
+        model.layers[i].compile(backend=backend, fullgraph=True)
     return sharded(model)
 
 
@@ -94,10 +105,15 @@ def sharded(model: Gates) -> nn.Module:
     return fully_shard(model)
 
 
-WAYS: tuple[Callable[[Gates, Any], nn.Module], ...] = (
+IN_FULL: tuple[Callable[[Gates, Any], nn.Module], ...] = (
     compiled_in_place,
     compiled_as_wrappers,
+    compiled_after_sharding,
     compiled_under_checkpointing,
+)
+"""Ways without a graph break."""
+WAYS = (
+    *IN_FULL,
     compiled_as_a_whole,
     checkpointed_and_compiled_as_a_whole,
 )
@@ -138,6 +154,7 @@ def train_compiled(steps: int) -> None:
             assert_equal_runs(ours, expected, what=way.__name__)
             assert recorder.allocated == {}
             check_graphs(way.__name__)
+            assert bool(torch._dynamo.utils.counters["graph_break"]) is (way not in IN_FULL), way.__name__
 
 
 def plain(name: str) -> str:
@@ -153,21 +170,40 @@ def check_graphs(what: str) -> None:
     assert len(GRAPHS) < 12, f"{what}: compiled {len(GRAPHS)} times"
 
 
+def explain_a_block() -> None:
+    model = seeded(Gates, depth=2)()
+    assert isinstance(model, Gates)
+    sharded(model)
+    with fresh_compiler():
+        model(torch.randn(2, 8))
+        found = torch._dynamo.explain(model.layers[0])(torch.randn(2, 8))
+        assert (found.graph_count, found.graph_break_count) == (1, 0), found
+
+
+@pytest.mark.behaviour("C-15", "M-04")
+def test_a_sharded_block_is_one_graph() -> None:
+    run_ranks(explain_a_block, 1)
+
+
 @pytest.mark.behaviour("C-15", "C-13")
 def test_compiled_blocks_and_models_train_like_eager_ones() -> None:
     run_ranks(train_compiled, 2, 5, timeout=150)
 
 
-def train_with_inductor() -> None:
+def train_with(backend: str) -> None:
     def shard(model: nn.Module) -> None:
-        model.get_submodule("layers.0").compile()
+        model.get_submodule("layers.0").compile(backend=backend, fullgraph=True)
         shard_layers(model, fully_shard)
 
     with fresh_compiler():
         check_parity(seeded(Gates, depth=1), play_task("chain"), shard=shard, steps=3)
+        assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.behaviour("C-15")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_blocks_compiled_by_inductor_train_like_eager_ones() -> None:
-    run_ranks(train_with_inductor, 2, timeout=150)
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+@pytest.mark.behaviour("C-15", "M-04")
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
+def test_blocks_compiled_by_other_backends_train_like_eager_ones(backend: str) -> None:
+    run_ranks(train_with, 2, backend, timeout=150)
