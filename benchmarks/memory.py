@@ -11,8 +11,7 @@ If the host waits for collectives, as on CPU, libraries use another schedule tha
 accelerator. The rows for streams are from a simulated device (``sim/``), where memory is counted after every operation.
 A caching allocator needs at least that. It may reserve more, because memory freed on one stream cannot be reused on
 another: ``reserved`` is from a model of torch's CUDA allocator (``sim/allocator.py``), with expandable segments, whose
-size does not depend on what ran before. The last table trains with batches of changing lengths, and compares what
-allocators with and without them have reserved at the end with the largest amount that was allocated.
+size does not depend on what ran before. ``reserved_memory.py`` has batches of changing lengths.
 
 ``Bound`` is a lower bound for any library that shards by groups.
 """
@@ -20,7 +19,6 @@ allocators with and without them have reserved at the end with the largest amoun
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,7 +34,6 @@ from sim.allocator import Allocator
 from sim.device import Device
 from sim.ledger import Ledger
 from sim.network import Network, simulated_ranks
-from tables import table
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,8 +42,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 WARM_UP = 2
 STEP, FORWARD = "the measured step", "its forward"
 MB = 1e6
-STEPS, QUICK_STEPS = 1000, 10
-"""The steps with changing lengths."""
 
 
 @dataclass(frozen=True)
@@ -195,27 +190,6 @@ def on_streams_of(library: str, case: Case, *, bf16: bool, reserves: bool) -> di
     return row
 
 
-def with_changing_lengths(library: str, steps: int) -> dict[str, Any]:
-    """Return a row with what allocators reserve for large blocks in ``steps`` steps of 2048 to 8192 tokens."""
-    segments, expandable = Allocator(), Allocator(expandable=True)
-    network, lengths = Network(Device(flops=1.0, bandwidth=1.0)), random.Random(0)
-    ledger = Ledger(segments, expandable)
-    with simulated_ranks(network, 8) as mesh, FakeTensorMode(allow_non_fake_inputs=True), ledger:
-        model = LARGE_BLOCKS.build()
-        shard(LIBRARIES[library], model, LARGE_BLOCKS.blocks(model), mesh, bf16=True)
-        batch = batch_of(LARGE_BLOCKS, bf16=True)
-        for _ in range(steps):
-            model(batch[: 256 * lengths.randint(8, 32)]).backward()
-            model.zero_grad()
-    return {
-        "library": library,
-        "steps": steps,
-        "allocated MB": expandable.peak_allocated / MB,
-        "segments, reserved/allocated": segments.peak_reserved / segments.peak_allocated,
-        "expandable, reserved/allocated": expandable.peak_reserved / expandable.peak_allocated,
-    }
-
-
 COLUMNS = [
     *("case", "waits", "dtype", "ours peak MB", "fsdp2 peak MB", "bound MB", "peak, ours/fsdp2", "peak, ours/bound"),
     *("ours idle MB", "fsdp2 idle MB", "idle, ours/fsdp2"),
@@ -231,8 +205,6 @@ def main() -> None:
     rows.append(at_many_ranks(512 if arguments.quick else 4096))
     rows += [on_streams(name, CASES[name], bf16=bf16) for name in cases for bf16 in (False, True)]
     rows.append(on_streams("large blocks", LARGE_BLOCKS, bf16=True, reserves=True))
-    changing = [with_changing_lengths(library, QUICK_STEPS if arguments.quick else STEPS) for library in LIBRARIES]
-    print("Large blocks with batches of changing lengths:", table(changing, list(changing[0])), sep="\n\n")
     publish("peak memory", {"ranks": 8}, COLUMNS, rows, arguments.out)
 
 

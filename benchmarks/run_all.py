@@ -66,6 +66,7 @@ class Benchmark:
 
 BENCHMARKS = [
     Benchmark("memory", "memory.py"),
+    Benchmark("reserved-memory", "reserved_memory.py"),
     Benchmark("construction", "construction.py"),
     Benchmark("describe", "describe.py"),
     Benchmark("exposure", "exposure.py"),

@@ -87,3 +87,21 @@ def test_random_requests_never_overlap_and_end_with_nothing_allocated(Allocator:
     assert sum(block.size for block in free) == allocator.reserved
     if expandable:
         assert len(free) == len(allocator._free), "each segment is one free block again"
+
+
+def test_recorded_allocations_are_played_as_they_were(Allocator: Any) -> None:
+    reserved_memory = importlib.import_module("reserved_memory")
+    recorder, direct, played, draw = reserved_memory.Recorder(), Allocator(), Allocator(), random.Random(0)
+    pairs: list[tuple[int, Any]] = []
+    for _ in range(300):
+        if pairs and draw.random() < 0.4:
+            number, block = pairs.pop(draw.randrange(len(pairs)))
+            recorder.free(number)
+            direct.free(block)
+        else:
+            nbytes, stream = draw.randrange(1, 30 * MB), draw.choice("ab")
+            pairs.append((recorder.allocate(nbytes, stream), direct.allocate(nbytes, stream)))
+    events, blocks = recorder.take(), dict[int, Any]()
+    reserved_memory.play(events, played, blocks)
+    assert (played.reserved, played.allocated) == (direct.reserved, direct.allocated)
+    assert {number for number, *_ in reserved_memory.in_use(events)} == blocks.keys() == {n for n, _ in pairs}
