@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
     from composable_fsdp._runtime.root.recovery import disconnect, reconnect
     from composable_fsdp._runtime.root.recovery import timeout_of as timeout_of_group
+    from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
     from composable_fsdp._runtime.root.step_times import StepTimes
     from composable_fsdp._runtime.schedule import passes, schedule

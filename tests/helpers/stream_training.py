@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 WIDTH, STEPS = 64, 3
+SECOND_STEP_TWICE = {1: 1}
 
 
 @contextmanager
@@ -102,6 +103,7 @@ def train(
     kind: Any = None,
     build: Callable[..., nn.Sequential] = nn.Sequential,
     steps: int = STEPS,
+    earlier: Mapping[int, int] = SECOND_STEP_TWICE,
     hold: str = "set_requires_gradient_sync",
     make_optimizer: Any = torch.optim.AdamW,
     updates_on: Callable[[Any], AbstractContextManager[object]] = nullcontext,
@@ -115,7 +117,8 @@ def train(
         kind: a tensor class for the weights.
         build: makes the model from three modules.
         steps: the number of steps.
-        hold: the setter of what the first of two backwards leaves out.
+        earlier: the number of backwards before the last one, by step.
+        hold: the setter of what these leave out.
         make_optimizer: makes the optimizer. AdamW reads its number of steps on the host, which waits for all work.
         updates_on: makes the context of the optimizer's steps from the model.
     """
@@ -130,7 +133,7 @@ def train(
     prepare(model)
     optimizer = make_optimizer(model.parameters(), lr=1e-3, foreach=True)
     for step in range(steps):
-        for is_last in [False, True] if step == 1 else [True]:
+        for is_last in [*[False] * earlier.get(step, 0), True]:
             getattr(model, hold)(is_last)
             model(torch.randn(8, WIDTH)).square().sum().backward()
         if kind is None:
