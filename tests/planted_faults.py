@@ -7,6 +7,7 @@ A *site* is a call of ``wait_stream``, ``wait_event``, ``record_event``, ``recor
 source, or a statement of :data:`OWNED` that keeps memory alive. A fault leaves out one site: the function that has it
 is compiled again without it. The trainings of ``tests.helpers.stream_training`` that reach the site run with the fault,
 one after the other in a process of their own, until the race detector has reported something, and late execution too.
+Operations take no time there, so that a fault that none of them notices also runs a test in virtual time.
 
 Collectives keep no tensors here, unlike those of NCCL, which keep them until they have been waited for. So the owning
 references of the library are needed.
@@ -37,6 +38,7 @@ import composable_fsdp
 from composable_fsdp.testing import simulated_accelerator
 from tests._internals import _stream_group
 from tests.helpers.stream_training import TRAININGS
+from tests.unit.test_schedule_learned import check_costs, virtual_network
 
 __all__ = ["EXPLAINED", "Outcome", "Site", "reached_by", "sites", "try_fault"]
 
@@ -102,11 +104,6 @@ EXPLAINED = {
         "sum before the reduction that adds it is launched. On streams, the reduce stream orders both."
         for function in ("take_grad_bucket", "take_remaining")
     },
-    "_wait_for: launch(*tensors).wait()": "The next collective of the process group is waited for before the memory is "
-    "used again. Without the wait, the measured times are too short, which is no race.",
-    "CommStream.run: self._stream.wait_event(self._runs_after)": "The wait for a group's all-gather orders the stream "
-    "after all groups that were freed before, and held reductions are ordered by `run_early`. It is for programs that "
-    "change shards between forward and backward.",
 }
 """The sites that nothing reports, by function and call, with the reason."""
 
@@ -280,6 +277,16 @@ def _run(training: str, *, orders: int) -> tuple[bool, bool, str]:
     return bool(device.races), any(device.run_late(seed) for seed in range(orders)), error
 
 
+def _error_in_virtual_time() -> str:
+    """Return the error of a test of measured costs, or an empty text."""
+    try:
+        with virtual_network() as network:
+            check_costs(network)
+    except AssertionError:
+        return "virtual time: AssertionError: measured costs are not the true ones, in virtual time"
+    return ""
+
+
 def try_fault(site: Site, trainings: Sequence[str], orders: int = ORDERS) -> Outcome:
     """Run ``trainings`` without ``site`` until one has a race, and that one and some more until one has other bits."""
     race = bits = error = ""
@@ -289,6 +296,8 @@ def try_fault(site: Site, trainings: Sequence[str], orders: int = ORDERS) -> Out
             race, error = race or training * has_race, error or (f"{training}: {text}" if text else "")
             if race:
                 break
+        if orders and not (race or error):
+            error = _error_in_virtual_time()
         begin = trainings.index(race) if race else 0
         for training in trainings[begin : begin + MORE]:
             if _run(training, orders=orders)[1]:

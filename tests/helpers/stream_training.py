@@ -340,9 +340,21 @@ def give_costs(model: Any) -> None:
     model.set_costs(Costs({"": AxisCosts(cost, cost, cost)}))
 
 
-def _train_held(settings: ScheduleSettings, *, hybrid: bool) -> None:
+def _train_held(settings: ScheduleSettings, prepare: Callable[[Any], object] = give_costs, *, hybrid: bool) -> None:
     with chosen(settings):
-        train_alone({"prepare": give_costs}, hybrid=hybrid)
+        train_alone({"prepare": prepare}, hybrid=hybrid)
+
+
+def _change_shards_after_forward(model: Any) -> None:
+    """Write to shards between forward and backward, in a way that torch does not count."""
+
+    def change(*_: object) -> None:
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                parameter.to_local().data.mul_(0.99)
+
+    give_costs(model)
+    model.register_forward_hook(change)
 
 
 def _train_on_one_rank() -> None:
@@ -360,6 +372,7 @@ TRAININGS: dict[str, Callable[[], None]] = {
     **{f"{name}, one shard": partial(train_alone, SETTINGS[name], hybrid=True, shards=1) for name in ONE_SHARD},
     "saved in the background": _train_on_one_rank,
     "hook on a stream": partial(train_alone, {"prepare": _hook_on_stream}, hybrid=False),
+    "shards changed after forward": partial(_train_held, HELD, _change_shards_after_forward, hybrid=False),
     **{f"held and delayed, {mesh}": partial(_train_held, HELD, hybrid=mesh == "hybrid") for mesh in MESHES},
     **{f"held until freed, {mesh}": partial(_train_held, HELD_UNTIL_FREED, hybrid=mesh == "hybrid") for mesh in MESHES},
 }

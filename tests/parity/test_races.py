@@ -114,8 +114,10 @@ ELSEWHERE = {
     "InFlight.wait": "another waiter on another stream, and copies of one rank",
     "CommStream.wait_for_current": "branches on streams",
     "Calibration._end_step": "an optimizer that does not wait on the host",
+    "_wait_for": "measured times",
 }
-"""The functions whose calls this training reaches and does not need. ``python -m tests.planted_faults`` runs others."""
+"""What needs the functions whose calls this training reaches and does not need. ``python -m tests.planted_faults`` runs
+others."""
 
 
 @pytest.mark.behaviour("M-01")
