@@ -123,6 +123,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.schedule.simulate import Timeline, fit_computation, simulate
     from composable_fsdp._runtime.schedule.unused_groups import UnusedGroups
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
+    from composable_fsdp._sharding import mesh
     from composable_fsdp._sharding.mesh import (
         DataParallelAxes,
         data_parallel_axes,

@@ -292,6 +292,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "mp_policy": MixedPrecisionPolicy(**BF16),
         "prepare": lambda model: model.set_stable_storage(True),
     },
+    "values of rank 0": {"sync_module_states": True},
     "own optimizer event": {"prepare": _set_optimizer_event, "between": _set_optimizer_event},
     "int8 both ways": {"comm_policy": INT8},
     "int8 all-reduce": {"comm_policy": INT8_SUMS},

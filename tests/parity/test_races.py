@@ -7,21 +7,32 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
-from composable_fsdp import MixedPrecisionPolicy
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
 from composable_fsdp.testing import SimulatedAccelerator, simulated_accelerator
 from tests._internals import ReductionQueue
-from tests.helpers.stream_training import BF16, HELD, TRAININGS, alone, chosen, give_costs, train
+from tests.helpers.stream_training import BF16, HELD, TRAININGS, WIDTH, Block, alone, chosen, give_costs, train
 from tests.parity.test_fuzz import DrawnPrograms
 from tests.planted_faults import EXPLAINED, reached_by, sites, try_fault
 from tests.stream_fuzz import alone as one_of
 from tests.stream_fuzz import problems_of
 
+ROWS = {"values of rank 0": "A-15", "offload": "D-02"}
+"""Behaviours that need an accelerator, and the trainings that show them."""
 
-@pytest.mark.behaviour("M-01", "M-02")
-@pytest.mark.parametrize("name", TRAININGS)
+
+def marked(name: str) -> Any:
+    rows = [row for start, row in ROWS.items() if name.startswith(start)]
+    return pytest.param(name, marks=pytest.mark.behaviour("M-01", "M-02", *rows))
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in TRAININGS])
 def test_training_has_no_races_and_the_same_results_in_another_order(name: str) -> None:
     with simulated_accelerator(records=True) as device:
         TRAININGS[name]()
@@ -107,6 +118,37 @@ def test_holding_them_while_others_are_completed_would_be_a_race(monkeypatch: py
     assert (True, True) in seen
     assert {(race.kind, "add_" in race.first) for race in device.races} == {("reuse", True)}
     assert device.run_late(seed=1)
+
+
+@pytest.mark.behaviour("F-06")
+@pytest.mark.parametrize("form", [Sharded(offload_to_cpu=True), Full(offload_to_cpu=True)], ids=["sharded", "full"])
+def test_states_go_between_host_and_device(form: Sharded | Full) -> None:
+    with alone() as mesh, simulated_accelerator(records=True) as device:
+        models = [shard_blocks(mesh["shard"]) for _ in range(2)]
+        for model in models:
+            model(torch.randn(8, WIDTH)).sum().backward()
+        with torch.no_grad():
+            for parameter in models[0].parameters():
+                parameter.add_(1)
+        state = state_dict(models[0], form)
+        values = [value.to_local() if isinstance(value, DTensor) else value for value in state.values()]
+        assert all(device.block_of(value, "a test").is_host for value in values if value.numel())  # type: ignore[union-attr]
+        load_state_dict(models[1], state, form)
+        for parameter, original in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            assert not device.block_of(parameter.to_local(), "a test").is_host  # type: ignore[union-attr]
+            if isinstance(form, Sharded):  # without other processes, a full state has other ranks' shards at random
+                assert torch.equal(parameter.to_local(), original.to_local())
+        for model in models:
+            model(torch.randn(8, WIDTH)).sum().backward()
+    assert (device.races, device.run_late(seed=1)) == ([], [])
+
+
+def shard_blocks(mesh: DeviceMesh) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 PLANTED = "unfused, hybrid"

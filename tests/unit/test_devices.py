@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import MeshError, ParameterError, fully_shard
-from tests._internals import data_parallel_axes, like, on_other_accelerators, shard_over_axes
+from tests._internals import data_parallel_axes, like, mesh, on_other_accelerators, shard_over_axes
 from tests.helpers.sharding import single_rank
 
 
@@ -51,6 +52,25 @@ def test_a_device_that_contradicts_the_mesh_is_refused(device: torch.device | st
     )
     with pytest.raises(MeshError, match=match):
         fully_shard(nn.Linear(3, 3), device=device)
+
+
+@pytest.mark.behaviour("A-03")
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo", "cpu")],
+    ids=["native", "staged", "none"],
+)
+def test_the_default_mesh_is_on_the_accelerator_if_a_backend_is_native_to_it(
+    monkeypatch: pytest.MonkeyPatch, backends: str, device: str
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(mesh, "_default_meshes", {})
+    monkeypatch.setattr(mesh, "init_device_mesh", lambda kind, shape: made.append(kind))
+    mesh.default_mesh()
+    assert made == [device]
 
 
 @pytest.mark.behaviour("D-02")
