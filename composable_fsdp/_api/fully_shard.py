@@ -146,7 +146,6 @@ def fully_shard(
     """
     if unknown:
         raise _unknown_argument(next(iter(unknown)))
-    enable_from_environment(module)
     if policy is not None:
         options = dict(locals())  # the arguments: nothing else is assigned before
         del options["unknown"]
@@ -159,6 +158,7 @@ def fully_shard(
     modules = _as_modules(module)
     for each in modules:
         _check_module(each)
+    enable_from_environment(modules)
     axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
     if isinstance(offload, CPUOffloadPolicy):
         warn_without_cpu_backend(axes)

@@ -171,9 +171,9 @@ def disable() -> None:
         _recording = None
 
 
-def enable_from_environment(modules: nn.Module | Sequence[nn.Module]) -> None:
+def enable_from_environment(modules: Sequence[nn.Module]) -> None:
     """Begin the recordings that environment variables ask for, and note that ``modules`` are sharded."""
-    _sharded.update([modules] if isinstance(modules, nn.Module) else modules)
+    _sharded.update(modules)
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and _recording is None:
         in_main = threading.current_thread() is threading.main_thread()
