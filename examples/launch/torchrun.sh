@@ -17,6 +17,10 @@ start() { # the endpoint's port, then the arguments of torchrun
         --rdzv-id "${JOB:-launch}" --rdzv-endpoint "$endpoint" ${ADDRESS:+--local-addr "$ADDRESS"} "$@"
 }
 
+# A name may become known only once its host has started, as in Kubernetes. torchrun does not wait for that.
+timeout 120 bash -c 'until getent hosts "$1" >/dev/null; do sleep 1; done' bash "$HEAD" ||
+    { echo "torchrun.sh: $HEAD is not resolved after 120 s" >&2 && exit 1; }
+
 # The first run checks the hosts, interfaces and ports. It has a port of its own, since the store ends with the run.
 start "$((PORT + 1))" -m composable_fsdp doctor --timeout 60
 
