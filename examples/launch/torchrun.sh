@@ -7,6 +7,7 @@
 # RANKS  ranks on each host                                      PORT   two free ports on HEAD: this and the next
 # ADDRESS  this host's address, where others do not resolve its name
 # RESTARTS  restarts of all ranks after a rank has failed, from the newest checkpoint
+# DOCTOR=no  leave out the check of the hosts before
 set -euo pipefail
 HOSTS=${HOSTS:-2} RANKS=${RANKS:-2} PORT=${PORT:-29500} RESTARTS=${RESTARTS:-3}
 
@@ -22,7 +23,7 @@ timeout 120 bash -c 'until getent hosts "$1" >/dev/null; do sleep 1; done' bash 
     { echo "torchrun.sh: $HEAD is not resolved after 120 s" >&2 && exit 1; }
 
 # The first run checks the hosts, interfaces and ports. It has a port of its own, since the store ends with the run.
-start "$((PORT + 1))" -m composable_fsdp doctor --timeout 60
+[ "${DOCTOR:-yes}" = no ] || start "$((PORT + 1))" -m composable_fsdp doctor --timeout 60
 
 # Every attempt has its own store. Otherwise ranks connect to the addresses of processes that have ended.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
