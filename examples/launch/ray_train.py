@@ -47,7 +47,7 @@ def train_worker(options: dict[str, Any]) -> None:
     reported = ray.train.get_checkpoint()
     if reported is not None:
         with reported.as_directory() as folder:
-            training.resume(Path(folder))
+            training.load(Path(folder))
     start = training.step
     if rank == 0:
         print(f"{dist.get_world_size()} workers begin after step {start}", flush=True)

@@ -56,7 +56,11 @@ class Training:
     def resume(self, folder: Path) -> None:
         """Load the newest intact checkpoint in ``folder``, if there is one."""
         if checkpoint.latest(folder) is not None:
-            self.step = checkpoint.load(folder, self.model, self.optimizer, fallback=True)["step"]
+            self.load(folder)
+
+    def load(self, path: Path) -> None:
+        """Load the checkpoint ``path``, or the newest intact one in the folder ``path``."""
+        self.step = checkpoint.load(path, self.model, self.optimizer, fallback=True)["step"]
 
     def save(self, folder: Path) -> Path:
         return Path(checkpoint.save(folder, self.model, self.optimizer, {"step": self.step}, keep_last=2))
