@@ -4,6 +4,7 @@
 #     apt-get install --no-install-recommends slurm-wlm munge
 #     examples/launch/slurm_lab.sh up      # hosts n1, n2 and n3; then: export SLURM_CONF=/tmp/slurm-lab/slurm.conf
 #     examples/launch/slurm_lab.sh lose n2 # end all processes of a host at once, as if it had lost power
+#     examples/launch/slurm_lab.sh join n2 # start that host again
 #     examples/launch/slurm_lab.sh down
 #
 # Each host has its own network, name, process ids and /dev/shm. Files and the user database are shared.
@@ -88,5 +89,5 @@ case ${1:-} in
     lose) end "$LAB/host-$2.pid" KILL ;;
     join) host "$2" ;;
     down) down ;;
-    *) sed -n '2,9p' "$0" ;;
+    *) sed -n "2,10p" "$0" ;;
 esac
