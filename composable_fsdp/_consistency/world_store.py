@@ -28,11 +28,20 @@ def world_store() -> dist.Store:
     with _lock:
         known = _known.get(world)
         if known is None or known[0] is not base:
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"composable_fsdp/{attempt}", base)
+            store = dist.PrefixStore(f"composable_fsdp/{_attempt()}", base)
             number = store.add(f"default groups of rank {dist.get_rank()}", 1)
             known = _known[world] = base, dist.PrefixStore(str(number), store)
         return known[1]
+
+
+def _attempt() -> str:
+    """Return the number of this start of the job, if torchrun keeps its store over restarts; otherwise ``"0"``.
+
+    Each host's torchrun counts for itself, so the numbers of hosts can differ. With a store for each attempt, as
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` gives, they must not matter.
+    """
+    keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
 
 
 def is_simulated(store: dist.Store) -> bool:

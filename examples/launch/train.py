@@ -82,9 +82,6 @@ class Training:
 @record  # writes the exception of a rank where torchrun finds it, so that it reports the rank that raised first
 def main() -> None:
     options = parse_arguments()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":  # then every attempt has a store of its own
-        # The torchrun of each host counts for itself, but ranks find each other's keys only if their counts are equal.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     # An accelerator needs both backends, because checkpoints communicate from the CPU.
     backend = accelerator and dist.get_default_backend_for_device(accelerator)

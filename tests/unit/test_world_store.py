@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch.distributed as dist
 
 from tests._internals import world_store
@@ -41,3 +42,20 @@ def test_the_number_of_a_default_group_is_that_of_its_store_and_not_of_the_proce
         prefixes += [key for key in store.list_keys() if key.endswith("/key")]
     assert len(prefixes) == 2
     assert prefixes[0] == prefixes[1]
+
+
+@pytest.mark.parametrize(("keeps_store", "are_equal"), [("True", False), ("False", True)])
+def test_counts_of_restarts_matter_only_if_torchrun_keeps_its_store(
+    monkeypatch: pytest.MonkeyPatch, keeps_store: str, are_equal: bool
+) -> None:
+    """The torchrun of each host counts for itself, so ranks of one attempt may have different counts."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", keeps_store)
+    keys = []
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        store = dist.HashStore()
+        with default_group(store):
+            world_store().set("key", "")
+        keys += [key for key in store.list_keys() if key.endswith("/key")]
+    assert len(keys) == 2
+    assert (keys[0] == keys[1]) is are_equal
