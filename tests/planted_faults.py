@@ -136,7 +136,7 @@ class Site:
 
 
 class Outcome(NamedTuple):
-    """What reports a fault: names of trainings, or an empty text."""
+    """The names of the trainings that report a fault, by kind of report; empty texts for none."""
 
     race: str = ""
     bits: str = ""

@@ -43,11 +43,11 @@ class Slice:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """The length of the interval, in seconds."""
         return self.end - self.begin
 
     def moved(self, seconds: float) -> Slice:
-        """Return it later by ``seconds``."""
+        """Return a copy that is ``seconds`` later."""
         return replace(self, begin=self.begin + seconds, end=self.end + seconds)
 
 
@@ -90,7 +90,7 @@ class Lanes:
         return steps
 
     def moved(self, seconds: float) -> Lanes:
-        """Return it later by ``seconds``."""
+        """Return a copy that is ``seconds`` later."""
         slices = tuple(each.moved(seconds) for each in self.slices)
         return replace(self, slices=slices, memory=tuple((moment + seconds, held) for moment, held in self.memory))
 

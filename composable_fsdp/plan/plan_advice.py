@@ -1,6 +1,6 @@
 """Advice: which change of the settings would save how many bytes of the peak, and how many seconds.
 
-The figures are estimates from one rehearsal, without another one. ``sweep`` gives exact ones.
+The figures are estimates from one rehearsal. ``sweep`` makes a plan for each setting, which is closer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _with_reshard(value: bool) -> Callable[[GroupSpec], GroupSpec]:
 
 
 def _encoded(spec: GroupSpec) -> GroupSpec:
-    """Return ``spec`` with a quarter of the bytes on the wire, or half of those in 16 bits: int8."""
+    """Return ``spec`` with half of the bytes that are sent, as int8 has beside 16 bits."""
     return replace(spec, full_bytes=spec.full_bytes // 2, gradient_bytes=tuple(n // 2 for n in spec.gradient_bytes))
 
 

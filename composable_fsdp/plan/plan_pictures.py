@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from composable_fsdp._runtime.schedule.simulate import Span
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["html_page", "html_table", "picture"]
+__all__ = ["html_page", "picture"]
 
 _MOST_POINTS = 2000
 """The number of points of the curve that are drawn."""
 _COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#f58518", "#eeca3b", "#b279a2")
 _LANES = ("compute", "gather", "reduce", "replicate")
 _STYLE = "body{font-family:sans-serif;margin:2em}td,th{text-align:left;padding:.2em 1em}img{max-width:100%}"
-
-
-def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Return a table of cells that are HTML."""
-    lines = ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
-    if head:
-        lines.insert(0, "<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>")
-    return "<table>" + "\n".join(lines) + "</table>"
 
 
 def html_page(title: str, body: str) -> str:

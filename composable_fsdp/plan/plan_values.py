@@ -12,11 +12,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from composable_fsdp._runtime.schedule.html_table import html_table
 from composable_fsdp._runtime.schedule.simulate import Span
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plan.known_accelerators import Accelerator
 from composable_fsdp.plan.plan_advice import Advice
-from composable_fsdp.plan.plan_pictures import html_page, html_table, picture
+from composable_fsdp.plan.plan_pictures import html_page, picture
 
 __all__ = ["Plan", "Row", "saved_text", "size_text", "time_text"]
 
@@ -122,12 +123,11 @@ class Plan:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        facts = html_table([(f"<b>{escape(title)}</b>", escape(text)) for title, text in self.summary().items()])
-        rows = [(escape(row.name), size_text(row.bytes), size_text(row.largest)) for row in self.rows]
-        parts = [facts, html_table(rows, ("memory", "at the peak", "at most"))]
-        advice = [(saved_text(e), f"<code>{escape(e.setting)}</code>", escape(e.why)) for e in self.advice]
+        rows = [(row.name, size_text(row.bytes), size_text(row.largest)) for row in self.rows]
+        parts = [html_table((), self.summary().items()), html_table(("memory", "at the peak", "at most"), rows)]
+        advice = [(saved_text(each), each.setting, each.why) for each in self.advice]
         if advice:
-            parts.append(html_table(advice, ("about", "with", "reason")))
+            parts.append(html_table(("about", "with", "reason"), advice))
         if importlib.util.find_spec("matplotlib") is not None:
             data = base64.b64encode(self._picture()).decode()
             parts.append(f'<img alt="memory and streams of a step" src="data:image/png;base64,{data}">')

@@ -52,7 +52,7 @@ class GroupActivations:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What the steps have shown.
+    """The measurements of the two steps.
 
     Args:
         parameters: the number of elements of the parameters, of all ranks together.
@@ -132,7 +132,9 @@ def rehearse(
     changes: Mapping[str, Callable[[GroupSpec], GroupSpec]],
     options: Mapping[str, Any],
 ) -> Rehearsal:
-    """Return what two steps of the model show. The arguments are those of :func:`composable_fsdp.plan.plan`.
+    """Run two steps of the model, and return their measurements.
+
+    The other arguments are those of :func:`composable_fsdp.plan.plan`.
 
     Args:
         chooses: the second step has the settings that are chosen by costs.

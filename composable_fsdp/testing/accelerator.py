@@ -159,7 +159,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What a region did that a CUDA graph cannot contain, or that takes memory of its own.
+    """The operations of a region that a CUDA graph cannot contain, or that take memory of their own.
 
     Args:
         synchronizations: the operations with which the host waited for a stream.

@@ -58,7 +58,7 @@ class _Entered(NamedTuple):
 
 
 class StepObserver(Protocol):
-    """What the hooks of an iteration report to: a :class:`Calibration`, or what stands in its place."""
+    """An object to which the hooks of an iteration report: a :class:`Calibration`, or one with the same methods."""
 
     @property
     def waited(self) -> float:
