@@ -21,6 +21,7 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
+from composable_fsdp._consistency.watchdog import known_watchdog
 from composable_fsdp.testing._messages import Call, Job, Raised, Ready, Returned, apply_warning_filters
 
 __all__ = ["main"]
@@ -75,6 +76,9 @@ def _reset() -> None:
         dist.destroy_process_group(group)
     if made:
         _forget_meshes()
+    watchdog = known_watchdog()
+    if watchdog is not None:
+        watchdog.go_on()  # other ranks would give the failure of an earlier call as the reason of a process' end
     torch.set_num_threads(1)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)

@@ -57,8 +57,8 @@ def run_ranks(
     thread, all seeds are 0, and the caller's warning filters are in effect. Processes are kept for the next call with
     the same world size and environment. They are forked from processes that have imported torch, so only the first call
     pays for the import; libraries that read the environment at import read it then. Before every call, the default
-    dtype, device and grad mode are reset, and process groups made by earlier functions are destroyed. Module globals
-    are kept.
+    dtype, device and grad mode are reset, process groups made by earlier functions are destroyed, and failed steps
+    forgotten. Module globals are kept.
 
     Args:
         function: a function at the top level of a module that the workers can import by name. The function, its

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing import RanksError, run_ranks, shutdown
 from tests._internals import _pool as pool
+from tests._internals import known_watchdog, watchdog
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +70,7 @@ def surroundings() -> tuple[object, ...]:
         torch.rand(()).item(),
         random.random(),
         numpy.random.random(),
+        (known := known_watchdog()) is not None and known.has_failed,
     )
 
 
@@ -82,6 +84,9 @@ def change_surroundings() -> int:
     random.seed(7)
     torch.manual_seed(7)
     numpy.random.seed(7)
+    known = watchdog.job_watchdog()
+    assert known is not None
+    known.fail("raised an error that was caught")
     return os.getpid()
 
 
