@@ -81,14 +81,16 @@ BENCHMARKS = [
         for ranks in (2, 4)
         for benchmark in (
             Benchmark(f"step-time-{ranks}", "step_time.py", ranks, 30),
+            Benchmark(f"step-time-{ranks}-sgd", "step_time.py --optimizer sgd", ranks, 30),
             Benchmark(f"step-time-{ranks}-local", f"step_time.py {LOCAL}", ranks, 30),
             Benchmark(f"step-time-{ranks}-fused", f"step_time.py {FUSED}", ranks, 30),
             Benchmark(f"step-time-{ranks}-bf16", f"step_time.py --bf16 {LOCAL}", ranks, 30),
             Benchmark(f"step-time-{ranks}-bf16-fused", f"step_time.py --bf16 {FUSED}", ranks, 30),
             Benchmark(f"step-time-{ranks}-sockets", f"step_time.py {LOCAL}", ranks, 30, SOCKETS),
             Benchmark(f"step-time-{ranks}-sockets-fused", f"step_time.py {FUSED}", ranks, 30, SOCKETS),
-            Benchmark(f"step-parts-{ranks}", "step_parts.py", ranks),
-            Benchmark(f"step-parts-{ranks}-sockets", "step_parts.py", ranks, environment=SOCKETS),
+            Benchmark(f"step-parts-{ranks}", "step_parts.py --local-optimizer", ranks),
+            Benchmark(f"step-parts-{ranks}-sgd", "step_parts.py --optimizer sgd", ranks),
+            Benchmark(f"step-parts-{ranks}-sockets", "step_parts.py --local-optimizer", ranks, environment=SOCKETS),
             Benchmark(f"order-check-{ranks}", "order_check.py", ranks),
             Benchmark(f"order-check-{ranks}-sockets", "order_check.py", ranks, environment=SOCKETS),
             Benchmark(f"version-check-{ranks}", "version_check.py", ranks),
@@ -112,6 +114,7 @@ BENCHMARKS = [
     Benchmark("plan-accuracy", "plan_accuracy.py"),
     Benchmark("plan-large", "plan_accuracy.py --large"),
     Benchmark("plan-resident", "plan_resident.py"),
+    Benchmark("plan-order", "plan_order.py"),
     Benchmark("schedule-prediction", "schedule_prediction.py", minutes=120),
     Benchmark("soak", "soak.py", minutes=60),
 ]
