@@ -58,6 +58,8 @@ CLIENTS = (
         "torchtitan",
         note="sums forced, for gloo on fsdp2; scaled dot product attention, as flex attention has no backward on CPU",
     ),
+    Client("verl's calls", "verl_actor.py", "transformers", note="`verl/utils/fsdp_utils.py` without verl"),
+    Client("weights by pass", "weights_by_pass.py", "torch", note="what Transformer Engine reads of FSDP2's state"),
     Client("torch pipelining, 1F1B", "pipelining.py", "torch", ranks=4),
     Client("torch pipelining, interleaved", "pipelining.py --interleaved", "torch", ranks=4),
     Client("torch profiler", "profiler.py", "torch"),
