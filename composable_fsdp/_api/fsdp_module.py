@@ -25,9 +25,11 @@ from composable_fsdp._api.group_setters import (
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state_of
+from composable_fsdp._runtime.groups.state_machine import GradientState
 from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import hooked_forward
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration, states_by_name
+from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.root.model_check import check_costs
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp._runtime.schedule.choose import Choice
@@ -39,7 +41,7 @@ from composable_fsdp._torch_compat.torch_types import TorchFSDPModule, TorchUnsh
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError, UnsupportedError
 from composable_fsdp.policies import Reshard
 
-__all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -53,6 +55,19 @@ class UnshardHandle(TorchUnshardHandle):
         if self._state is not None:
             state, self._state = self._state, None
             state.group.wait()
+
+
+class GradientReductionHandle:
+    """Handle of gradient reductions in flight, returned by ``FSDPModule.finalize_backward(async_op=True)``."""
+
+    def __init__(self, iteration: Iteration) -> None:
+        self._iteration: Iteration | None = iteration
+
+    def wait(self) -> None:
+        """Wait for the reductions and set the sharded gradients. Further calls have no effect."""
+        if self._iteration is not None:
+            iteration, self._iteration = self._iteration, None
+            iteration.finish_reductions()
 
 
 class FSDPModule(TorchFSDPModule):
@@ -162,6 +177,59 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits at its end for reductions in flight. If not, a later backward does."""
         iteration_of(_state(self)).is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether backwards leave reductions in flight until :meth:`finalize_backward` is called, once per step."""
+        iteration_of(_state(self)).finalizes_backward = not enabled
+
+    def finalize_backward(self, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what is left after the backwards of a step, and set all sharded gradients. All ranks must call it.
+
+        Gradients of modules without gradient synchronization stay unreduced.
+
+        Args:
+            async_op: return a handle without waiting. Call its ``wait()`` before the optimizer's step.
+
+        Raises:
+            LifecycleError: a forward or backward runs.
+        """
+        iteration = iteration_of(_state(self))
+        synchronized = [each for each in _states(self, recurse=True) if each.is_synchronized]
+        iteration.reduce_held("finalize_backward()", synchronized)
+        handle = GradientReductionHandle(iteration)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def get_pending_gradients(self) -> dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Return the gradients that are not in ``grad`` yet, of all sharded modules below this one.
+
+        Nothing is communicated. The tensors may be changed in place; the mapping is a copy.
+
+        Returns:
+            for each sharded parameter with such gradients: this rank's full gradient, summed without gradient
+            synchronization (a ``DTensor`` on a tensor-parallel mesh), and this rank's shard of gradients that are
+            reduced over the shard axis only, before any division (``set_requires_all_reduce(False)``, or
+            ``no_sync(sharded=True)``). Either is ``None`` if there is none. Their dtype is that of the reduction.
+        """
+        found: dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        for state in _states(self, recurse=True):
+            found |= {each.sharded: parts for each, parts in state.group.gradients.held().items()}
+        return found
+
+    def synchronize_gradients(self) -> None:
+        """Reduce the pending gradients of all sharded modules below this one, and add them to ``grad``.
+
+        Also those of modules without gradient synchronization. All ranks must call it. Without pending gradients it has
+        no effect.
+
+        Raises:
+            LifecycleError: a forward or backward runs.
+        """
+        iteration = iteration_of(_state(self))
+        iteration.reduce_held("synchronize_gradients()", _states(self, recurse=True))
+        iteration.finish_reductions()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the summed gradients of this module's group by ``factor`` instead of by the number of ranks."""
@@ -532,12 +600,25 @@ class FSDPModule(TorchFSDPModule):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients as ``nn.Module.zero_grad`` does; also drop accumulated gradients not reduced yet."""
+        """Reset gradients as ``nn.Module.zero_grad`` does, pending ones too (:meth:`get_pending_gradients`)."""
         states = _states(self, recurse=True)
         for iteration in {each for state in states if (each := known_iteration(state)) is not None}:
             iteration.drain()  # reductions in flight would set gradients later
+        own = {id(parameter) for module in _modules(self) for parameter in module._parameters.values()}
         for state in states:
-            state.group.gradients.drop()
+            parameters = state.group.parameters
+            shown = [each for each in parameters if id(each.sharded) in own or id(each.unsharded) in own]
+            if len(shown) < len(parameters):  # the group has modules outside of this one
+                state.group.gradients.zero(shown, set_to_none=set_to_none)
+            elif set_to_none or state.group.gradients.state is GradientState.ARRIVING:  # of a backward that failed
+                state.group.gradients.drop()
+            else:
+                state.group.gradients.zero(shown, set_to_none=False)
+            for gradient in () if set_to_none else (each.sharded.grad for each in shown):
+                if gradient is not None:
+                    gradient.zero_()
+            for parameter in shown if set_to_none else ():  # ``super`` sees the registered ones only
+                parameter.sharded.grad = None
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -636,6 +717,11 @@ def _read_costs(costs: object) -> Costs | Exception | None:
 def _state(module: object) -> FSDPState:
     assert isinstance(module, nn.Module)
     return state_of(module)
+
+
+def _modules(module: object) -> Iterator[nn.Module]:
+    assert isinstance(module, nn.Module)
+    return module.modules()
 
 
 def _states(module: object, recurse: bool) -> list[FSDPState]:

@@ -22,13 +22,13 @@ def test_the_page_for_the_installed_torch_is_up_to_date() -> None:
 def test_a_name_a_parameter_and_a_default_that_only_torch_has_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def set_is_last_backward(self: object, is_last_backward: bool = True, *, recurse: bool = True) -> None: ...
 
-    def synchronize_gradients(self: object) -> None: ...
+    def forget_gradients(self: object) -> None: ...
 
     monkeypatch.setattr(torch_fsdp.FSDPModule, "set_is_last_backward", set_is_last_backward)
-    with mock.patch.object(torch_fsdp.FSDPModule, "synchronize_gradients", synchronize_gradients, create=True):
+    with mock.patch.object(torch_fsdp.FSDPModule, "forget_gradients", forget_gradients, create=True):
         found = {each for row in upstream.comparisons() for each in row.differences} - upstream.REASONS.keys()
     assert found == {
         "FSDPModule.set_is_last_backward(is_last_backward)",
         "FSDPModule.set_is_last_backward(recurse)",
-        "FSDPModule.synchronize_gradients",
+        "FSDPModule.forget_gradients",
     }

@@ -366,6 +366,25 @@ class BucketReduceScatter:
         self.add_partial(scatter)
         self._partial = ReduceScatterBuffers([], scatter.output, scatter.present)
 
+    def partial_shards(self) -> dict[ShardedParameter, torch.Tensor]:
+        """Return this rank's shards of the sum of :meth:`keep_partial`, before any division, as views of it."""
+        if self._partial is None:
+            return {}
+        parts = self._partial.output.split_with_sizes(self._widths)
+        shards = [parts[piece] for piece in self._pieces]
+        for k, shape in self._not_vectors:
+            shards[k] = shards[k].view(shape)
+        return {self._members[k]: shards[k] for k in self._present_anywhere(self._partial)}
+
+    def drop_partial_of(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Let ``parameters``, whose shards are zero, not count as gradients in the sum of :meth:`keep_partial`."""
+        if self._partial is not None:
+            layout, dropped = self.plan.reduce, {k for k, each in enumerate(self._members) if each in parameters}
+            self._partial.present -= dropped
+            if layout.num_flags:
+                for k in dropped:
+                    self._partial.output[layout.flags_offset + k] = 0
+
     def commit(self) -> None:
         """Keep the residuals of the codecs: the step has succeeded."""
         for encoder in self.encoders.values():

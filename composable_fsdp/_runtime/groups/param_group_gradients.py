@@ -176,6 +176,32 @@ class ParamGroupGradients:
             for parameter in bucket.parameters:
                 parameter.accumulate_gradient(bucket.plan.sum_dtype)
 
+    def held(self) -> dict[ShardedParameter, tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Return what is not in the sharded gradient yet, by parameter: the full gradient, and the shard of sums.
+
+        Either is ``None`` where there is none. Neither communicates, and both may be changed in place.
+        """
+        if self._partial is not None:
+            self._partial.wait()
+        sums: dict[ShardedParameter, torch.Tensor] = {}
+        for bucket in self._tensors.buckets:
+            sums |= bucket.scatter.partial_shards()
+        found = {parameter: (parameter.held_gradient, sums.get(parameter)) for parameter in self._tensors.parameters}
+        return {parameter: parts for parameter, parts in found.items() if any(part is not None for part in parts)}
+
+    def zero(self, parameters: Sequence[ShardedParameter], *, set_to_none: bool) -> None:
+        """Set gradients of ``parameters`` that were not reduced to zero, or drop them with ``set_to_none``."""
+        held = self.held()
+        for parameter in parameters:
+            for part in held.get(parameter, ()):
+                if part is not None:
+                    part.zero_()
+            if set_to_none:
+                parameter.drop_gradient()
+        if set_to_none:
+            for bucket in self._tensors.buckets:
+                bucket.scatter.drop_partial_of(parameters)
+
     def drop(self) -> None:
         """Drop gradients that were not reduced, accumulated microbatches included."""
         self._reset_counters()

@@ -30,7 +30,7 @@ from composable_fsdp._consistency.starting_values import Start
 from composable_fsdp._layout.bucket_layout import ALIGNMENT_BYTES
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
-from composable_fsdp._sharding.param_sharding import ParameterSharding, as_dtensor_at_zero
+from composable_fsdp._sharding.param_sharding import ParameterSharding, as_dtensor, as_dtensor_at_zero
 from composable_fsdp.codecs.communication_policy import PLAIN, CommunicationPolicy, GradientCodecs
 from composable_fsdp.codecs.error_feedback import without_feedback
 from composable_fsdp.codecs.protocol import Codec, CodecPerParameter, resolve_codec
@@ -341,6 +341,16 @@ class ShardedParameter:
         (total,) = take_gradients((self,), dtype)
         assert total is not None
         self.accumulated = total.to(dtype, copy=True) if is_first else total
+
+    @property
+    def held_gradient(self) -> torch.Tensor | None:
+        """This rank's full gradient that is not reduced yet, a ``DTensor`` on a model-parallel mesh, or ``None``."""
+        if self.unsharded is self.sharded:  # it was never all-gathered
+            return None
+        held, inner = self.accumulated, self.sharding.inner
+        if held is None or inner is None:
+            return self.unsharded.grad if held is None else held
+        return as_dtensor(held, inner.mesh, inner.placements, inner.shape)
 
     def drop_gradient(self) -> None:
         """Drop gradients that were not reduced."""

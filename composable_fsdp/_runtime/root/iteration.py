@@ -57,7 +57,7 @@ from composable_fsdp._runtime.schedule.passes import GroupSpec
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
 from composable_fsdp._runtime.schedule.simulate import Timeline
 from composable_fsdp._sharding.mesh import DataParallelAxes
-from composable_fsdp.errors import DivergenceError, PeerError
+from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 
 __all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass", "awaiting_readers"]
 
@@ -84,6 +84,8 @@ class Iteration:
         self.states = states
         self._streams = streams
         self.is_last_backward = True
+        self.finalizes_backward = True
+        """False if the user calls :meth:`finalize` after the last backward of a step."""
         self.post_optimizer_event: Any = None
         """Event that the user recorded after the optimizer step; the next forward's first all-gather waits for it."""
         self._pass = Pass.IDLE
@@ -543,11 +545,8 @@ class Iteration:
                 state.group.copy_out_shared()  # other ranks may update their shards while forwards here still use it
         # Launched before the wait for gradients, so that there is one wait.
         works = self._end_epoch("end of backward", self._aliasing)
-        if self.is_last_backward:
-            self.drain()
-            for state in self.states.values():
-                if state.client_post_backward is not None:
-                    state.client_post_backward(_noop)  # only now the reduced gradients are set
+        if self.is_last_backward and self.finalizes_backward:
+            self.finish_reductions()
         _wait_for(works)
         if trace.listeners:
             trace.emit(trace.Operation.BACKWARD, self.root.name, begin=self._backward_began)
@@ -641,6 +640,27 @@ class Iteration:
     def drain(self) -> None:
         """Wait for everything in flight. Afterwards all reduced gradients are set."""
         self._reductions.drain()
+
+    def finish_reductions(self) -> None:
+        """Wait for all reductions in flight, set their gradients, and tell clients so."""
+        self.drain()
+        for state in self.states.values():
+            if state.client_post_backward is not None:
+                state.client_post_backward(_noop)  # only now the reduced gradients are set
+
+    def reduce_held(self, occasion: str, states: Iterable[FSDPState]) -> None:
+        """Launch the reductions of all gradients that ``states`` hold after earlier backwards.
+
+        Raises:
+            LifecycleError: a forward or backward runs.
+        """
+        if self._pass is not Pass.IDLE:
+            place = f"the {self._pass.value} of {self.root.name}"
+            raise LifecycleError(
+                f"{occasion} was called in {place}, which may still give gradients: call it afterwards."
+            )
+        self.check_not_lent()
+        self._reductions.reduce_held(states)
 
     def drain_before_changes(self) -> None:
         """Wait for reductions in flight if ``requires_grad`` of a parameter changed since their launch.

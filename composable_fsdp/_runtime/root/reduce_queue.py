@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from composable_fsdp._memory.streams import CommStreams
@@ -88,6 +88,14 @@ class ReductionQueue:
                     member.contribute()
         for launch in reduce_together(together, self.streams, self._fused_buckets, partial=partial):
             self._run(launch)
+
+    def reduce_held(self, states: Iterable[FSDPState]) -> None:
+        """Launch the reductions of the gradients that ``states`` hold, after backward, whatever is configured."""
+        for state in states:
+            state.group.gradients.notice()  # pipelines that split backward set gradients by hand
+            for launch in reduce_together([state.group.gradients], self.streams):
+                self._make_room(launch)
+                self._add(launch.run())
 
     def _find_fusion(self, state: FSDPState) -> Sequence[FSDPState]:
         """Return and note the states whose reductions are fused with those of ``state`` in this backward."""

@@ -1,0 +1,437 @@
+"""Gradients that are not reduced yet: seen, changed, zeroed and reduced by the user, and backwards that he finishes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from composable_fsdp import CPUOffloadPolicy, LifecycleError, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from composable_fsdp.testing import BACKEND, run_ranks, simulated_accelerator
+from tests.helpers.transports import SOCKETS
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16)
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
+
+
+class Pair(nn.Module):
+    """Two layers that share an input."""
+
+    def __init__(self, inputs: int = 4, outputs: int = 4) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(inputs, outputs, bias=False), nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.first(x) + self.second(x)
+        return total
+
+
+def pair(mesh: DeviceMesh | None = None, **options: Any) -> Any:
+    """Return a pair whose layers are one group. Parameters stay unsharded, so that layers can run alone."""
+    model = Pair(options.pop("inputs", 4), options.pop("outputs", 4))
+    fully_shard([model.first, model.second], mesh=mesh, reshard_after_forward=False, mp_policy=BF16, **options)
+    sharded: Any = fully_shard(model)
+    sharded.set_reshard_after_backward(False)
+    return sharded
+
+
+def inputs(value: float, width: int = 4) -> torch.Tensor:
+    return torch.full((1, width), value, dtype=torch.bfloat16, requires_grad=True)
+
+
+def full(gradient: Any) -> torch.Tensor:
+    whole: torch.Tensor = gradient.full_tensor()
+    return whole
+
+
+def pending(model: Any) -> Any:
+    """Return the pending gradients, and check that nothing is sent for them."""
+    with CommDebugMode() as communication:
+        found = model.get_pending_gradients()
+    assert communication.get_total_counts() == 0
+    return found
+
+
+# -- accumulation
+
+
+def accumulate(policy: OffloadPolicy) -> None:
+    model: Any = fully_shard(nn.Linear(1, 2, bias=False), mp_policy=BF16, offload_policy=policy)
+    cases = [
+        ([(True, 256), (False, 1), (True, -256)], 1),
+        # 256 + 1 is 256 in bf16, in which pending gradients are summed; those in ``grad`` are in fp32.
+        ([(True, 3), (False, 256), (False, 1), (True, -256)], 3),
+    ]
+    for contributions, expected in cases:
+        model.zero_grad()
+        for synchronizes, value in contributions:
+            model.set_requires_gradient_sync(synchronizes)
+            model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+            found = pending(model)
+            assert model.weight.grad.dtype == torch.float32
+            if synchronizes:
+                assert found == {}
+            else:
+                ((parameter, (unreduced, partial)),) = found.items()
+                assert parameter is model.weight
+                assert partial is None
+                assert unreduced.dtype == torch.bfloat16
+                assert unreduced.shape == (2, 1)
+                assert full(model.weight.grad).tolist() == [[contributions[0][1]]] * 2
+        assert full(model.weight.grad).tolist() == [[expected]] * 2
+
+
+def change(policy: OffloadPolicy, reshards: bool) -> None:
+    """Change pending gradients in place, between microbatches."""
+    model: Any = fully_shard(
+        nn.Linear(2, 4, bias=False), reshard_after_forward=False, mp_policy=BF16, offload_policy=policy
+    )
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(reshards)
+    weight = model.weight  # the sharded one
+    known, expected = None, torch.zeros(4, 2, dtype=torch.bfloat16)
+    for step, value in enumerate((2.0, 1.0, 1.0)):
+        output = model(torch.full((1, 2), value, dtype=torch.bfloat16))
+        if known is not None:
+            assert pending(model)[weight][0] is known
+        output.sum().backward()
+        expected += value
+        found = pending(model)
+        unreduced, partial = found[weight]
+        found.clear()
+        assert pending(model)[weight][0] is unreduced, "the mapping is a copy"
+        assert weight.grad is None
+        assert partial is None
+        assert known is None or unreduced is known
+        known = unreduced
+        if step == 0:
+            unreduced.square_()[:, 0].add_(1)
+            expected.square_()[:, 0].add_(1)
+        elif step == 1:
+            unreduced.copy_(torch.full_like(unreduced, 3))
+            expected.fill_(3)
+        assert torch.equal(unreduced, expected)
+        model.reshard()
+        assert pending(model)[weight][0] is known
+    model.synchronize_gradients()
+    assert pending(model) == {}
+    assert torch.equal(full(weight.grad), expected.float())
+
+
+def clear(policy: OffloadPolicy, set_to_none: bool, whole: bool) -> None:
+    """Zero the gradients of a model, or of one of two layers of a group, between a forward and its backward."""
+    model = pair(offload_policy=policy)
+    first, second = model.first.weight, model.second.weight
+    for synchronizes, value in ((True, 4.0), (False, 2.0)):
+        model.set_requires_gradient_sync(synchronizes)
+        model(inputs(value)).sum().backward()
+    output = model.first(inputs(1.0))
+    assert set(pending(model)) == {first, second}
+    (model if whole else model.first).zero_grad(set_to_none=set_to_none)
+    found = pending(model)
+    for parameter in (first, second) if whole else (first,):
+        if set_to_none:
+            assert parameter not in found
+            assert parameter.grad is None
+        else:
+            assert not found[parameter][0].any()
+            assert found[parameter][1] is None
+            assert not parameter.grad.to_local().any()
+    if not whole:
+        assert (found[second][0] == 2).all()
+        assert (second.grad.to_local() == 4).all()
+    output.sum().backward()
+    model.synchronize_gradients()
+    assert (full(first.grad) == 1).all()
+    if set_to_none and whole:
+        assert second.grad is None
+    else:
+        assert (full(second.grad) == (0 if whole else 6)).all()
+
+
+def divide() -> None:
+    model: Any = fully_shard(nn.Linear(1, 2, bias=False))
+    model.set_gradient_divide_factor(3)
+    for synchronizes in (True, False):
+        model.set_requires_gradient_sync(synchronizes)
+        model(torch.full((1, 1), 3.0)).sum().backward()
+    for expected in (2, 4, 4):
+        assert full(model.weight.grad).tolist() == [[expected]] * 2
+        model.synchronize_gradients()
+        assert pending(model) == {}
+
+
+def split() -> None:
+    """Compute gradients of inputs and of weights apart, as zero-bubble pipelines do."""
+    torch.manual_seed(42)
+    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    reference = copy.deepcopy(model).to(torch.bfloat16)
+    fully_shard([model[0], model[1]], reshard_after_forward=False, mp_policy=BF16)
+    fully_shard(model)
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    parameters, known = list(model.parameters()), dict[Any, torch.Tensor]()
+    sums = [torch.zeros(4, 4, dtype=torch.bfloat16) for _ in parameters]
+    for step in range(3):
+        x = torch.full((2, 4), dist.get_rank() + step + 1.0, dtype=torch.bfloat16, requires_grad=True)
+        output = model(x)
+        _, groups = stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
+        stage_backward_weight(model.parameters(), groups)
+        reference(x.detach()).sum().backward()
+        for total, parameter in zip(sums, reference.parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad
+            parameter.grad = None
+        for total, parameter in zip(sums, parameters, strict=True):
+            unreduced, partial = pending(model)[parameter]
+            assert partial is None
+            assert unreduced.dtype == torch.bfloat16
+            assert torch.equal(unreduced, total)
+            assert known.setdefault(parameter, unreduced) is unreduced
+    model.synchronize_gradients()
+    assert pending(model) == {}
+    for total, parameter in zip(sums, parameters, strict=True):
+        dist.all_reduce(total)
+        assert torch.equal(full(parameter.grad), total.float() / 2)
+
+
+def tensor_parallel(policy: OffloadPolicy, shards: int) -> None:
+    mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    reference = nn.Linear(4, 4, bias=False)
+    model: Any = parallelize_module(copy.deepcopy(reference), mesh["tp"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False, offload_policy=policy)
+    model.set_requires_gradient_sync(False)
+    for value in (1.0, 2.0):
+        reference(torch.full((2, 4), value)).sum().backward()
+        model(torch.full((2, 4), value)).sum().backward()
+        unreduced, partial = pending(model)[model.weight]
+        assert partial is None
+        assert isinstance(unreduced, DTensor)
+        assert unreduced.device_mesh == mesh["tp"]
+        assert unreduced.placements == (Shard(0),)
+        assert torch.equal(full(unreduced), torch.as_tensor(reference.weight.grad))
+    model.synchronize_gradients()
+    assert pending(model) == {}
+    assert torch.equal(full(model.weight.grad), torch.as_tensor(reference.weight.grad))
+
+
+def hybrid(policy: OffloadPolicy, cleared: bool | None, dim: int) -> None:
+    """Keep gradients that are reduced over the shard axis only, with and without full ones."""
+    width, height = (1, 5) if dim == 0 else (4, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = pair(mesh, inputs=width, outputs=height, shard_placement_fn=lambda _: Shard(dim), offload_policy=policy)
+    first, second = model.first.weight, model.second.weight
+    model(inputs(4.0, width)).sum().backward()
+    model.set_requires_all_reduce(False)
+    for module, value in ((model.first, 2.0), (model.second, 3.0)):
+        module(inputs(value, width)).sum().backward()
+    model.set_requires_gradient_sync(False)
+    model.first(inputs(1.0, width)).sum().backward()
+    found = pending(model)
+    assert set(found) == {first, second}
+    assert found[first][0] is not None
+    assert found[second][0] is None
+    for parameter, (_, partial) in found.items():
+        assert not isinstance(partial, DTensor)
+        assert partial.dtype == torch.bfloat16
+        assert partial.shape == parameter.to_local().shape
+        assert parameter.grad.dtype == torch.float32
+    if cleared is not None:
+        model.zero_grad(set_to_none=cleared)
+        assert (pending(model) == {}) is cleared
+        assert not any(part.any() for parts in pending(model).values() for part in parts if part is not None)
+    expected = 7 if cleared is None else 0
+    for _ in range(2):
+        model.synchronize_gradients()
+        assert pending(model) == {}
+        for parameter in (first, second):
+            assert parameter.grad is None if cleared else (full(parameter.grad) == expected).all()
+    model.set_requires_all_reduce(True)
+    model.set_requires_gradient_sync(True)
+    model(inputs(1.0, width)).sum().backward()
+    for parameter in (first, second):
+        assert (full(parameter.grad) == expected + 1).all()
+
+
+def clear_one_sum(set_to_none: bool) -> None:
+    """Zero the sums over the shard axis of one of two layers of a group."""
+    model = pair(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    first, second = model.first.weight, model.second.weight
+    model.set_requires_all_reduce(False)
+    model(inputs(2.0)).sum().backward()
+    model.first.zero_grad(set_to_none=set_to_none)
+    found = pending(model)
+    assert found[second][1].any()
+    assert first not in found if set_to_none else not found[first][1].any()
+    model.synchronize_gradients()
+    assert (full(second.grad) == 2).all()
+    if set_to_none:
+        assert first.grad is None
+    else:
+        assert (full(first.grad) == 0).all()
+
+
+# -- backwards that the user finishes
+
+
+def finish(mesh: DeviceMesh | None = None) -> None:
+    """Compare steps of two microbatches that are finished by hand with plain ones."""
+    torch.manual_seed(0)
+    reference: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    models = [copy.deepcopy(reference) for _ in range(2)]
+    for model in models:
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    plain, manual = models
+    manual.set_manual_backward_finalization(True)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        batches = [torch.randn(4, 64, generator=generator) for _ in range(2)]
+        for number, batch in enumerate(batches):
+            for model in models:
+                model.set_requires_gradient_sync(number == 1 or step == 1)
+                model(batch).square().sum().backward()
+        if step == 2:  # reduce what a step without gradient synchronization has left
+            manual.set_requires_gradient_sync(True)
+        handle = manual.finalize_backward(async_op=step % 2 == 0)
+        assert (handle is not None) is (step % 2 == 0)
+        for _ in range(2 if handle is not None else 0):
+            handle.wait()
+        for a, b in zip(plain.parameters(), manual.parameters(), strict=True):
+            assert torch.equal(a.grad.to_local(), b.grad.to_local())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    manual(torch.ones(4, 64)).sum().backward()
+    missing = [p.grad is None for p in manual.parameters()]
+    assert any(missing), "the last reduction is in flight"
+    manual.finalize_backward()
+    assert not any(p.grad is None for p in manual.parameters())
+
+
+def finish_without_synchronization() -> None:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 4)).sum().backward()
+    model.finalize_backward()
+    assert set(pending(model)) == set(model.parameters())
+    assert model.weight.grad is None
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    assert pending(model) == {}
+    assert (full(model.weight.grad) == 1).all()
+
+
+class Calls(nn.Module):
+    """A layer that calls a function in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.called: Callable[[], object] = type(None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.called()
+        y: torch.Tensor = self.layer(x)
+        return y
+
+
+def call_in_forward(name: str) -> str:
+    model: Any = fully_shard(Calls())
+    model.called = getattr(model, name)
+    with pytest.raises(LifecycleError) as caught:
+        model(torch.ones(1, 4))
+    return str(caught.value)
+
+
+def convert() -> str:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(LifecycleError) as caught:
+        model.to(torch.bfloat16)
+    model.synchronize_gradients()
+    model.to(torch.bfloat16)
+    assert model.weight.dtype == torch.bfloat16
+    return str(caught.value)
+
+
+def without_races() -> None:
+    mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
+    with simulated_accelerator() as device:
+        finish(mesh)
+        torch.manual_seed(0)
+        model: Any = fully_shard(nn.Linear(64, 64), mesh=mesh)
+        model.set_requires_gradient_sync(False)
+        for _ in range(2):
+            model(torch.randn(4, 64)).square().sum().backward()
+            for unreduced, _ in model.get_pending_gradients().values():
+                unreduced.mul_(0.5)
+        model.synchronize_gradients()
+        model.weight.grad.mul_(2)
+    assert [str(race) for race in device.races] == []
+
+
+# -- tests
+
+
+def on_two_ranks() -> None:
+    for policy in (OffloadPolicy(), OFFLOAD):
+        accumulate(policy)
+        for flag in (False, True):
+            change(policy, flag)
+            for whole in (False, True):
+                clear(policy, flag, whole)
+        tensor_parallel(policy, 1)
+    divide()
+    split()
+    finish()
+    finish_without_synchronization()
+
+
+def on_four_ranks() -> None:
+    for policy in (OffloadPolicy(), OFFLOAD):
+        for cleared in (None, False, True):
+            hybrid(policy, cleared, 0)
+        tensor_parallel(policy, 2)
+    hybrid(OffloadPolicy(), None, 1)
+    clear_one_sum(True)
+    clear_one_sum(False)
+    finish(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def test_gradients_are_pending_until_they_are_reduced() -> None:
+    run_ranks(on_two_ranks, 2)
+
+
+def test_partly_reduced_gradients_are_pending_on_hybrid_meshes() -> None:
+    run_ranks(on_four_ranks, 4)
+
+
+@pytest.mark.parametrize("name", ["synchronize_gradients", "finalize_backward"])
+def test_a_pass_that_runs_cannot_be_finished(name: str) -> None:
+    for text in run_ranks(call_in_forward, 2, name):
+        assert f"{name}() was called in the forward of root, which may still give gradients" in text
+
+
+def test_a_conversion_does_not_lose_pending_gradients() -> None:
+    for text in run_ranks(convert, 2):
+        assert "holds gradients that were accumulated and not delivered yet, which this change would lose" in text
+
+
+def test_explicit_reductions_have_no_races() -> None:
+    run_ranks(without_races, 2, environment=SOCKETS)
