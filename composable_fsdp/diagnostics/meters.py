@@ -108,7 +108,7 @@ class Meter:
         now, waited = time.perf_counter(), self._seconds_waited()
         total, steps = max(now - self._began, 1e-9), max(step - self._step, 1)
         speed = self._tokens * steps / total
-        scalars = {name: float(value) for name, value in values.items()}
+        scalars = {n: float(v.detach() if isinstance(v, torch.Tensor) else v) for n, v in values.items()}
         scalars |= {"seconds_per_step": total / steps, "tokens_per_second": speed}
         scalars["memory_bytes"] = float(_memory_in_use(self._device))
         if self._peak_flops is not None:

@@ -67,7 +67,7 @@ def test_speed_and_utilization_are_those_of_the_steps_since_the_last_reading(clo
     clock.now += 1.0
     assert meter(1, loss=3.0) is None
     clock.now += 3.0
-    reading = meter(2, loss=torch.tensor(2.5))
+    reading = meter(2, loss=torch.tensor(2.5, requires_grad=True))
     assert reading is not None
     assert reading.step == 2
     memory = reading.scalars["memory_bytes"]
