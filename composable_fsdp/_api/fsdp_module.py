@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from os import PathLike
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 from weakref import ref
 
 import torch
@@ -421,7 +421,7 @@ class FSDPModule(TorchFSDPModule):
         check_count("max_extra_bytes", max_extra_bytes, or_none=True)
         set_root_option(_state(self), "max_extra_bytes", max_extra_bytes)
 
-    def set_order_check(self, level: str) -> None:
+    def set_order_check(self, level: Literal["off", "first", "always"]) -> None:
         """Set how often ranks compare, before a collective, that all of them are about to launch the same one.
 
         With gloo, a collective that ranks enter with different parameters ends the process, or mixes their values.

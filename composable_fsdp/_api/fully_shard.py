@@ -29,7 +29,7 @@ from composable_fsdp._sharding.mesh import (
     warn_without_cpu_backend,
 )
 from composable_fsdp._sharding.param_sharding import FullMesh
-from composable_fsdp._sharding.strategy import ShardingStrategy, resolve_strategy
+from composable_fsdp._sharding.strategy import ShardingStrategy, StrategyName, resolve_strategy
 from composable_fsdp._torch_compat.fsdp_state import client_state, register_client_states
 from composable_fsdp._torch_compat.torch_types import (
     as_mesh_dims,
@@ -65,7 +65,7 @@ def fully_shard(
     module: Modules,
     *,
     policy: PolicyLike | None = None,
-    strategy: ShardingStrategy | str | None = None,
+    strategy: ShardingStrategy | StrategyName | None = None,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,

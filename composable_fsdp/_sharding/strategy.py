@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from composable_fsdp._sharding.mesh import default_mesh
 from composable_fsdp.errors import ConfigurationError, MeshError
 from composable_fsdp.policies import DataParallelMeshDims
 
-__all__ = ["Resolved", "ShardingStrategy", "resolve_strategy"]
+__all__ = ["Resolved", "ShardingStrategy", "StrategyName", "resolve_strategy"]
+
+StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
 
 class ShardingStrategy(Enum):

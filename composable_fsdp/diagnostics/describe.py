@@ -46,6 +46,7 @@ class GroupDescription:
         after_forward: what happens to the unsharded parameters.
         strategy: the strategy that mesh and ``reshard_after_forward`` amount to.
         tied: the names of each parameter with several, the one it belongs to within the group first.
+        owners: the number of modules that have its parameters. A group of one module cannot be divided.
     """
 
     names: tuple[str, ...]
@@ -60,6 +61,7 @@ class GroupDescription:
     after_forward: str
     strategy: ShardingStrategy
     tied: tuple[tuple[str, ...], ...]
+    owners: int
 
     @property
     def label(self) -> str:
@@ -88,9 +90,10 @@ class ModelDescription:
     def _notes(self) -> Iterator[str]:
         total = sum(group.bytes for group in self.groups)
         per_rank = sum(group.bytes_per_rank for group in self.groups)
-        yield f"{len(self.groups)} groups, {_size(total)} in full, {_size(per_rank)} on this rank."
+        yield f"{_count(len(self.groups), 'group')}, {_size(total)} in full, {_size(per_rank)} on this rank."
         largest = max(self.groups, key=lambda group: group.bytes)
-        if largest.bytes > _LARGE_FRACTION * total:
+        shards = largest.strategy is not ShardingStrategy.NO_SHARD
+        if shards and largest.owners > 1 and largest.bytes > _LARGE_FRACTION * total:
             yield (
                 f"Warning: {largest.label} holds {largest.bytes / total:.0%} of all bytes, and is in memory in full "
                 "whenever any of it computes. Make groups of modules in it, for example with "
@@ -99,7 +102,7 @@ class ModelDescription:
         if self.unsharded:
             names = ", ".join(list(self.unsharded)[:5]) + (", ..." if len(self.unsharded) > 5 else "")
             yield (
-                f"Not sharded, being ignored or in no group: {len(self.unsharded)} parameters, "
+                f"Not sharded, being ignored or in no group: {_count(len(self.unsharded), 'parameter')}, "
                 f"{_size(sum(self.unsharded.values()))}: {names}"
             )
 
@@ -174,6 +177,7 @@ def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupD
         after_forward=_after_forward(state),
         strategy=_strategy(state),
         tied=tuple(_names(p, places) for p in (*parameters, *used) if len(p.owners) > 1),
+        owners=len({owner for p in parameters for owner, _ in p.owners}),
     )
 
 
@@ -281,6 +285,10 @@ def _cells(group: GroupDescription) -> tuple[str, ...]:
         group.strategy.name,
         "; ".join(" = ".join(names) for names in group.tied),
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _size(nbytes: float) -> str:

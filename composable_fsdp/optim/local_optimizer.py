@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from composable_fsdp.errors import ConfigurationError, LifecycleError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
 from composable_fsdp.optim._local_step import local_copies_of
 
 __all__ = ["ELEMENTWISE", "local_optimizer"]
@@ -96,6 +96,8 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
 
 
 def _check(optimizer: Optimizer, elementwise: bool) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(f"local_optimizer takes an optimizer, such as torch.optim.SGD(...), not {optimizer!r}.")
     kind = type(optimizer)
     reason = next((reason for base, reason in _NOT_ELEMENTWISE.items() if isinstance(optimizer, base)), None)
     if reason is not None:

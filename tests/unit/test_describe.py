@@ -132,11 +132,11 @@ def test_the_table_folds_equal_adjacent_rows_and_shows_common_settings_once() ->
 
 
 def test_a_group_with_most_bytes_gives_a_warning_and_omitted_modules_are_named() -> None:
-    model = nn.Sequential(nn.Linear(100, 100), *[nn.Linear(2, 2) for _ in range(7)])
+    model = nn.Sequential(nn.Linear(100, 50), *[nn.Linear(2, 2) for _ in range(7)], nn.Linear(50, 100))
     fully_shard(model[1])
-    fully_shard(model, ignored_modules=list(model)[2:])
+    fully_shard(model, ignored_modules=list(model)[2:8])
     *_, summary, warning, left = str(describe(model)).splitlines()
-    assert summary == "2 groups, 40.4 kB in full, 5.3 kB on this rank."
+    assert summary == "2 groups, 40.6 kB in full, 5.54 kB on this rank."
     assert warning == (
         "Warning: (model) [root] holds 100% of all bytes, and is in memory in full whenever any of it computes. Make "
         "groups of modules in it, for example with policy=composable_fsdp.wrap.transformer_blocks()."
@@ -145,6 +145,15 @@ def test_a_group_with_most_bytes_gives_a_warning_and_omitted_modules_are_named()
         "Not sharded, being ignored or in no group: 12 parameters, 144 B: 2.weight, 2.bias, 3.weight, 3.bias, 4.weight"
         ", ..."
     )
+
+
+def test_a_large_group_that_cannot_be_divided_and_one_that_is_not_sharded_give_no_warning() -> None:
+    leaf = nn.Sequential(nn.Embedding(100, 100), nn.Linear(2, 2))
+    fully_shard(leaf, policy={nn.Embedding})
+    replicated = fully_shard(nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 100)), strategy="NO_SHARD")
+    for model, counted in ((leaf, "2 groups, "), (replicated, "1 group, ")):
+        (summary,) = describe(model).notes
+        assert summary.startswith(counted)
 
 
 def test_rich_prints_it_too() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import (
+    ArgumentTypeError,
     ConfigurationError,
     CPUOffloadPolicy,
     LifecycleError,
@@ -28,8 +29,10 @@ from composable_fsdp import (
     no_sync,
     register_fsdp_forward_method,
     rekey_optimizer,
+    sharded_ema,
     unsharded_params,
 )
+from composable_fsdp.checkpoint import Full, save, state_dict, state_dict_form
 from tests._internals import data_parallel_axes, explanation_of, warn_without_cpu_backend
 from tests._internals import lazy_init as assemble
 from tests.helpers.fresh_process import run_program
@@ -674,3 +677,26 @@ def test_an_optimizer_of_other_parameters_steps_while_gradients_are_accumulated(
     optimizer.step()
     other(X).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.behaviour("H-02")
+def test_arguments_that_are_words_classes_or_text_are_refused_by_name() -> None:
+    model = fully_shard(Encoder())
+    optimizer = torch.optim.SGD(model.parameters())
+    steps = r"^extra\['step'\] must be an int, not '7'\. Or pass step= beside it\.$"
+    with pytest.raises(ArgumentTypeError, match=steps):
+        save("never written", model, optimizer, {"step": "7"})
+    for form, shown in (("full", "'full'"), (Full, "<class '.*Full'>")):
+        wrong: Any = form
+        with pytest.raises(ArgumentTypeError, match=rf"^the form of a state dict is Full\(\), .* not {shown}\.$"):
+            state_dict(model, wrong)
+        with pytest.raises(ArgumentTypeError, match=r"^the form of a state dict is"), state_dict_form(model, wrong):
+            pass
+    kind: Any = torch.optim.SGD
+    with pytest.raises(
+        ArgumentTypeError, match=r"^local_optimizer takes an optimizer, such as .*, not <class '.*SGD'>"
+    ):
+        local_optimizer(kind)
+    text: Any = "0.9"
+    with pytest.raises(ConfigurationError, match=r"^the decay of an average must be from 0 to 1, but is '0\.9'\.$"):
+        sharded_ema(model, text)

@@ -78,6 +78,8 @@ def save(
     extra, show = dict(extra or {}), wants_progress(False if progress is None and asynchronous else progress)
     if step is None and type(extra.get("step")) is int:
         step = extra["step"]
+    if step is None and isinstance(extra.get("step"), str) and extra["step"].isdigit():
+        raise ArgumentTypeError(f"extra['step'] must be an int, not {extra['step']!r}. Or pass step= beside it.")
     if keep_last is not None and keep_last < 1:
         raise ConfigurationError(f"keep_last must be at least 1, not {keep_last}: the new checkpoint is one.")
     if step is not None and not hasattr(step, "__index__"):

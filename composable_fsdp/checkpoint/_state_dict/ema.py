@@ -201,10 +201,10 @@ class ShardedEMA:
             )
 
 
-def _check_decay(decay: float) -> float:
-    if not 0.0 <= decay <= 1.0:
+def _check_decay(decay: Any) -> float:
+    if not isinstance(decay, (int, float)) or not 0.0 <= decay <= 1.0:
         raise ConfigurationError(f"the decay of an average must be from 0 to 1, but is {decay!r}.")
-    return decay
+    return float(decay)
 
 
 def _check_averageable(entries: Mapping[str, Entry]) -> None:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp.checkpoint._state_dict.loader import StateDictLoader
 from composable_fsdp.checkpoint._state_dict.names import Entry, entries_of, on_meta, plain_name, prepare_for_access
-from composable_fsdp.checkpoint._state_dict.options import Form, Full, Sharded
+from composable_fsdp.checkpoint._state_dict.options import Form, Full, Sharded, check_form
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
 from composable_fsdp.checkpoint._state_dict.tensor import to_form
 from composable_fsdp.errors import CheckpointError, ConfigurationError
@@ -41,6 +41,7 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
     Raises:
         CheckpointError: the full form, while parameters are on the meta device.
     """
+    check_form(form)
     prepare_for_access(model)
     entries = entries_of(model)
     if isinstance(form, Full):
@@ -166,6 +167,7 @@ def state_dict_form(model: nn.Module, form: Form) -> Iterator[None]:
         model: as for :func:`state_dict`.
         form: as for :func:`state_dict` and :func:`load_state_dict`.
     """
+    check_form(form)
     inside = {"state_dict": _state_dict_method(model, form), "load_state_dict": _load_state_dict_method(model, form)}
     attributes = vars(model)
     before = {name: attributes[name] for name in inside if name in attributes}

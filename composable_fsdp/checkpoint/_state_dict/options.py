@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 
-__all__ = ["Form", "Full", "Local", "Sharded"]
+__all__ = ["Form", "Full", "Local", "Sharded", "check_form"]
 
 
 class _Options:
@@ -59,3 +59,9 @@ class Local(_Options):
 
 
 Form = Full | Sharded | Local
+
+
+def check_form(form: object) -> None:
+    """Raise ``ArgumentTypeError`` if ``form`` is none, such as its name or its class."""
+    if not isinstance(form, _Options):
+        raise ArgumentTypeError(f"the form of a state dict is Full(), Sharded() or Local(), not {form!r}.")
