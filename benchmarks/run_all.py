@@ -1,4 +1,4 @@
-"""Runs every benchmark in sequence with a timeout, then makes ``RESULTS.md`` from their output.
+"""Runs every benchmark in sequence with a timeout, then makes ``RESULTS.md`` and the docs' charts from their output.
 
     python benchmarks/run_all.py           # into benchmarks/results, which takes hours on two idle cores
     python benchmarks/run_all.py --quick   # into runs/bench-quick, to check that everything runs
@@ -138,6 +138,8 @@ def main() -> int:
     page = folder / "RESULTS.md" if arguments.quick else Path("benchmarks/RESULTS.md")
     tables = [sys.executable, "benchmarks/results_table.py", "--results", str(folder), "--out", str(page)]
     subprocess.run(tables, cwd=ROOT, check=True)
+    if not arguments.quick:
+        subprocess.run([sys.executable, "benchmarks/charts.py"], cwd=ROOT, check=True)
     for name, problem in problems.items():
         print(f"{name} failed: {problem}")
     return 1 if problems else 0
