@@ -7,10 +7,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 CLIENTS_PIP = $(CLIENTS_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.ready-demo
 CLIENTS_VENV ?= .venv-clients
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 TORCHRUN = $(BIN)/torchrun --standalone --nproc-per-node 2
 TRAIN = $(TORCHRUN) examples/train_text.py --verify --overwrite
+DEMO = --out runs/demo --layers 4 --dim 256 --heads 4 --hidden 688 --steps 80 $(DEMO_ARGS)
+# Ranks with memory of their own, which is given back at once: then a rank's resident memory is that of the plan.
+DEMO_ENV = COMPOSABLE_FSDP_TIMELINE=runs/demo-timeline COMPOSABLE_FSDP_SHARED_MEMORY=0 MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536
 
 # Several ranks share the cores of one machine: one thread each, or they fight over them.
 export OMP_NUM_THREADS ?= 1
@@ -18,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test test-fast check goldens format docs behaviours upstream bench bench-quick gpu clients suites clean
+.PHONY: help install demo demo-short quantized elastic test test-fast check goldens format docs behaviours upstream errors bench bench-quick gpu clients suites clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -31,15 +35,26 @@ $(READY): pyproject.toml constraints.txt
 	$(PY) -m venv $(VENV)
 	$(PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
 	$(PIP) install -c constraints.txt -e '.[dev,clients]'
+	@touch $@ $(DEMO_READY)
+
+# What the demo needs, and no more: with $(READY) it is there already.
+$(DEMO_READY): pyproject.toml constraints.txt
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PY=/path/to/python")'
+	@echo "installing into $(VENV); the first time this takes some minutes"
+	$(PY) -m venv $(VENV)
+	$(PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
+	$(PIP) install -c constraints.txt -e '.[cli,plot]'
 	@touch $@
 
 install: $(READY) ## make .venv with torch, the package and its tools
 
-demo: $(READY) ## train a small model on real text on 2 ranks, and check it against an unsharded run (DEMO_ARGS=...)
-	COMPOSABLE_FSDP_TIMELINE=runs/demo-timeline $(TRAIN) --out runs/demo $(DEMO_ARGS)
+demo: $(DEMO_READY) ## train a small model on real text on 2 ranks, check it, plan it and draw its timeline (DEMO_ARGS=...)
+	rm -rf runs/demo-timeline
+	$(DEMO_ENV) $(TRAIN) $(DEMO)
+	$(BIN)/python examples/plan_text.py --ranks 2 $(DEMO)
 	$(BIN)/composable-fsdp timeline runs/demo-timeline
 
-demo-short: $(READY) ## the same in few steps
+demo-short: $(DEMO_READY) ## the same in few steps
 	$(TRAIN) --out runs/demo-short --steps 60 $(DEMO_ARGS)
 
 quantized: $(READY) ## train that model with parameters and gradients encoded, and compare (QUANTIZED_ARGS=...)
@@ -107,6 +122,9 @@ suites: $(SUITES_READY) ## run other projects' tests of torch's FSDP2 on it and 
 
 upstream: $(READY) ## compare public names, parameters and defaults with the installed torch's FSDP2, and write the page
 	$(BIN)/python -m tests.helpers.upstream
+
+errors: $(READY) ## write docs/errors.md, the index of errors, from the code
+	$(BIN)/python -m tests.helpers.error_index
 
 behaviours: $(READY) ## run the tests, then say which rows of tests/behaviours.toml they show
 	$(BIN)/python -m pytest -q --behaviours $(TEST_ARGS)

@@ -9,6 +9,7 @@ checks hold, 1 if one does not, and 2 if it could not start.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from text.checkpoints import Checkpoints
 from text.data import Corpus, load_corpus
 from text.launch import choose_device, launch
+from text.memory import StepMemory
 from text.options import Options, UsageError, make_parser, parse_options
 from text.report import Reporter, outcome
 from text.sharding import build_sharded_model, compute_dtype, groups_of, make_mesh
@@ -27,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp import set_wait_warning
 from composable_fsdp.diagnostics import Meter
 
+WARM_UP = 3  # the number of first steps whose memory is not measured
 REPEATED_STEPS = 5  # the number of last steps that are trained again from the checkpoint before them
 
 
@@ -105,13 +108,18 @@ def train(job: Run, trainer: Trainer) -> History:
     line = job.reporter.progress("training", options.steps)
     meter = Meter(trainer.model, options.batch * options.seq * dist.get_world_size(), writers=[line])
     meter.start(job.start)
+    memory = StepMemory()
 
     def on_report(step: int, loss: float, seconds: float) -> None:
         meter.read(step + 1, loss=loss)
 
     def after_step(done: int) -> None:
         line.show(done)
+        if done == job.start + WARM_UP:
+            memory.begin(trainer.model, trainer.optimizer)
         regular = options.save_every and done % options.save_every == 0
+        if done == job.rehearsal and dist.get_rank() == 0:  # before the first save, which is no part of a step
+            (options.out / "memory.json").write_text(json.dumps({"peak_bytes": memory.peak_bytes()}))
         if regular or done in (job.rehearsal, options.steps):
             with meter.paused():
                 job.checkpoints.save(trainer, done)
