@@ -1,7 +1,12 @@
-"""Runs the examples in the documentation: ``>>>`` examples of pages and docstrings, and the README's program."""
+"""Runs the Python blocks of the documentation: those of pages, those of docstrings, and whole programs.
+
+A block with ``>>>`` shows its results, which are compared. Of any other block, each statement must run. A page is one
+session; blocks in an HTML comment prepare it unseen. A block after ``<!-- not run: reason -->`` is not run.
+"""
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import io
@@ -21,19 +26,44 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 
 
-def python_lines(text: str) -> Iterator[str]:
-    """Blank the lines of a page outside Python blocks, so that line numbers stay the same."""
-    inside = False
-    for line in text.splitlines():
-        fence = line.startswith("```")
-        inside = line == "```python" if fence else inside
-        yield line if inside and not fence else ""
+ANYTHING = "whatever it shows\n"
+"""The wanted output of statements in blocks without ``>>>``."""
+
+
+class _Checker(doctest.OutputChecker):
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return want == ANYTHING or super().check_output(want, got, optionflags)
+
+
+def python_blocks(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Return the number of the line before each block of Python that runs, and its lines."""
+    lines, began, indent, before = text.splitlines(), -1, 0, ""
+    for number, line in enumerate(lines):
+        if line.strip().startswith("```"):
+            if began >= 0:
+                yield began, [each.removeprefix(" " * indent) for each in lines[began + 1 : number]]
+                began = -1
+            elif line.strip() == "```python" and not before.startswith("<!-- not run: "):
+                began, indent = number, len(line) - len(line.lstrip())
+        before = line if line.strip() else before
 
 
 def page_examples(text: str, name: str) -> list[doctest.DocTest]:
     """Return the examples of a page as one session."""
-    test = doctest.DocTestParser().get_doctest("\n".join(python_lines(text)), {}, name, name, 0)
-    return [test] if test.examples else []
+    parser, examples = doctest.DocTestParser(), list[doctest.Example]()
+    for before, lines in python_blocks(text):
+        source = "\n".join(lines)
+        if any(line.startswith(">>>") for line in lines):
+            found = parser.get_examples(source, name)
+            for example in found:
+                example.lineno += before + 1
+            examples += found
+            continue
+        for node in ast.parse(source).body:
+            begin = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+            statement = "\n".join(lines[begin - 1 : node.end_lineno])
+            examples.append(doctest.Example(statement, ANYTHING, lineno=before + begin))
+    return [doctest.DocTest(examples, {}, name, name, 0, text)] if examples else []
 
 
 def module_examples(name: str) -> list[doctest.DocTest]:
@@ -44,13 +74,13 @@ def module_examples(name: str) -> list[doctest.DocTest]:
 def failures(test: doctest.DocTest) -> str:
     """Return doctest's report on the examples that fail, or an empty text."""
     report = io.StringIO()
-    doctest.DocTestRunner(verbose=False).run(test, out=report.write)
+    doctest.DocTestRunner(_Checker(), verbose=False).run(test, out=report.write)
     return report.getvalue()
 
 
 PAGES = [
     test
-    for path in [README, *sorted((ROOT / "docs").glob("*.md"))]
+    for path in sorted((ROOT / "docs").rglob("*.md"))
     for test in page_examples(path.read_text(), path.relative_to(ROOT).as_posix())
 ]
 DOCSTRINGS = [
@@ -88,6 +118,17 @@ def test_documented_extensions_train_on_two_ranks(name: str) -> None:
         assert re.search(r"total .* 0\.26$", said, re.MULTILINE), said
     else:
         assert "rank 1 holds a RowInt8 of (128, 32)" in said
+
+
+@pytest.mark.multiprocess
+def test_the_tutorial_trains_and_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+    options = ("--out", str(tmp_path), "--save-every", "20")
+    first = torchrun("examples/own_gpt.py", *options, "--steps", "30")
+    losses = [float(loss) for loss in re.findall(r"\bloss ([\d.]+)", first)]
+    assert losses[-1] < losses[0] - 0.5
+    assert "steps 1 to 30; evaluation:" in first
+    second = torchrun("examples/own_gpt.py", *options, "--steps", "32", launcher=("--nproc-per-node", "1"))
+    assert "steps 31 to 32; evaluation:" in second
 
 
 @pytest.mark.multiprocess
