@@ -133,7 +133,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._sharding.param_sharding import ModelParallel, ShardPlacementResult, shard_over_axes
     from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
-    from composable_fsdp._sharding.strategy import resolve_strategy
+    from composable_fsdp._sharding.strategy import StrategyName, resolve_strategy
     from composable_fsdp._torch_compat.fsdp_state import ClientState
     from composable_fsdp._torch_compat.torch_types import as_strategy, as_wrap_policy
     from composable_fsdp.checkpoint._coordination import rank_group
@@ -178,6 +178,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.diagnostics._timeline_files import merged
     from composable_fsdp.optim import _local_step
+    from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.testing import _pool, _stream_group
     from composable_fsdp.testing._messages import (
         Call,

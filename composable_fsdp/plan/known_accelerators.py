@@ -6,14 +6,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 
-__all__ = ["ACCELERATORS", "Accelerator", "as_accelerator"]
+__all__ = ["ACCELERATORS", "Accelerator", "KnownAccelerator", "as_accelerator"]
+
+KnownAccelerator = Literal["a100", "h100", "h200", "b200", "mi300x", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.plan.known_accelerators import Accelerator, as_accelerator
+from composable_fsdp.plan.known_accelerators import Accelerator, KnownAccelerator, as_accelerator
 from composable_fsdp.plan.memory_ledger import KINDS
 from composable_fsdp.plan.model_inputs import Batch, as_loss
 from composable_fsdp.plan.plan_advice import CHANGES, PERSISTENT, advise, offload_seconds
@@ -28,7 +28,7 @@ def plan(
     batch: Batch,
     *,
     mesh: str = "8",
-    device: Accelerator | str = "h100",
+    device: Accelerator | KnownAccelerator = "h100",
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     loss: Callable[[Any], torch.Tensor] = as_loss,
     recompute: bool = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +12,8 @@ from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import ConfigurationError, DataParallelMeshDims, MeshError, ShardingStrategy
-from tests._internals import as_strategy, default_mesh, resolve_strategy
+from composable_fsdp.plan import ACCELERATORS
+from tests._internals import KnownAccelerator, StrategyName, as_strategy, default_mesh, resolve_strategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
@@ -21,6 +23,11 @@ def eight_ranks() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield
     dist.destroy_process_group()
+
+
+def test_types_of_words_have_the_known_words() -> None:
+    assert get_args(StrategyName) == tuple(each.name for each in ShardingStrategy)
+    assert set(get_args(KnownAccelerator)) == set(ACCELERATORS)
 
 
 @pytest.mark.behaviour("B-02")
