@@ -147,6 +147,17 @@ def test_a_broken_example_is_reported_with_its_line() -> None:
     assert re.search(r'"page\.md", line 4.*Expected:\s+3\s+Got:\s+2', failures(test), re.DOTALL)
 
 
+def test_statements_without_prompts_run_unless_the_page_says_why_not() -> None:
+    page = (
+        "<!--\n```python\n>>> x = 1\n```\n-->\n\n- In a list:\n\n  ```python\n  def f(y):\n      return y\n\n\n"
+        "  f(x)\n  f(z)\n  ```\n\n<!-- not run: a reason -->\n\n```python\nf(w)\n```\n"
+    )
+    (test,) = page_examples(page, "page.md")
+    report = failures(test)
+    assert re.search(r'"page\.md", line 15.*f\(z\).*NameError: name \'z\' is not defined', report, re.DOTALL), report
+    assert report.count("Failed example") == 1
+
+
 def test_a_docs_page_is_one_session() -> None:
     page = "```python\n>>> x = 1\n```\n\nText.\n\n```python\n>>> x\n1\n```\n"
     (test,) = page_examples(page, "page.md")
