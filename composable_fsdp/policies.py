@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 
@@ -23,6 +26,10 @@ __all__ = [
     "ReshardKind",
 ]
 
+logger = logging.getLogger(__name__)
+_REDUCES_IN_GRADIENT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+"""True if FSDP2 of the installed torch takes ``reduce_dtype=None`` for the dtype of the sharded gradient."""
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -35,7 +42,9 @@ class MixedPrecisionPolicy:
             ``None`` keeps the original dtype. Integer and boolean parameters are never cast, nor are frozen ones of a
             subclass of ``nn.Parameter``, which may be packed. Parameters of a normalization with running statistics
             keep the dtype of these, if that is wider.
-        reduce_dtype: dtype of the gradient reduction; ``None`` reduces in the dtype of the computation.
+        reduce_dtype: dtype of the gradient reduction; ``None`` reduces as FSDP2 of the installed torch: up to 2.14 in
+            the dtype of the computation, from 2.15 on in that of the sharded gradient (``grad_dtype``, by default the
+            original dtype). Rank 0 logs a warning once if these differ.
         output_dtype: dtype to which floating-point tensors in the module's output are cast; ``None`` leaves them.
         cast_forward_inputs: cast floating-point tensors in the module's inputs to ``param_dtype``, if that is set.
 
@@ -68,16 +77,38 @@ class MixedPrecisionPolicy:
             return original
         return self.param_dtype
 
-    def gradient_reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter are reduced that is unsharded in the dtype ``compute``."""
-        if self.reduce_dtype is None or not compute.is_floating_point:
+    def gradient_reduce_dtype(self, compute: torch.dtype, gradient: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the gradients of a parameter are reduced.
+
+        Args:
+            compute: the dtype of the unsharded parameter.
+            gradient: the dtype of the sharded gradient.
+        """
+        if not compute.is_floating_point:
             return compute
-        return self.reduce_dtype
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
+        if compute != gradient:
+            _note_reduce_dtype(compute, gradient)
+        return gradient if _REDUCES_IN_GRADIENT_DTYPE else compute
 
     @property
     def input_dtype(self) -> torch.dtype | None:
         """The dtype to which floating-point inputs are cast, or ``None`` to leave them."""
         return self.param_dtype if self.cast_forward_inputs else None
+
+
+@functools.cache  # so it is said once
+def _note_reduce_dtype(compute: torch.dtype, gradient: torch.dtype) -> None:
+    if dist.is_initialized() and dist.get_rank():
+        return
+    here, there = ("from 2.15 on", "up to 2.14") if _REDUCES_IN_GRADIENT_DTYPE else ("up to 2.14", "from 2.15 on")
+    ours, other = (gradient, compute) if _REDUCES_IN_GRADIENT_DTYPE else (compute, gradient)
+    logger.warning(
+        "MixedPrecisionPolicy(param_dtype=%s) without reduce_dtype reduces gradients in %s, as FSDP2 of torch %s. That "
+        "of torch %s reduces in %s. Pass reduce_dtype=%s or reduce_dtype=%s to get the same with every torch.",
+        *(compute, ours, here, there, other, ours, other),
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composable_fsdp import policies
 from composable_fsdp.errors import ConfigurationError, FSDPError
 from composable_fsdp.policies import (
     AUTO_RESHARD,
@@ -78,7 +79,7 @@ def test_an_invalid_reshard_after_forward_is_shown_with_its_type(value: object, 
 def test_the_default_policy_changes_no_dtype(dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy()
     assert policy.compute_dtype(dtype) == dtype
-    assert policy.gradient_reduce_dtype(dtype) == dtype
+    assert policy.gradient_reduce_dtype(dtype, dtype) == dtype
     assert policy.input_dtype is None
     assert policy.output_dtype is None
 
@@ -89,13 +90,49 @@ def test_floating_parameters_compute_in_param_dtype_and_reduce_in_reduce_dtype_e
 ) -> None:
     compute = policy.param_dtype or original
     assert policy.compute_dtype(original) == compute
-    assert policy.gradient_reduce_dtype(compute) == (policy.reduce_dtype or compute)
+    assert policy.gradient_reduce_dtype(compute, compute) == (policy.reduce_dtype or compute)
 
 
 @given(POLICIES, st.sampled_from(NOT_FLOATING))
 def test_other_parameters_are_never_cast(policy: MixedPrecisionPolicy, original: torch.dtype) -> None:
     assert policy.compute_dtype(original) == original
-    assert policy.gradient_reduce_dtype(original) == original
+    assert policy.gradient_reduce_dtype(original, original) == original
+
+
+@pytest.mark.parametrize(
+    ("is_new", "reduced", "text"),
+    [
+        (
+            False,
+            torch.bfloat16,
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16) without reduce_dtype reduces gradients in torch.bfloat16,"
+            " as FSDP2 of torch up to 2.14. That of torch from 2.15 on reduces in torch.float32. Pass "
+            "reduce_dtype=torch.bfloat16 or reduce_dtype=torch.float32 to get the same with every torch.",
+        ),
+        (
+            True,
+            torch.float32,
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16) without reduce_dtype reduces gradients in torch.float32,"
+            " as FSDP2 of torch from 2.15 on. That of torch up to 2.14 reduces in torch.bfloat16. Pass "
+            "reduce_dtype=torch.float32 or reduce_dtype=torch.bfloat16 to get the same with every torch.",
+        ),
+    ],
+)
+def test_without_reduce_dtype_the_installed_torch_decides_and_the_difference_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_new: bool, reduced: torch.dtype, text: str
+) -> None:
+    monkeypatch.setattr(policies, "_REDUCES_IN_GRADIENT_DTYPE", is_new)
+    policies._note_reduce_dtype.cache_clear()
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    for _ in range(2):
+        assert policy.gradient_reduce_dtype(torch.bfloat16, torch.float32) == reduced
+    assert [record.getMessage() for record in caplog.records] == [text]
+    caplog.clear()
+    assert policy.gradient_reduce_dtype(torch.bfloat16, torch.bfloat16) == torch.bfloat16
+    chosen = MixedPrecisionPolicy(torch.bfloat16, torch.float16)
+    assert chosen.gradient_reduce_dtype(torch.bfloat16, torch.float32) == torch.float16
+    policies._note_reduce_dtype.cache_clear()
+    assert not caplog.records
 
 
 @given(POLICIES)
