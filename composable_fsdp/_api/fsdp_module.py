@@ -38,7 +38,13 @@ from composable_fsdp._runtime.schedule.schedule import Schedule
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp._torch_compat.fsdp_state import client_state
 from composable_fsdp._torch_compat.torch_types import TorchFSDPModule, TorchUnshardHandle
-from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError, UnsupportedError
+from composable_fsdp.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    ConflictError,
+    LifecycleError,
+    UnsupportedError,
+)
 from composable_fsdp.policies import Reshard
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
@@ -64,10 +70,17 @@ class GradientReductionHandle:
         self._iteration: Iteration | None = iteration
 
     def wait(self) -> None:
-        """Wait for the reductions and set the sharded gradients. Further calls have no effect."""
-        if self._iteration is not None:
-            iteration, self._iteration = self._iteration, None
-            iteration.finish_reductions()
+        """Wait for the reductions and set the sharded gradients. Further calls have no effect.
+
+        Raises:
+            LifecycleError: ``reset_iter_state`` has dropped the reductions.
+        """
+        if self._iteration is None:
+            return
+        if self._iteration.unfinished is not self:
+            raise LifecycleError("wait() was called after reset_iter_state() has dropped the reductions of the handle.")
+        iteration, self._iteration = self._iteration, None
+        iteration.finish_reductions()
 
 
 class FSDPModule(TorchFSDPModule):
@@ -179,33 +192,59 @@ class FSDPModule(TorchFSDPModule):
         iteration_of(_state(self)).is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether backwards leave reductions in flight until :meth:`finalize_backward` is called, once per step."""
-        iteration_of(_state(self)).finalizes_backward = not enabled
+        """Set whether backwards leave reductions in flight until :meth:`finalize_backward` is called, once per step.
 
-    def finalize_backward(self, async_op: bool = False) -> GradientReductionHandle | None:
+        Raises:
+            LifecycleError: a backward has not been finalized.
+        """
+        iteration = iteration_of(_state(self))
+        if iteration.unfinished is not None:
+            raise LifecycleError(
+                "set_manual_backward_finalization was called between a backward and the end of its finalization. Call "
+                "finalize_backward() first, and wait() of its handle."
+            )
+        iteration.finalizes_backward = not enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce what is left after the backwards of a step, and set all sharded gradients. All ranks must call it.
 
-        Gradients of modules without gradient synchronization stay unreduced.
+        Gradients of modules without gradient synchronization stay unreduced. Call it on the root.
 
         Args:
             async_op: return a handle without waiting. Call its ``wait()`` before the optimizer's step.
 
         Raises:
-            LifecycleError: a forward or backward runs.
+            LifecycleError: this is not the root, backwards finalize themselves, a forward or backward runs, or the
+                handle of the last finalization was not waited for.
         """
-        iteration = iteration_of(_state(self))
+        state = _state(self)
+        iteration = iteration_of(state)
+        if state is not iteration.root:
+            raise LifecycleError(f"finalize_backward() was called on {state.name}. Call it on the root module.")
+        if iteration.finalizes_backward:
+            raise LifecycleError(
+                "finalize_backward() was called after a backward that has finalized itself. Call "
+                "set_manual_backward_finalization(True) before the step."
+            )
+        if isinstance(iteration.unfinished, GradientReductionHandle):
+            raise LifecycleError("finalize_backward() was called again. Call wait() of its last handle first.")
         synchronized = [each for each in _states(self, recurse=True) if each.is_synchronized]
         iteration.reduce_held("finalize_backward()", synchronized)
-        handle = GradientReductionHandle(iteration)
+        handle = iteration.unfinished = GradientReductionHandle(iteration)
         if async_op:
             return handle
         handle.wait()
         return None
 
-    def get_pending_gradients(self) -> dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Return the gradients that are not in ``grad`` yet, of all sharded modules below this one.
+    def get_pending_gradients(
+        self, *, recurse: bool = True
+    ) -> dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Return the gradients that are not in ``grad`` yet. Nothing is communicated.
 
-        Nothing is communicated. The tensors may be changed in place; the mapping is a copy.
+        The tensors may be changed in place; the mapping is a copy.
+
+        Args:
+            recurse: of all sharded modules below this one too, and not only of its own group.
 
         Returns:
             for each sharded parameter with such gradients: this rank's full gradient, summed without gradient
@@ -214,21 +253,23 @@ class FSDPModule(TorchFSDPModule):
             ``no_sync(sharded=True)``). Either is ``None`` if there is none. Their dtype is that of the reduction.
         """
         found: dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        for state in _states(self, recurse=True):
+        for state in _states(self, recurse):
             found |= {each.sharded: parts for each, parts in state.group.gradients.held().items()}
         return found
 
-    def synchronize_gradients(self) -> None:
-        """Reduce the pending gradients of all sharded modules below this one, and add them to ``grad``.
+    def synchronize_gradients(self, *, recurse: bool = True) -> None:
+        """Reduce pending gradients and add them to ``grad``, also those of modules without gradient synchronization.
 
-        Also those of modules without gradient synchronization. All ranks must call it. Without pending gradients it has
-        no effect.
+        All ranks must call it. Without pending gradients it has no effect.
+
+        Args:
+            recurse: of all sharded modules below this one too, and not only of its own group.
 
         Raises:
             LifecycleError: a forward or backward runs.
         """
         iteration = iteration_of(_state(self))
-        iteration.reduce_held("synchronize_gradients()", _states(self, recurse=True))
+        iteration.reduce_held("synchronize_gradients()", _states(self, recurse))
         iteration.finish_reductions()
 
     def set_gradient_divide_factor(self, factor: float) -> None:

@@ -336,6 +336,51 @@ def finish_without_synchronization() -> None:
     assert (full(model.weight.grad) == 1).all()
 
 
+def finish_partial_sums() -> None:
+    """Finalize a step whose sums over the shard axis are in flight."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_all_reduce(False)
+    model(torch.ones(1, 4)).sum().backward()
+    model.set_requires_all_reduce(True)
+    model.finalize_backward()
+    assert pending(model) == {}
+    assert (full(model.weight.grad) == 1).all()
+
+
+def synchronize_a_part() -> None:
+    model: Any = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4, bias=False)), nn.Linear(4, 4, bias=False)))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 4)).sum().backward()
+    assert set(model.get_pending_gradients(recurse=False)) == {model[1].weight}
+    model.synchronize_gradients(recurse=False)
+    assert set(pending(model)) == {model[0].weight}
+    assert model[0].weight.grad is None
+    assert model[1].weight.grad is not None
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(LifecycleError) as caught:
+        call()
+    return str(caught.value)
+
+
+def finish_at_the_wrong_time() -> list[str]:
+    model: Any = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    model(torch.ones(1, 4)).sum().backward()
+    texts = [refused(model.finalize_backward)]
+    model.set_manual_backward_finalization(True)
+    model(torch.ones(1, 4)).sum().backward()
+    texts += [refused(model[0].finalize_backward), refused(lambda: model.set_manual_backward_finalization(False))]
+    handle = model.finalize_backward(async_op=True)
+    texts.append(refused(model.finalize_backward))
+    model.reset_iter_state()
+    texts.append(refused(handle.wait))
+    model.set_manual_backward_finalization(False)
+    return texts
+
+
 class Calls(nn.Module):
     """A layer that calls a function in its forward."""
 
@@ -352,6 +397,7 @@ class Calls(nn.Module):
 
 def call_in_forward(name: str) -> str:
     model: Any = fully_shard(Calls())
+    model.set_manual_backward_finalization(True)
     model.called = getattr(model, name)
     with pytest.raises(LifecycleError) as caught:
         model(torch.ones(1, 4))
@@ -401,6 +447,7 @@ def on_two_ranks() -> None:
     split()
     finish()
     finish_without_synchronization()
+    synchronize_a_part()
 
 
 def on_four_ranks() -> None:
@@ -411,6 +458,7 @@ def on_four_ranks() -> None:
     hybrid(OffloadPolicy(), None, 1)
     clear_one_sum(True)
     clear_one_sum(False)
+    finish_partial_sums()
     finish(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
@@ -426,6 +474,16 @@ def test_partly_reduced_gradients_are_pending_on_hybrid_meshes() -> None:
 def test_a_pass_that_runs_cannot_be_finished(name: str) -> None:
     for text in run_ranks(call_in_forward, 2, name):
         assert f"{name}() was called in the forward of root, which may still give gradients" in text
+
+
+def test_a_finalization_at_the_wrong_time_is_an_error() -> None:
+    for texts in run_ranks(finish_at_the_wrong_time, 2):
+        itself, part, change, again, dropped = texts
+        assert "after a backward that has finalized itself. Call set_manual_backward_finalization(True)" in itself
+        assert part == "finalize_backward() was called on 0. Call it on the root module."
+        assert "between a backward and the end of its finalization. Call finalize_backward() first" in change
+        assert again == "finalize_backward() was called again. Call wait() of its last handle first."
+        assert dropped == "wait() was called after reset_iter_state() has dropped the reductions of the handle."
 
 
 def test_a_conversion_does_not_lose_pending_gradients() -> None:

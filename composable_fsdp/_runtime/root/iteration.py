@@ -85,7 +85,9 @@ class Iteration:
         self._streams = streams
         self.is_last_backward = True
         self.finalizes_backward = True
-        """False if the user calls :meth:`finalize` after the last backward of a step."""
+        """False if the user finishes the reductions after the last backward of a step."""
+        self.unfinished: object = None
+        """True after such a backward, then the handle of its reductions in flight, if any; otherwise ``None``."""
         self.post_optimizer_event: Any = None
         """Event that the user recorded after the optimizer step; the next forward's first all-gather waits for it."""
         self._pass = Pass.IDLE
@@ -545,7 +547,9 @@ class Iteration:
                 state.group.copy_out_shared()  # other ranks may update their shards while forwards here still use it
         # Launched before the wait for gradients, so that there is one wait.
         works = self._end_epoch("end of backward", self._aliasing)
-        if self.is_last_backward and self.finalizes_backward:
+        if not self.finalizes_backward:
+            self.unfinished = True
+        elif self.is_last_backward:
             self.finish_reductions()
         _wait_for(works)
         if trace.listeners:
@@ -643,6 +647,7 @@ class Iteration:
 
     def finish_reductions(self) -> None:
         """Wait for all reductions in flight, set their gradients, and tell clients so."""
+        self.unfinished = None
         self.drain()
         for state in self.states.values():
             if state.client_post_backward is not None:
@@ -741,6 +746,7 @@ class Iteration:
             self._unused_modules.forget_backward()
         self._passes.end()
         self._pass, self._pass_around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
+        self.unfinished = None
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""

@@ -91,6 +91,8 @@ class ReductionQueue:
 
     def reduce_held(self, states: Iterable[FSDPState]) -> None:
         """Launch the reductions of the gradients that ``states`` hold, after backward, whatever is configured."""
+        if any(each.launch.partial for each in self._in_flight):
+            self.drain()  # the sums are held only then
         for state in states:
             state.group.gradients.notice()  # pipelines that split backward set gradients by hand
             for launch in reduce_together([state.group.gradients], self.streams):
