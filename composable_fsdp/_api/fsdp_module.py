@@ -613,6 +613,21 @@ class FSDPModule(TorchFSDPModule):
         """Raise ``UnsupportedError``: symmetric memory is not supported yet."""
         _unsupported("set_symm_mem_for_comm", "use set_allocate_memory_from_process_group_for_comm")
 
+    def set_all_gather_layout(self, layout: object) -> NoReturn:
+        """Raise ``UnsupportedError``: all-gathers have the layouts of this library, which copy no large parameter."""
+        _unsupported(
+            "set_all_gather_layout",
+            "leave it out, since large parameters are gathered into their place without copies. Tensor subclasses and "
+            "comm_policy decide what is sent",
+        )
+
+    def set_reduce_scatter_input_fn(self, fn: object) -> NoReturn:
+        """Raise ``UnsupportedError``: gradients are copied into messages of this library's layouts."""
+        _unsupported(
+            "set_reduce_scatter_input_fn",
+            "leave it out, or change what is sent by comm_policy or by fsdp_pre_reduce_scatter of a tensor subclass",
+        )
+
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Set the ``async_op`` argument of custom all-gathers. Built-in all-gathers are always asynchronous."""
         for state in _states(self, recurse=True):

@@ -99,6 +99,12 @@ def as_offload_policy(policy: object) -> OffloadPolicy:
         return CPUOffloadPolicy(policy.pin_memory)
     if isinstance(policy, TorchOffloadPolicy):
         return OffloadPolicy()
+    if isinstance(policy, Mapping):
+        raise ArgumentTypeError(
+            "offload_policy must be one OffloadPolicy for the group, not a mapping of names to policies. Call "
+            "fully_shard with CPUOffloadPolicy() on the modules whose parameters are to be offloaded, without it on "
+            "the others."
+        )
     raise ArgumentTypeError(f"offload_policy must be an OffloadPolicy or None, not {type(policy).__name__}.")
 
 
@@ -145,7 +151,7 @@ def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None]:
             )
     if result is None:
         return Shard(0), mesh
-    if not isinstance(result, Shard):
+    if type(result) is not Shard:  # other layouts than that of Shard may derive from it
         raise ConfigurationError(
             f"shard_placement_fn returned {result!r} for parameter {name!r}; it must return Shard(dim), a "
             "ShardPlacementResult, or None."

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_fsdp import (
     ArgumentTypeError,
@@ -50,6 +51,17 @@ class WithScalar(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.linear(x) * self.scale
         return out
+
+
+class Blocks(Shard):
+    """A placement with another layout than that of ``Shard``, as ``BlockShard`` of torch's main branch."""
+
+
+class Borrowed(TwoTensor):
+    """A tensor as those of torch's main branch that are used without an all-gather on one rank."""
+
+    def fsdp_get_unsharded_view(self, *_: object) -> torch.Tensor:
+        return self
 
 
 class Unwilling(nn.Linear):
@@ -132,7 +144,7 @@ def test_a_dim_out_of_range_is_named_with_those_in_range(dim: int) -> None:
 
 
 @pytest.mark.behaviour("A-05")
-@pytest.mark.parametrize("answer", [0, "Shard(0)", Replicate(), Partial(), (Shard(0),)], ids=repr)
+@pytest.mark.parametrize("answer", [0, "Shard(0)", Replicate(), Partial(), (Shard(0),), Blocks(0)], ids=repr)
 def test_a_placement_other_than_shard_is_shown_in_the_error(answer: object) -> None:
     match = r"shard_placement_fn returned .*'bias'.*must return Shard\(dim\), a ShardPlacementResult, or None"
     assert_refused(
@@ -344,6 +356,10 @@ def test_a_dtensor_on_an_unrelated_mesh_is_refused_with_the_remedy() -> None:
         ({"mp_policy": None}, "mp_policy must be a MixedPrecisionPolicy, not NoneType"),
         ({"offload_policy": True}, "offload_policy must be an OffloadPolicy or None, not bool"),
         ({"offload_policy": MixedPrecisionPolicy()}, "offload_policy must be an OffloadPolicy or None, not Mixed"),
+        (
+            {"offload_policy": {"weight": CPUOffloadPolicy()}},
+            r"one OffloadPolicy for the group, not a mapping of names to policies. Call fully_shard",
+        ),
         ({"mp_policy": CPUOffloadPolicy()}, "mp_policy must be a MixedPrecisionPolicy, not CPUOffload"),
     ],
     ids=repr,
@@ -365,6 +381,26 @@ def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
     fully_shard(model)
     model(torch.ones(1, 3)).sum().backward()
     assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("set_all_gather_layout", "leave it out, since large parameters are gathered into their place without copies"),
+        ("set_reduce_scatter_input_fn", "leave it out, or change what is sent by comm_policy or by fsdp_pre_reduce"),
+    ],
+)
+def test_setters_of_torchs_main_branch_say_what_to_use_instead(name: str, remedy: str) -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    with pytest.raises(UnsupportedError, match=f"^{name} is not supported in this version; {remedy}"):
+        getattr(model, name)(None)
+
+
+def test_a_tensor_that_only_brings_a_view_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(Borrowed(model.weight.detach(), model.weight.detach().clone()))
+    match = "'weight' .* is a Borrowed that brings fsdp_get_unsharded_view, which is not called here"
+    assert_refused(ParameterError, match, model)
 
 
 def test_every_error_is_ours() -> None:
