@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from itertools import count
-from typing import cast
+from typing import TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -23,12 +23,16 @@ from composable_fsdp._memory.device_capabilities import backend_capabilities
 
 __all__ = ["abandon", "check_aborted", "communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
 
+_Connection: TypeAlias = ShmEngine | GlooConnection | DeviceConnection
+
 # Values do not reference their process group, so an entry is freed with it. Never iterate over these: another
 # thread may be adding a group.
-_known: WeakKeyDictionary[dist.ProcessGroup, ShmEngine | GlooConnection | DeviceConnection] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Connection]] = WeakKeyDictionary()
+"""The connection of each process group for each type of device: ``"cpu:gloo,cuda:nccl"`` has two."""
 _creation_order: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """Process groups in the order in which this rank first requested them."""
 _next_index = count()
+C = TypeVar("C", bound=_Connection)
 _WATCHED = (GlooConnection, DeviceConnection)
 """Connections whose ranks compare operations before they launch them."""
 
@@ -42,26 +46,39 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
         return ProcessGroupCommunicator(group, device_type)
     if not backend_capabilities(group, device_type).has_own_transports:
         return ProcessGroupCommunicator(group, device_type, connection=_device_connection(group, device_type))
-    if group not in _known:
-        _creation_order[group] = next(_next_index)
-        _known[group] = connect(group) or GlooConnection(group, job_watchdog(), order_check_from())
-    known = _known[group]
+    known = _known.get(group, {}).get(device_type)
+    if known is None:
+        known = _remember(
+            group, device_type, connect(group) or GlooConnection(group, job_watchdog(), order_check_from())
+        )
     if isinstance(known, GlooConnection):
         return GlooCommunicator(group, known)
     return SharedMemoryCommunicator(group, cast(ShmEngine, known))
 
 
 def _device_connection(group: dist.ProcessGroup, device_type: str) -> DeviceConnection | None:
-    watchdog, known = job_watchdog(), _known.get(group)
+    watchdog, known = job_watchdog(), _known.get(group, {}).get(device_type)
     if known is None and watchdog is not None and backend_capabilities(group, device_type).is_watchable:
+        return _remember(group, device_type, DeviceConnection(group, device_type, watchdog, order_check_from()))
+    return cast("DeviceConnection | None", known)
+
+
+def _remember(group: dist.ProcessGroup, device_type: str, connection: C) -> C:
+    if group not in _known:
         _creation_order[group] = next(_next_index)
-        known = _known[group] = DeviceConnection(group, device_type, watchdog, order_check_from())
-    return known if isinstance(known, DeviceConnection) else None
+    _known.setdefault(group, {})[device_type] = connection
+    return connection
+
+
+def _connections(groups: Collection[dist.ProcessGroup]) -> Iterator[_Connection]:
+    for group in groups:
+        yield from _known.get(group, {}).values()
 
 
 def position(group: dist.ProcessGroup) -> str:
     """Return this rank's position in the sequence of operations over ``group``, or ``"broken"`` if one has failed."""
-    return _known[group].position if group in _known else ""
+    positions = [known.position for known in _connections([group])]
+    return "broken" if "broken" in positions else ",".join(positions)
 
 
 def check_aborted(groups: Callable[[], Collection[dist.ProcessGroup]]) -> None:
@@ -72,8 +89,7 @@ def check_aborted(groups: Callable[[], Collection[dist.ProcessGroup]]) -> None:
         DivergenceError: ranks were about to run different operations.
     """
     if aborted:
-        for group in groups():
-            known = _known.get(group)
+        for known in _connections(groups()):
             if isinstance(known, DeviceConnection):
                 known.check()
 
@@ -83,8 +99,7 @@ def abandon(groups: Collection[dist.ProcessGroup]) -> None:
 
     In shared memory there is nothing to abort: only this rank writes to its memory.
     """
-    for group in groups:
-        known = _known.get(group)
+    for known in _connections(groups):
         if isinstance(known, _WATCHED):
             known.abandon()
 
@@ -97,25 +112,23 @@ def reopen(groups: Collection[dist.ProcessGroup]) -> None:
     """
     # The order is the same on all ranks.
     for group in sorted((group for group in groups if group in _known), key=_creation_order.__getitem__):
-        known = _known[group]
-        if isinstance(known, _WATCHED):
-            known.reopen()
-        else:
-            reconnect(group, known)
+        for known in _connections([group]):
+            if isinstance(known, _WATCHED):
+                known.reopen()
+            else:
+                reconnect(group, known)
 
 
 def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
     """Set how much ranks compare before an operation over ``groups``. In shared memory, they always compare."""
-    for group in groups:
-        known = _known.get(group)
+    for known in _connections(groups):
         if isinstance(known, _WATCHED):
             known.set_order_check(level)
 
 
 def compared(group: dist.ProcessGroup) -> int:
     """Return the number of messages exchanged over ``group`` since it last connected to compare operations."""
-    known = _known.get(group)
-    return known.compared if isinstance(known, _WATCHED) else 0
+    return sum(known.compared for known in _connections([group]) if isinstance(known, _WATCHED))
 
 
 def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:

@@ -79,9 +79,10 @@ class DataParallelAxes:
         if names is not None:
             return self.mesh[names[-1]]
         group = self.mesh.get_group(self.mesh.ndim - 1)
-        if group not in _shard_meshes:
-            _shard_meshes[group] = DeviceMesh.from_group(group, self.mesh.device_type)
-        return _shard_meshes[group]
+        known, kind = _shard_meshes.setdefault(group, {}), self.mesh.device_type
+        if kind not in known:
+            known[kind] = DeviceMesh.from_group(group, kind)
+        return known[kind]
 
     def on(self, device: torch.device | str | int) -> DataParallelAxes:
         """Return these axes for a rank that computes on ``device``; an int is a device index of the mesh's device type.
@@ -115,17 +116,19 @@ class DataParallelAxes:
             )
         shard_group = self.mesh.get_group(self.mesh.ndim - 1)
         known = _smaller_axes.setdefault(shard_group, {})
-        if size not in known:
+        key = self.mesh.device_type, size
+        if key not in known:
             ranks = dist.get_process_group_ranks(shard_group)
             first = self.shard.rank - self.shard.rank % size
             group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-            known[size] = communicator_over(group, self.mesh.device_type)
-        return known[size]
+            known[key] = communicator_over(group, self.mesh.device_type)
+        return known[key]
 
 
-# Keyed by process group, because every slice of a mesh is a new object.
-_shard_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
-_smaller_axes: WeakKeyDictionary[dist.ProcessGroup, dict[int, Communicator]] = WeakKeyDictionary()
+# Keyed by process group, because every slice of a mesh is a new object; then by type of device, because a process group
+# can have a backend for each.
+_shard_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
+_smaller_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], Communicator]] = WeakKeyDictionary()
 _default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 
