@@ -1,6 +1,7 @@
 """Checks for CUDA that each rank runs. With ``device="cpu"`` most of them also run without an accelerator.
 
-Ranks communicate over their own process group (NCCL on CUDA) in addition to the gloo group of the test kit.
+Ranks communicate over their own process group (NCCL on CUDA, and gloo for CPU tensors, which offloading warns about
+else) in addition to the gloo group of the test kit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def mesh_on(device: str) -> DeviceMesh:
     """Return a mesh of all ranks, each on its own device."""
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
-    group = dist.new_group(backend="nccl" if device == "cuda" else "gloo")
+    backends = f"cpu:gloo,{device}:{dist.Backend.default_device_backend_map[device]}"
+    group = dist.new_group(backend="gloo" if device == "cpu" else backends)
     return DeviceMesh.from_group(group, device)
 
 
@@ -69,7 +71,7 @@ def compare_with_peer(device: str, options: dict[str, Any]) -> None:
     for task, optimizer in COMBINATIONS:
         ours, theirs = (
             train(
-                shard_layers(TASKS[task].build(), shard, mesh=mesh, mp_policy=policy),
+                shard_layers(TASKS[task].build().to(device), shard, mesh=mesh, mp_policy=policy),
                 play_task(task),
                 OPTIMIZERS[optimizer],
                 ranks=[rank],
