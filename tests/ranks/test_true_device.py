@@ -1,0 +1,120 @@
+"""Training on a device that is not the CPU: torch's PrivateUse1 over host memory, built where a compiler is present."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from composable_fsdp import MixedPrecisionPolicy, checkpoint, clip_grad_norm_, fully_shard
+from composable_fsdp.testing import run_ranks
+from tests.gpu import cases
+from tests.helpers import true_device
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.training import OPTIMIZERS, assert_equal_runs, play_task, train
+
+DEVICE = true_device.DEVICE
+
+
+def train_on_both(mesh: DeviceMesh, what: str, *tasks: str, **options: Any) -> None:
+    """Compare losses, gradients and weights of training on the device with training on CPU, by bits."""
+    rank = dist.get_rank()
+    on_cpu = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    for task in tasks:
+        runs = [
+            train(
+                shard_layers(TASKS[task].build(), fully_shard, mesh=each, **options),
+                play_task(task),
+                OPTIMIZERS["sgd"],
+                ranks=[rank],
+                watched=rank,
+            )
+            for each in (mesh, on_cpu)
+        ]
+        for run in runs:
+            run.losses = [loss.cpu() for loss in run.losses]
+            run.parameters = {name: value.cpu() for name, value in run.parameters.items()}
+            run.gradients = {name: value if value is None else value.cpu() for name, value in run.gradients.items()}
+        assert_equal_runs(*runs, what=f"{what}, {task}", exact=True)
+
+
+def accumulate_clip_and_save(folder: str) -> None:
+    """Train from the meta device with accumulation and clipping, and restore it from a checkpoint, on both devices."""
+    rank, task, results = dist.get_rank(), TASKS["transformer"], []
+    for kind in ("cpu", DEVICE):
+        with torch.device("meta"):
+            model = shard_layers(task.build(), fully_shard, mesh=init_device_mesh(kind, (2,)))
+        model.to_empty(device=kind)
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                assert isinstance(parameter, DTensor)
+                local = parameter.to_local()
+                local.copy_(torch.randn(local.shape, generator=torch.Generator().manual_seed(number * 2 + rank)) / 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        values = []
+        for step in range(4):
+            model.set_requires_gradient_sync(step % 2 == 1)  # type: ignore[operator]
+            loss = task.loss(model, tuple(t.to(kind) for t in task.batch_of(step, rank)))
+            loss.backward()
+            values.append(loss.detach().cpu())
+            if step % 2:
+                norm = clip_grad_norm_(model, 0.1)
+                values.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).cpu())
+                optimizer.step()
+                optimizer.zero_grad()
+        full = checkpoint.state_dict(model, checkpoint.Full(offload_to_cpu=True))
+        path = Path(folder) / kind
+        checkpoint.save(path, model, optimizer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        checkpoint.load(path, model, optimizer)
+        loaded = checkpoint.state_dict(model, checkpoint.Full(offload_to_cpu=True))
+        assert all(torch.equal(loaded[name], value) for name, value in full.items())
+        assert {p.device.type for p in model.parameters()} == {kind}
+        results.append([*values, *full.values()])
+    assert all(map(torch.equal, *results))
+
+
+def check_device(folder: str) -> dict[str, int]:
+    """Train in many settings on the device, which this process has from now on. Return what the device counted."""
+    device, rank = true_device.register(), dist.get_rank()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # else Module.to() unties weights on such a device
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group(f"cpu:gloo,{DEVICE}:{true_device.BACKEND}", store=store, rank=rank, world_size=2)
+    device.set_device(rank)
+    assert fully_shard(nn.Linear(4, 4)).weight.device == torch.device(DEVICE, rank)
+    mesh = init_device_mesh(DEVICE, (2,))
+    # The device has only this kernel of attention. On CPU another one would compute other bits.
+    with sdpa_kernel(SDPBackend.MATH):
+        train_on_both(mesh, "fp32", "mlp", "tied")
+        train_on_both(mesh, "kept", "tied", reshard_after_forward=False)
+        train_on_both(mesh, "bf16", "tied", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        train_on_both(init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard")), "hybrid", "tied")
+        accumulate_clip_and_save(folder)
+        cases.compare_with_peer(DEVICE, {"param_dtype": torch.bfloat16})
+        before = device.counts()["pinned_copies"]
+        cases.train_offloaded(DEVICE, False)
+        assert device.counts()["pinned_copies"] == before
+        cases.train_offloaded(DEVICE, True)
+    return cast(dict[str, int], device.counts())
+
+
+@pytest.mark.behaviour("D-02")
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="written for the headers of torch 2.13")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler g++ for a device of tests")
+def test_training_on_a_true_device_equals_training_on_cpu(tmp_path: Path) -> None:
+    true_device.build()
+    # The variable gives these ranks processes of their own: torch keeps the device until they end.
+    for counts in run_ranks(check_device, 2, str(tmp_path), environment={"TEST_DEVICE": DEVICE}, timeout=120):
+        assert counts["pinned_copies"] > 0
+        assert counts["streams"] > 0
