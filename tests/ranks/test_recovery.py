@@ -146,7 +146,7 @@ def free_memory_last() -> None:
     def watched(group: ParamGroup) -> None:
         communicator = group.process_groups[0].axes.shard
         assert isinstance(communicator, GroupCommunicator)
-        line = choose._known[communicator.group]
+        line = choose._known[communicator.group]["cpu"]
         assert isinstance(line, GlooConnection)
         found.add((line.position, len(line._kept)))
         abandon(group)
