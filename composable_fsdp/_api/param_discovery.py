@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ class ParamDiscovery:
     device_given: bool = False
     owner_states: Sequence[FSDPState] = ()
     communication_of: CommunicationFunction = _no_codec
-    _axes_of: dict[DeviceMesh, DataParallelAxes] = field(default_factory=dict)
+    _axes_of: dict[tuple[DeviceMesh, float | None], DataParallelAxes] = field(default_factory=dict)
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
         """Return the parameters that the call takes, each once, with every place where it is registered."""
@@ -120,12 +120,12 @@ class ParamDiscovery:
     def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
         """Check ``parameter`` and return how it is sharded."""
         self._check_available(name, parameter, module_name)
-        placement, mesh = as_placement(self.placement_of(parameter) if self.placement_of else None, name)
+        placement, mesh, divide = as_placement(self.placement_of(parameter) if self.placement_of else None, name)
         dim = resolve_dim(placement.dim, local_part(parameter).shape, name)
         if mesh is not None:
-            if mesh not in self._axes_of:
-                self._axes_of[mesh] = data_parallel_axes(mesh).on(self.axes.device)
-            return shard_over_axes(parameter, self._axes_of[mesh], dim)
+            if (mesh, divide) not in self._axes_of:
+                self._axes_of[mesh, divide] = replace(data_parallel_axes(mesh).on(self.axes.device), divide=divide)
+            return shard_over_axes(parameter, self._axes_of[mesh, divide], dim)
         if self.full_mesh is not None:
             return shard_over_full_mesh(name, parameter, self.full_mesh, dim)
         return shard_over_axes(parameter, self.axes, dim)

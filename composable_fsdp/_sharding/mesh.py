@@ -52,12 +52,14 @@ class DataParallelAxes:
         device: the device on which this rank computes.
         shard: communicator of the ranks that parameters are sharded over.
         replicate: communicator of the ranks that hold the same shard.
+        divide: the divisor of sums of gradients. ``None`` is the number of ranks, or the factor of the group.
     """
 
     mesh: DeviceMesh
     device: torch.device
     shard: Communicator
     replicate: Communicator = field(default_factory=LoopbackCommunicator)
+    divide: float | None = None
 
     @cached_property
     def num_ranks(self) -> int:

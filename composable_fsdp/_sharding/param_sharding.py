@@ -21,7 +21,7 @@ from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._layout.placement import data_parallel_placements, shard_within
 from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp._sharding.mesh import DataParallelAxes, join_meshes
-from composable_fsdp.errors import ParameterError
+from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.policies import DataParallelMeshDims
 
 __all__ = [
@@ -43,10 +43,21 @@ class ShardPlacementResult:
     Args:
         placement: ``Shard(d)``, or ``None`` for ``Shard(0)``.
         mesh_info: the data-parallel mesh of the parameter, 1-d or 2-d.
+        divide: the divisor of the sum of gradients over ``mesh_info``, before ``set_gradient_divide_factor``. ``None``
+            is the number of ranks of ``mesh_info``. Experts whose tokens come from all data-parallel ranks need the
+            number of these.
+
+    Raises:
+        ConfigurationError: ``divide`` is not positive.
     """
 
     placement: Shard | None
     mesh_info: DeviceMesh
+    divide: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.divide is not None and not self.divide > 0:
+            raise ConfigurationError(f"divide of a ShardPlacementResult must be positive, not {self.divide!r}.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -136,9 +136,10 @@ def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
     raise ArgumentTypeError(f"dp_mesh_dims must be a DataParallelMeshDims, not {type(dims).__name__}.")
 
 
-def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None]:
-    """Return placement and mesh (or ``None``) from the result of ``shard_placement_fn`` for parameter ``name``."""
+def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None, float | None]:
+    """Return placement, mesh and divide factor from the result of ``shard_placement_fn`` for parameter ``name``."""
     mesh: DeviceMesh | None = None
+    divide: float | None = getattr(result, "divide", None)
     if isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
         info: object = result.mesh_info
         if isinstance(info, TorchFSDPMeshInfo):
@@ -150,13 +151,13 @@ def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None]:
                 f"{type(mesh).__name__}; it must be a 1-d or 2-d DeviceMesh, or torch's FSDPMeshInfo."
             )
     if result is None:
-        return Shard(0), mesh
+        return Shard(0), mesh, divide
     if type(result) is not Shard:  # other layouts than that of Shard may derive from it
         raise ConfigurationError(
             f"shard_placement_fn returned {result!r} for parameter {name!r}; it must return Shard(dim), a "
             "ShardPlacementResult, or None."
         )
-    return result, mesh
+    return result, mesh, divide
 
 
 def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:

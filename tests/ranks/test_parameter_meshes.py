@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import ShardPlacementResult, state_of
 from tests.helpers.experts import MIXTURE, NUM_EXPERTS, Experts, place_experts
@@ -161,3 +163,69 @@ def accumulate_in_half_precision() -> None:
 @pytest.mark.behaviour("A-05", "C-07", "D-01")
 def test_every_mesh_of_a_group_accumulates_and_reduces_in_the_same_precision() -> None:
     run_ranks(accumulate_in_half_precision, 4)
+
+
+class ExchangedExperts(nn.Module):
+    """Dense layer, then one expert for each half of the tokens: the own one, or both if there is no ``group``."""
+
+    def __init__(self, group: dist.ProcessGroup | None, held: slice) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.dense = nn.Linear(4, 4)
+        self.experts = nn.Parameter(torch.randn(2, 4, 4)[held].clone())
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dense(x)
+        if self.group is None:
+            return torch.cat([torch.tanh(part @ expert) for part, expert in zip(x.chunk(2), self.experts, strict=True)])
+        x = all_to_all_single_autograd(x.contiguous(), None, None, self.group)
+        x = torch.tanh(x @ self.experts[0])
+        return all_to_all_single_autograd(x.contiguous(), None, None, self.group)
+
+
+def train_exchanged_experts() -> None:
+    """Train experts that get the tokens of two ranks by SGD, whose steps grow with gradients, and compare."""
+    mesh, rank = named_mesh(edp=2, ep=2), dist.get_rank()
+    data = mesh["edp", "ep"]._flatten("dp")
+    held = mesh.get_local_rank("ep")
+    inputs = [torch.randn(6, 4, generator=torch.Generator().manual_seed(each)) for each in range(4)]
+    for factor in (None, 8.0):
+        reference = ExchangedExperts(None, slice(None))
+        model = ExchangedExperts(mesh.get_group("ep"), slice(held, held + 1))
+        own = model.experts
+        fully_shard(
+            model,
+            mesh=data,
+            shard_placement_fn=lambda p: ShardPlacementResult(Shard(1), mesh["edp"], divide=4) if p is own else None,  # noqa: B023
+        )
+        if factor is not None:
+            sharded(model).set_gradient_divide_factor(factor)  # for the dense layer only
+        ours = torch.optim.SGD(model.parameters(), 0.5)
+        theirs = torch.optim.SGD(reference.parameters(), 0.5)
+        for _ in range(3):
+            model(inputs[rank]).square().mean().backward()
+            (sum(reference(x).square().mean() for x in inputs) / 4).backward()
+            if factor is not None:
+                for p in reference.dense.parameters():
+                    assert p.grad is not None
+                    p.grad.div_(2)
+            for name, parameter in model.named_parameters():
+                expected = reference.get_parameter(name).grad
+                assert expected is not None
+                expected = expected[held : held + 1] if name == "experts" else expected
+                assert isinstance(parameter.grad, DTensor)
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected, msg=name)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.behaviour("A-05", "D-01")
+def test_experts_that_exchange_tokens_divide_by_their_own_factor() -> None:
+    run_ranks(train_exchanged_experts, 4)
+
+
+def test_a_divide_factor_must_be_positive() -> None:
+    with pytest.raises(ConfigurationError, match="divide of a ShardPlacementResult must be positive, not 0"):
+        ShardPlacementResult(None, cast(DeviceMesh, None), divide=0)

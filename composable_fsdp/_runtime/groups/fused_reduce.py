@@ -59,6 +59,7 @@ def _has_same_route(first: ParamGroupBuckets, other: ParamGroupBuckets) -> bool:
     return (
         one.scatter == another.scatter
         and one.replicate == another.replicate
+        and one.axes.divide == another.axes.divide
         and first.rest_device == other.rest_device
         and first.pin_memory == other.pin_memory
     )

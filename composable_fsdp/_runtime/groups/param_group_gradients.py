@@ -297,7 +297,7 @@ class ParamGroupGradients:
             bucket.plan.sum_dtype,
             bucket.pgs.axes.num_ranks,
             averages=bucket.pgs.averages,
-            divide_factor=self.divide_factor,
+            divide_factor=self.divide_factor if bucket.pgs.axes.divide is None else bucket.pgs.axes.divide,
             sum_only=self.sum_only or bucket.plan.gradient_is_encoded,
         )
 

@@ -137,6 +137,7 @@ class ShardedParameter:
             f"placed {sharding.placements} on a mesh of {tuple(mesh.shape)} {mesh.mesh_dim_names or ''}",
             "" if kind == "Tensor" else f"a {kind}",
             "" if self.sharded.requires_grad else "frozen",
+            "" if self.sharding.axes.divide is None else f"divided by {self.sharding.axes.divide}",
             "" if self.communication == CommunicationPolicy() else str(self.communication),
         ]
         return ", ".join(filter(None, map(str.rstrip, parts)))
