@@ -36,6 +36,14 @@ REASONS = {
 }
 """The reason for each difference: ``name`` for one that only one side has, ``name(parameter)`` for a parameter."""
 
+_MORE_CALLS = {
+    "`Shard(d)` with `d > 0` of a size that the ranks do not divide": ("an error", "trains", "`uneven_columns`"),
+    "`copy.deepcopy` of a sharded module": ("an error", "a copy that trains independently", "`deep_copy`"),
+    "a 2-d mesh without names": ("an error", "replicates over the first dim", "none"),
+    "`reset_iter_state()` before a forward": ("an error", "no effect", "`reset_before_the_first_forward`"),
+}
+"""The results in torch and of ours of calls that torch refuses, and the case in the comparison with FSDP2."""
+
 _MORE = frozenset(composable_fsdp.__all__) - frozenset(_fully_shard.__all__)
 """Public names that torch's FSDP2 lacks. The reference of the API has them."""
 
@@ -139,6 +147,12 @@ def render() -> str:
         "| difference | reason |",
         "|---|---|",
         *(f"| `{each}` | {REASONS[each]} |" for row in rows for each in row.differences),
+        "",
+        "## Calls that only this library accepts",
+        "",
+        "| call | torch | here | row of [Compared with torch's FSDP2](compared-with-fsdp2.md) |",
+        "|---|---|---|---|",
+        *(f"| {call} | {' | '.join(results)} |" for call, results in _MORE_CALLS.items()),
         "",
         "## Names that only this library has",
         "",
