@@ -63,9 +63,9 @@ quantized: $(READY) ## train that model with parameters and gradients encoded, a
 elastic: $(READY) ## train that model while ranks are killed at random, and compare with a run without (ELASTIC_ARGS=...)
 	$(TORCHRUN) --max-restarts 20 --monitor-interval 0.2 examples/elastic_text.py --overwrite $(ELASTIC_ARGS)
 
-test: $(READY) ## run the tests: on two cores, then those that need both for themselves (with TEST_ARGS=..., only pytest with these)
-	$(if $(TEST_ARGS),,$(BIN)/python -m pytest -m "not alone" -n 2 --dist loadfile)
-	$(BIN)/python -m pytest $(or $(TEST_ARGS),-m alone)
+test: $(READY) ## run the tests: unit tests on two cores, then the others one by one (with TEST_ARGS=..., only pytest with these)
+	$(if $(TEST_ARGS),,$(BIN)/python -m pytest tests/unit -n 2)
+	$(BIN)/python -m pytest $(or $(TEST_ARGS),--ignore tests/unit)
 
 test-fast: $(READY) ## run the tests that start no other process, in at most 3 minutes (TEST_ARGS=...)
 	$(BIN)/python -m pytest -m "not multiprocess" $(TEST_ARGS)

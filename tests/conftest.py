@@ -1,4 +1,4 @@
-"""Hooks of the whole suite: markers, and the ``--behaviours`` report."""
+"""Hooks of the whole suite: the markers ``behaviour`` and ``multiprocess``, and the ``--behaviours`` report."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ SECTIONS = load_sections(Path(__file__).with_name("behaviours.toml"))
 TESTS = Path(__file__).parent
 MULTIPROCESS = ("goldens", "gpu", "parity", "ranks")
 """Folders in which every test has the marker ``multiprocess``. Other tests that start processes have it one by one."""
-
-ALONE = (
-    *("test_calibration", "test_checkpoint_kill", "test_cli", "test_device_faults", "test_diagnostics"),
-    *("test_elastic_example", "test_faults", "test_launch", "test_recovery", "test_run_ranks"),
-    *("test_shared_memory_transport", "test_soak", "test_text_example", "test_watchdog"),
-)
-"""Files in which every test has the marker ``alone``: it measures or limits times, or keeps all cores busy."""
 
 # A first call into torch may exceed hypothesis' deadline of 200 ms, which makes tests flaky.
 settings.register_profile("default", deadline=None)
@@ -40,8 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).parts[0] in MULTIPROCESS:
             item.add_marker("multiprocess")
-        if item.path.stem in ALONE:
-            item.add_marker("alone")
         ids = tuple(id_ for mark in item.iter_markers("behaviour") for id_ in mark.args)
         try:
             check_ids(ids, SECTIONS, where=item.nodeid)
