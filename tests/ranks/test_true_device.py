@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -110,6 +111,7 @@ def check_device(folder: str) -> dict[str, int]:
 
 
 @pytest.mark.behaviour("D-02")
+@pytest.mark.skipif("TRUE_DEVICE" not in os.environ, reason="the device takes a minute to build: make true-device")
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="written for the headers of torch 2.13")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler g++ for a device of tests")
 def test_training_on_a_true_device_equals_training_on_cpu(tmp_path: Path) -> None:
