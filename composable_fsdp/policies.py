@@ -88,9 +88,12 @@ class MixedPrecisionPolicy:
             return compute
         if self.reduce_dtype is not None:
             return self.reduce_dtype
-        if compute != gradient:
-            _note_reduce_dtype(compute, gradient)
         return gradient if _REDUCES_IN_GRADIENT_DTYPE else compute
+
+    def note_reduce_dtype(self, compute: torch.dtype, gradient: torch.dtype) -> None:
+        """Log once if another version of torch would reduce such a parameter's gradients in another dtype."""
+        if self.reduce_dtype is None and compute.is_floating_point and compute != gradient:
+            _note_reduce_dtype(compute, gradient)
 
     @property
     def input_dtype(self) -> torch.dtype | None:

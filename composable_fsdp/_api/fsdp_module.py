@@ -25,10 +25,11 @@ from composable_fsdp._api.group_setters import (
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state_of
-from composable_fsdp._runtime.groups.state_machine import GradientState
+from composable_fsdp._runtime.groups.state_machine import GradientState, ParameterState
 from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import hooked_forward
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration, states_by_name
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.root.model_check import check_costs
 from composable_fsdp._runtime.root.recovery import set_order_check
@@ -68,6 +69,7 @@ class GradientReductionHandle:
 
     def __init__(self, iteration: Iteration) -> None:
         self._iteration: Iteration | None = iteration
+        self._token = iteration.finalization.begin()
 
     def wait(self) -> None:
         """Wait for the reductions and set the sharded gradients. Further calls have no effect.
@@ -75,12 +77,10 @@ class GradientReductionHandle:
         Raises:
             LifecycleError: ``reset_iter_state`` has dropped the reductions.
         """
-        if self._iteration is None:
-            return
-        if self._iteration.unfinished is not self:
-            raise LifecycleError("wait() was called after reset_iter_state() has dropped the reductions of the handle.")
-        iteration, self._iteration = self._iteration, None
-        iteration.finish_reductions()
+        if self._iteration is not None:
+            self._iteration.finalization.end(self._token)
+            iteration, self._iteration = self._iteration, None
+            iteration.finish_reductions()
 
 
 class FSDPModule(TorchFSDPModule):
@@ -197,13 +197,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             LifecycleError: a backward has not been finalized.
         """
-        iteration = iteration_of(_state(self))
-        if iteration.unfinished is not None:
-            raise LifecycleError(
-                "set_manual_backward_finalization was called between a backward and the end of its finalization. Call "
-                "finalize_backward() first, and wait() of its handle."
-            )
-        iteration.finalizes_backward = not enabled
+        iteration_of(_state(self)).finalization.set_manual(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce what is left after the backwards of a step, and set all sharded gradients. All ranks must call it.
@@ -220,17 +214,11 @@ class FSDPModule(TorchFSDPModule):
         state = _state(self)
         iteration = iteration_of(state)
         if state is not iteration.root:
-            raise LifecycleError(f"finalize_backward() was called on {state.name}. Call it on the root module.")
-        if iteration.finalizes_backward:
-            raise LifecycleError(
-                "finalize_backward() was called after a backward that has finalized itself. Call "
-                "set_manual_backward_finalization(True) before the step."
-            )
-        if isinstance(iteration.unfinished, GradientReductionHandle):
-            raise LifecycleError("finalize_backward() was called again. Call wait() of its last handle first.")
+            raise LifecycleError(f"finalize_backward() was called on {state.name!r}. Call it on the root module.")
+        iteration.finalization.check_due()
         synchronized = [each for each in _states(self, recurse=True) if each.is_synchronized]
         iteration.reduce_held("finalize_backward()", synchronized)
-        handle = iteration.unfinished = GradientReductionHandle(iteration)
+        handle = GradientReductionHandle(iteration)
         if async_op:
             return handle
         handle.wait()
@@ -648,7 +636,8 @@ class FSDPModule(TorchFSDPModule):
         """Apply ``to``, ``cuda``, ``to_empty`` and the like to the sharded parameters, then update the groups."""
         for state in _states(self, recurse=True):
             state.drain_before_changes()
-            state.group.check_nothing_held()
+            state.group.check_convertible()
+        for state in _states(self, recurse=True):
             state.group.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for state in _states(self, recurse=True):
@@ -660,21 +649,15 @@ class FSDPModule(TorchFSDPModule):
         states = _states(self, recurse=True)
         for iteration in {each for state in states if (each := known_iteration(state)) is not None}:
             iteration.drain()  # reductions in flight would set gradients later
-        own = {id(parameter) for module in _modules(self) for parameter in module._parameters.values()}
         for state in states:
-            parameters = state.group.parameters
-            shown = [each for each in parameters if id(each.sharded) in own or id(each.unsharded) in own]
-            if len(shown) < len(parameters):  # the group has modules outside of this one
-                state.group.gradients.zero(shown, set_to_none=set_to_none)
-            elif set_to_none or state.group.gradients.state is GradientState.ARRIVING:  # of a backward that failed
-                state.group.gradients.drop()
+            gradients, parameters = state.group.gradients, _parameters_below(self, state)
+            has_all = len(parameters) == len(state.group.parameters)
+            if has_all and (set_to_none or gradients.state is GradientState.ARRIVING):  # those of a failed backward
+                gradients.drop()
             else:
-                state.group.gradients.zero(shown, set_to_none=False)
-            for gradient in () if set_to_none else (each.sharded.grad for each in shown):
-                if gradient is not None:
-                    gradient.zero_()
-            for parameter in shown if set_to_none else ():  # ``super`` sees the registered ones only
-                parameter.sharded.grad = None
+                gradients.zero(parameters, set_to_none=set_to_none)
+            if state.group.parameter_state is not ParameterState.SHARDED:  # ``super`` sees the registered ones only
+                _zero_sharded(parameters, set_to_none=set_to_none)
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -775,9 +758,23 @@ def _state(module: object) -> FSDPState:
     return state_of(module)
 
 
-def _modules(module: object) -> Iterator[nn.Module]:
+def _parameters_below(module: object, state: FSDPState) -> Sequence[ShardedParameter]:
+    """Return the parameters of ``state`` that belong to ``module`` and the modules in it: not all of a list's."""
+    if not state.has_several_modules:
+        return state.group.parameters
     assert isinstance(module, nn.Module)
-    return module.modules()
+    own = set(map(id, module.modules()))
+    return [each for each in state.group.parameters if any(id(owner) in own for owner, _ in each.owners)]
+
+
+def _zero_sharded(parameters: Sequence[ShardedParameter], *, set_to_none: bool) -> None:
+    """Reset the sharded gradients of ``parameters``."""
+    for parameter in parameters:
+        gradient = parameter.sharded.grad
+        if set_to_none:
+            parameter.sharded.grad = None
+        elif gradient is not None:
+            gradient.zero_()
 
 
 def _states(module: object, recurse: bool) -> list[FSDPState]:

@@ -75,7 +75,7 @@ def assemble(root: FSDPState) -> Iteration:
     for former in {iteration_of(state) for state in states.values() if state.iteration is not None}:
         former.drain()
         iteration.is_last_backward &= former.is_last_backward
-        iteration.finalizes_backward &= former.finalizes_backward
+        iteration.finalization.is_manual |= former.finalization.is_manual
         iteration.post_optimizer_event = former.post_optimizer_event or iteration.post_optimizer_event
         for module in former.root.modules:
             vars(module).pop(ITERATION_ATTRIBUTE, None)

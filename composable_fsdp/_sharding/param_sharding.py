@@ -56,8 +56,11 @@ class ShardPlacementResult:
     divide: float | None = None
 
     def __post_init__(self) -> None:
-        if self.divide is not None and not self.divide > 0:
-            raise ConfigurationError(f"divide of a ShardPlacementResult must be positive, not {self.divide!r}.")
+        is_number = isinstance(self.divide, int | float) and not isinstance(self.divide, bool)
+        if self.divide is not None and not (is_number and self.divide > 0):
+            raise ConfigurationError(
+                f"divide of a ShardPlacementResult must be a positive number, not {self.divide!r}."
+            )
 
 
 @dataclass(frozen=True, eq=False)

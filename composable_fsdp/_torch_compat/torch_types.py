@@ -139,9 +139,10 @@ def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
 def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None, float | None]:
     """Return placement, mesh and divide factor from the result of ``shard_placement_fn`` for parameter ``name``."""
     mesh: DeviceMesh | None = None
-    divide: float | None = getattr(result, "divide", None)
+    divide: float | None = None
     if isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
         info: object = result.mesh_info
+        divide = getattr(result, "divide", None)  # torch's has none
         if isinstance(info, TorchFSDPMeshInfo):
             info = _mesh_of(info, name)
         mesh, result = cast(DeviceMesh, info), result.placement

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -226,6 +226,8 @@ def test_experts_that_exchange_tokens_divide_by_their_own_factor() -> None:
     run_ranks(train_exchanged_experts, 4)
 
 
-def test_a_divide_factor_must_be_positive() -> None:
-    with pytest.raises(ConfigurationError, match="divide of a ShardPlacementResult must be positive, not 0"):
-        ShardPlacementResult(None, cast(DeviceMesh, None), divide=0)
+@pytest.mark.parametrize("factor", [0, -1.0, "2", True])
+def test_a_divide_factor_must_be_a_positive_number(factor: Any) -> None:
+    match = f"divide of a ShardPlacementResult must be a positive number, not {factor!r}"
+    with pytest.raises(ConfigurationError, match=match):
+        ShardPlacementResult(None, cast(DeviceMesh, None), divide=factor)

@@ -316,6 +316,8 @@ def finish(mesh: DeviceMesh | None = None) -> None:
             optimizer.step()
             optimizer.zero_grad()
     manual(torch.ones(4, 64)).sum().backward()
+    ends = [str(model.schedule()).splitlines()[-1] for model in models]
+    assert ["wait" in end for end in ends] == [True, False], ends
     missing = [p.grad is None for p in manual.parameters()]
     assert any(missing), "the last reduction is in flight"
     manual.finalize_backward()
@@ -416,6 +418,25 @@ def convert() -> str:
     return str(caught.value)
 
 
+def convert_with_a_dtype_of_gradients() -> list[str]:
+    """Convert a model whose gradients have a dtype of their own, with such gradients and after they are dropped."""
+    layer = nn.Linear(4, 4, dtype=torch.bfloat16)
+    layer.weight.grad_dtype = torch.float32
+    model: Any = fully_shard(layer)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    texts = []
+    for conversion in (model.cpu, model.half, model.float):
+        texts.append(refused(conversion))
+        assert model.weight.dtype == torch.bfloat16
+        assert model.weight.grad_dtype == model.weight.grad.dtype == torch.float32
+    model.zero_grad()
+    model.half()
+    assert model.weight.grad_dtype == torch.float32
+    model(torch.ones(1, 4, dtype=torch.half)).sum().backward()
+    assert model.weight.grad.dtype == torch.float32
+    return texts
+
+
 def without_races() -> None:
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     with simulated_accelerator() as device:
@@ -480,7 +501,7 @@ def test_a_finalization_at_the_wrong_time_is_an_error() -> None:
     for texts in run_ranks(finish_at_the_wrong_time, 2):
         itself, part, change, again, dropped = texts
         assert "after a backward that has finalized itself. Call set_manual_backward_finalization(True)" in itself
-        assert part == "finalize_backward() was called on 0. Call it on the root module."
+        assert part == "finalize_backward() was called on '0'. Call it on the root module."
         assert "between a backward and the end of its finalization. Call finalize_backward() first" in change
         assert again == "finalize_backward() was called again. Call wait() of its last handle first."
         assert dropped == "wait() was called after reset_iter_state() has dropped the reductions of the handle."
@@ -489,6 +510,14 @@ def test_a_finalization_at_the_wrong_time_is_an_error() -> None:
 def test_a_conversion_does_not_lose_pending_gradients() -> None:
     for text in run_ranks(convert, 2):
         assert "holds gradients that were accumulated and not delivered yet, which this change would lose" in text
+
+
+def test_a_conversion_loses_neither_a_gradient_nor_its_dtype() -> None:
+    for texts in run_ranks(convert_with_a_dtype_of_gradients, 2):
+        assert len(texts) == 3
+        for text in texts:
+            assert text.startswith("parameter 'weight' of")
+            assert "has a gradient and a grad_dtype of its own, of which a conversion would lose one" in text
 
 
 def test_explicit_reductions_have_no_races() -> None:

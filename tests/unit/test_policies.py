@@ -126,12 +126,15 @@ def test_without_reduce_dtype_the_installed_torch_decides_and_the_difference_is_
     policy = MixedPrecisionPolicy(torch.bfloat16)
     for _ in range(2):
         assert policy.gradient_reduce_dtype(torch.bfloat16, torch.float32) == reduced
+        policy.note_reduce_dtype(torch.bfloat16, torch.float32)
     assert [record.getMessage() for record in caplog.records] == [text]
     caplog.clear()
     assert policy.gradient_reduce_dtype(torch.bfloat16, torch.bfloat16) == torch.bfloat16
+    policy.note_reduce_dtype(torch.bfloat16, torch.bfloat16)
     chosen = MixedPrecisionPolicy(torch.bfloat16, torch.float16)
     assert chosen.gradient_reduce_dtype(torch.bfloat16, torch.float32) == torch.float16
     policies._note_reduce_dtype.cache_clear()
+    chosen.note_reduce_dtype(torch.bfloat16, torch.float32)
     assert not caplog.records
 
 

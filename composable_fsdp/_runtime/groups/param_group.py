@@ -188,6 +188,16 @@ class ParamGroup:
                 "lose. Run a backward outside of no_sync first, or drop them with model.zero_grad()."
             )
 
+    def check_convertible(self) -> None:
+        """Raise ``LifecycleError`` if ``to`` and the like would lose gradients, or a ``grad_dtype`` that one has."""
+        self.check_nothing_held()
+        for parameter in self.parameters:
+            if parameter.has_grad_dtype and parameter.sharded.grad is not None:
+                raise LifecycleError(
+                    f"parameter {parameter.name!r} of {self.name!r} has a gradient and a grad_dtype of its own, of "
+                    "which a conversion would lose one. Call model.zero_grad() first."
+                )
+
     def follow_patches(self) -> None:
         """Update after hooks were set on local tensors, if the parameters are sharded."""
         if self.parameter_state is ParameterState.SHARDED:

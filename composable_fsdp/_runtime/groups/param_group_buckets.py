@@ -351,7 +351,10 @@ class ParamGroupBuckets:
                 codecs = codecs.alongside(stages[p.sharding.axes])
             if extended:  # the tensor's hooks replace the codec
                 codecs = replace(codecs, shard=None)
-            reduce_dtype = precision.gradient_reduce_dtype(compute_dtype, p.gradient_dtype(compute_dtype))
+            own_dtype = p.gradient_dtype(compute_dtype)
+            reduce_dtype = precision.gradient_reduce_dtype(compute_dtype, own_dtype)
+            if p.sharded.requires_grad:
+                precision.note_reduce_dtype(compute_dtype, own_dtype)
             specs.append(
                 ParameterSpec(
                     name=p.name,

@@ -217,6 +217,11 @@ class ShardedParameter:
                     return statistics if statistics.itemsize > dtype.itemsize else dtype
         return dtype
 
+    @property
+    def has_grad_dtype(self) -> bool:
+        """True if the user has set ``grad_dtype`` to another dtype than that of the parameter, or to ``None``."""
+        return self._gradient_dtype is not _SAME_DTYPE
+
     def gradient_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the sharded gradient: ``grad_dtype``, or ``reduce_dtype`` if that is ``None``."""
         if self._gradient_dtype is _SAME_DTYPE:

@@ -41,6 +41,7 @@ from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, shar
 from composable_fsdp._runtime.root.calibration import Calibration, StepObserver, median_over_ranks
 from composable_fsdp._runtime.root.clock import Clock
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
+from composable_fsdp._runtime.root.finalization import Finalization
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
 from composable_fsdp._runtime.root.model_check import check_models
 from composable_fsdp._runtime.root.passes_underway import Backward, PassesUnderway
@@ -84,10 +85,7 @@ class Iteration:
         self.states = states
         self._streams = streams
         self.is_last_backward = True
-        self.finalizes_backward = True
-        """False if the user finishes the reductions after the last backward of a step."""
-        self.unfinished: object = None
-        """True after such a backward, then the handle of its reductions in flight, if any; otherwise ``None``."""
+        self.finalization = Finalization()
         self.post_optimizer_event: Any = None
         """Event that the user recorded after the optimizer step; the next forward's first all-gather waits for it."""
         self._pass = Pass.IDLE
@@ -547,9 +545,8 @@ class Iteration:
                 state.group.copy_out_shared()  # other ranks may update their shards while forwards here still use it
         # Launched before the wait for gradients, so that there is one wait.
         works = self._end_epoch("end of backward", self._aliasing)
-        if not self.finalizes_backward:
-            self.unfinished = True
-        elif self.is_last_backward:
+        self.finalization.end_backward()
+        if self._waits_after_backward:
             self.finish_reductions()
         _wait_for(works)
         if trace.listeners:
@@ -612,7 +609,7 @@ class Iteration:
 
     def schedule(self) -> Schedule:
         """Return the schedule of the next iteration that trains."""
-        return self._runner.expected(is_last_backward=self.is_last_backward, has_barriers=bool(self._aliasing))
+        return self._runner.expected(is_last_backward=self._waits_after_backward, has_barriers=bool(self._aliasing))
 
     @property
     def choice(self) -> Choice | None:
@@ -647,7 +644,6 @@ class Iteration:
 
     def finish_reductions(self) -> None:
         """Wait for all reductions in flight, set their gradients, and tell clients so."""
-        self.unfinished = None
         self.drain()
         for state in self.states.values():
             if state.client_post_backward is not None:
@@ -666,6 +662,11 @@ class Iteration:
             )
         self.check_not_lent()
         self._reductions.reduce_held(states)
+
+    @property
+    def _waits_after_backward(self) -> bool:
+        """True if the next backward waits at its end for all reductions."""
+        return self.is_last_backward and not self.finalization.is_manual
 
     def drain_before_changes(self) -> None:
         """Wait for reductions in flight if ``requires_grad`` of a parameter changed since their launch.
@@ -746,7 +747,7 @@ class Iteration:
             self._unused_modules.forget_backward()
         self._passes.end()
         self._pass, self._pass_around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
-        self.unfinished = None
+        self.finalization.forget()
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""
