@@ -28,23 +28,17 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
 		printf '  %-12s %s\n' "$$target" "$$text"; done
 
-# torch comes first, by itself, so that no later package can have another torch installed.
-$(READY): pyproject.toml constraints.txt
+# torch comes first, by itself, so that no later package can have another torch installed. The demo needs less than the
+# rest: with $(READY) it is there already.
+$(READY): EXTRAS = dev,clients
+$(DEMO_READY): EXTRAS = cli,plot
+$(READY) $(DEMO_READY): pyproject.toml constraints.txt
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PY=/path/to/python")'
 	@echo "installing into $(VENV); the first time this takes some minutes"
 	$(PY) -m venv $(VENV)
 	$(PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
-	$(PIP) install -c constraints.txt -e '.[dev,clients]'
-	@touch $@ $(DEMO_READY)
-
-# What the demo needs, and no more: with $(READY) it is there already.
-$(DEMO_READY): pyproject.toml constraints.txt
-	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PY=/path/to/python")'
-	@echo "installing into $(VENV); the first time this takes some minutes"
-	$(PY) -m venv $(VENV)
-	$(PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
-	$(PIP) install -c constraints.txt -e '.[cli,plot]'
-	@touch $@
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@ $(if $(filter $(READY),$@),$(DEMO_READY))
 
 install: $(READY) ## make .venv with torch, the package and its tools
 
