@@ -151,6 +151,13 @@ class ParamDiscovery:
                 "which is not called here. Let it bring fsdp_pre_all_gather and fsdp_post_all_gather too, which serve "
                 "any number of ranks."
             )
+        if getattr(parameter, "_local_type", None):  # set by spmd_types.assert_type
+            raise ParameterError(
+                f"parameter {name!r} of {module_name} has types of the package spmd_types, which fully_shard does not "
+                "read: gradients that are partial over tensor-parallel ranks would not be summed, and a checkpoint "
+                "would hold the part of one rank. Make it a DTensor on the mesh of all axes, and pass that mesh and "
+                "dp_mesh_dims (torchtitan: spmd_backend='partial_dtensor'); or pass it in ignored_params."
+            )
         if is_lazy(parameter):
             raise ParameterError(
                 f"parameter {name!r} of {module_name} has no shape yet, being part of a lazy module. Run a forward "

@@ -141,7 +141,8 @@ def _as_full_parameter(value: torch.Tensor, parameter: ShardedParameter) -> nn.P
 def write_shard(parameter: ShardedParameter, value: torch.Tensor, requires_grad: bool) -> None:
     """Write this rank's shard of the full ``value`` to the sharded parameter."""
     sharded = parameter.sharded
-    local, shard = cast(DTensor, sharded).to_local(), extent_of(sharded, parameter.sharding).take(value.detach())
+    local = cast(DTensor, sharded).to_local()
+    shard = extent_of(sharded, parameter.sharding).take(value.detach()).to(local.device)
     if not torch.equal(local, shard):  # unchanged values do not bump the version
         local.copy_(shard)
     if sharded.requires_grad != requires_grad:

@@ -15,7 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from composable_fsdp import MixedPrecisionPolicy, checkpoint, clip_grad_norm_, fully_shard
+from composable_fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    checkpoint,
+    clip_grad_norm_,
+    fully_shard,
+    initialize,
+    unsharded_params,
+)
 from composable_fsdp.testing import run_ranks
 from tests.gpu import cases
 from tests.helpers import true_device
@@ -85,6 +93,23 @@ def accumulate_clip_and_save(folder: str) -> None:
     assert all(map(torch.equal, *results))
 
 
+def initialize_offloaded(mesh: DeviceMesh) -> None:
+    """Initialize offloaded parameters from the meta device and write to them, on both devices, and compare them."""
+    results = []
+    for each in (mesh, DeviceMesh("cpu", mesh.mesh)):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+        fully_shard(model, mesh=each, offload_policy=CPUOffloadPolicy())
+        initialize(model, seed=0)
+        with unsharded_params(model, writeback=True, offload_to_cpu=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        assert {cast(DTensor, p).to_local().device.type for p in model.parameters()} == {"cpu"}
+        results.append(list(checkpoint.state_dict(model, checkpoint.Full(offload_to_cpu=True)).values()))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 def check_device(folder: str) -> dict[str, int]:
     """Train in many settings on the device, which this process has from now on. Return what the device counted."""
     device, rank = true_device.register(), dist.get_rank()
@@ -102,6 +127,7 @@ def check_device(folder: str) -> dict[str, int]:
         train_on_both(mesh, "bf16", "tied", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         train_on_both(init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard")), "hybrid", "tied")
         accumulate_clip_and_save(folder)
+        initialize_offloaded(mesh)
         cases.compare_with_peer(DEVICE, {"param_dtype": torch.bfloat16})
         before = device.counts()["pinned_copies"]
         cases.train_offloaded(DEVICE, False)

@@ -191,6 +191,16 @@ def test_a_module_of_a_wrong_type_is_refused(value: object) -> None:
     assert_refused(ConfigurationError, f"takes an nn.Module or a list of them, not {type(value).__name__}", value)
 
 
+@pytest.mark.behaviour("A-06", "A-08")
+def test_parameters_with_spmd_types_are_refused_and_can_be_ignored() -> None:
+    linear: Any = nn.Linear(3, 3)
+    linear.weight._local_type = {"tp": "R"}  # as spmd_types.assert_type does, by its own types
+    match = r"'weight' of Linear has types of the package spmd_types.*would not be summed.*Make it a DTensor.*ignored"
+    assert_refused(ParameterError, match, linear)
+    linear.bias._local_type = {}  # without a type
+    fully_shard(linear, ignored_params={linear.weight})
+
+
 @pytest.mark.behaviour("A-08")
 @pytest.mark.parametrize(
     "container",
