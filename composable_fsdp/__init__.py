@@ -54,7 +54,13 @@ from composable_fsdp.errors import (
 from composable_fsdp.full_params import apply_to_full_params, unsharded_params
 from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
 from composable_fsdp.optim.local_optimizer import local_optimizer
-from composable_fsdp.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    cpu_offload_by_budget,
+)
 from composable_fsdp.wrap.tied_weights import tie_groups
 
 if TYPE_CHECKING:
@@ -108,6 +114,7 @@ __all__ = [
     "apply_to_full_params",
     "clip_grad_norm_",
     "communication_report",
+    "cpu_offload_by_budget",
     "describe",
     "find_nonfinite",
     "fully_shard",

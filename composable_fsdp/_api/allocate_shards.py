@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp._torch_compat.torch_types import TorchFSDPModule
 
@@ -16,7 +15,7 @@ __all__ = ["allocated_shards"]
 
 
 @contextmanager
-def allocated_shards(module: nn.Module, device_of: Callable[[FSDPState], torch.device]) -> Iterator[None]:
+def allocated_shards(module: nn.Module, device: torch.device | None) -> Iterator[None]:
     """Allocate shards of ``module`` that are on meta, without values, and hide their parameters in this context.
 
     ``module._apply`` in the context then converts the other tensors. Parameters that it must replace one by one stay:
@@ -25,12 +24,12 @@ def allocated_shards(module: nn.Module, device_of: Callable[[FSDPState], torch.d
 
     Args:
         module: contains sharded modules, or none.
-        device_of: returns the device for the shards of a state.
+        device: the device of the shards; ``None`` is where each rests between steps.
     """
     with ExitStack() as hidden:
         if not any(map(_follows_parameters, {type(each) for each in module.modules()})):
             for state in states_below(module):
-                if state.group.allocate(device_of(state)):
+                if state.group.allocate(device):
                     hidden.enter_context(state.group.tensors.registration.hidden())
         yield
 

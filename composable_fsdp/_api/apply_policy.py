@@ -19,6 +19,7 @@ from composable_fsdp._runtime.params.param_places import registered_parameters
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp._sharding.strategy import resolve_strategy
 from composable_fsdp._torch_compat.torch_types import as_mesh_dims, as_strategy
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap._plan import Group, Policy, Scope, plan_groups
 from composable_fsdp.wrap.tied_weights import holders
 
@@ -55,6 +56,13 @@ def shard_by_policy(model: nn.Module, policy: Policy, shard: Callable[..., objec
     ignored = find_ignored([model], options["ignored_params"], options["ignored_modules"])
     groups = plan_groups(policy, Scope(model, ignored.modules, ignored.parameters), OVERRIDABLE)
     options_of = [_options_of(group, options) for group in groups]
+    offload = options["offload_policy"]
+    offloads = dict(offload) if isinstance(offload, Mapping) else {}
+    unknown = sorted(set(offloads) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    if unknown:
+        raise ConfigurationError(
+            f"offload_policy has {unknown}, which are not among the names of model.named_parameters()."
+        )
     init: InitFunction | None = options["param_init_fn"]
     sharded = set(states_below(model))
     owner_states = sharded | {state_of(owner) for owner in options["shared_from"]}
@@ -65,8 +73,20 @@ def shard_by_policy(model: nn.Module, policy: Policy, shard: Callable[..., objec
                 materialize_meta(module, init, ignored, registered)
         owners = [state.modules[0] for state in holders(group.modules) if state in owner_states]
         target = group.modules[0] if len(group.modules) == 1 else list(group.modules)
+        if isinstance(chosen["offload_policy"], Mapping) and "offload_policy" not in group.overrides:
+            chosen["offload_policy"] = _take(offloads, group)
         shard(target, **{**chosen, "shared_from": owners, "param_init_fn": None})
         owner_states.add(state_of(group.modules[0]))
+
+
+def _take(offloads: dict[str, object], group: Group) -> dict[str, object]:
+    """Remove and return the entries of ``offloads`` for parameters of ``group``, by their names in its call."""
+    taken = {}
+    for index, path in enumerate(group.names):
+        before, within = f"{path}." if path else "", f"{index}." if len(group.names) > 1 else ""
+        for name in [name for name in offloads if name.startswith(before)]:
+            taken[within + name.removeprefix(before)] = offloads.pop(name)
+    return taken
 
 
 def _options_of(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:

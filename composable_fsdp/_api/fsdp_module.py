@@ -629,7 +629,7 @@ class FSDPModule(TorchFSDPModule):
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
         """Allocate memory without values, as ``nn.Module.to_empty`` does; for shards on meta once for each bucket."""
         assert isinstance(self, nn.Module)
-        with nullcontext() if device is None or not recurse else allocated_shards(self, lambda _: torch.device(device)):
+        with nullcontext() if device is None or not recurse else allocated_shards(self, torch.device(device)):
             return super(TorchFSDPModule, self).to_empty(device=device, recurse=recurse)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

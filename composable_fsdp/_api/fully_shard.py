@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -70,7 +70,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
     device: torch.device | str | int | None = None,
@@ -112,7 +112,8 @@ def fully_shard(
             ``Shard(0)``; or a ``ShardPlacementResult`` with another mesh, such as that of experts.
         mp_policy: dtypes of computation, reduction and output. Our class or torch's.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU. Our class or torch's.
-            ``None`` offloads nothing.
+            A mapping has the policies of parameters by name; others are not offloaded. :func:`cpu_offload_by_budget`
+            makes one. ``None`` offloads nothing.
         ignored_params: parameters that are not sharded, moved or reduced.
         ignored_modules: modules whose parameters and buffers, including those of modules below, are not sharded,
             moved, synchronized or reduced. Pass them to every call whose module contains them.
@@ -154,14 +155,17 @@ def fully_shard(
     if strategy is not None:
         resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
         mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
-    precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
+    precision = as_mixed_precision_policy(mp_policy)
+    offload: OffloadPolicy | dict[str, OffloadPolicy] = (
+        {name: as_offload_policy(each) for name, each in offload_policy.items()}
+        if isinstance(offload_policy, Mapping)
+        else as_offload_policy(offload_policy)
+    )
     modules = _as_modules(module)
     for each in modules:
         _check_module(each)
     enable_from_environment(modules)
     axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
-    if isinstance(offload, CPUOffloadPolicy):
-        warn_without_cpu_backend(axes)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     ignored = find_ignored(modules, ignored_params, ignored_modules)
     for each in modules:
@@ -174,7 +178,10 @@ def fully_shard(
     )
     if comm_policy is not None:
         discovery.communication_of = _as_function(comm_policy)
+    discovery.offload = offload
     sources = discovery.collect(modules)
+    if any(isinstance(source.offload, CPUOffloadPolicy) for source in sources):
+        warn_without_cpu_backend(axes)
     if sync_module_states:
         other_meshes = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
         for each in modules:
@@ -184,7 +191,7 @@ def fully_shard(
             each_axes.smaller_shard_axis(reshard.mesh_size)
     name = ", ".join(type(each).__name__ for each in modules)
     classes = [sharded_class(type(each)) for each in modules]  # before anything changes: may raise
-    group = ParamGroup(name, sources, axes, precision, offload)
+    group = ParamGroup(name, sources, axes, precision)
     for source, parameter in zip(sources, group.parameters, strict=True):
         note_replaced(source, parameter, name)
     state = FSDPState(_outermost(modules), group, reshard, precision, owner_states)

@@ -69,7 +69,7 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
             must. The text names them.
     """
     unfilled = _meta_non_persistent_buffers(module, recurse)
-    with allocated_shards(module, lambda _: torch.device(device)) if recurse else nullcontext():
+    with allocated_shards(module, torch.device(device)) if recurse else nullcontext():
         allocate_meta(module, lambda _: device, recurse=recurse)
     if unfilled:
         warnings.warn(
@@ -225,11 +225,10 @@ def _allocate_model(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
     """Allocate parameters and buffers that are on meta, and return their names."""
     names = {name for name, tensor in _named_tensors(model) if tensor.is_meta}
     if names:
-        rest_devices = {
-            id(p.sharded): state.group.tensors.rest_device for state in states for p in state.group.parameters
-        }
+        tensors = [state.group.tensors for state in states]
+        rest_devices = {id(p.sharded): each.rest_device_of(p) for each in tensors for p in each.parameters}
         here = states[0].group.axes.device if states else torch.get_default_device()
-        with allocated_shards(model, lambda state: state.group.tensors.rest_device):
+        with allocated_shards(model, None):
             allocate_meta(model, lambda tensor: rest_devices.get(id(tensor), here) if tensor.is_meta else tensor.device)
     return names
 

@@ -19,6 +19,7 @@ from composable_fsdp._sharding.param_sharding import FullMesh, ParameterSharding
 from composable_fsdp._torch_compat.torch_types import as_placement
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.policies import OffloadPolicy
 
 __all__ = ["CommunicationFunction", "ParamDiscovery", "PlacementFunction", "on_other_accelerators"]
 
@@ -42,6 +43,7 @@ class ParamDiscovery:
         device_given: True if the user named the device, so that parameters are moved there from any other device.
         owner_states: FSDP states whose parameters these modules may use too.
         communication_of: returns the codecs of each parameter.
+        offload: the policy of all parameters, or those of parameters by name.
     """
 
     axes: DataParallelAxes
@@ -51,6 +53,7 @@ class ParamDiscovery:
     device_given: bool = False
     owner_states: Sequence[FSDPState] = ()
     communication_of: CommunicationFunction = _no_codec
+    offload: OffloadPolicy | Mapping[str, OffloadPolicy] = OffloadPolicy()  # noqa: RUF009 (frozen)
     _axes_of: dict[tuple[DeviceMesh, float | None], DataParallelAxes] = field(default_factory=dict)
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
@@ -69,6 +72,7 @@ class ParamDiscovery:
                     continue
                 found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
         self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
+        offloads = self._offloads([name for name, _, _, _ in found.values()])
         return [
             ParameterSource(
                 name,
@@ -76,9 +80,22 @@ class ParamDiscovery:
                 tuple(owners),
                 self._sharding(name, parameter, module_name),
                 self.communication_of(parameter) or CommunicationPolicy(),
+                offloads[name],
             )
             for name, module_name, parameter, owners in found.values()
         ]
+
+    def _offloads(self, names: Sequence[str]) -> dict[str, OffloadPolicy]:
+        """Return the offload policy of each of ``names``; raise if a name in a mapping is no parameter of the call."""
+        if isinstance(self.offload, OffloadPolicy):
+            return dict.fromkeys(names, self.offload)
+        unknown = sorted(set(self.offload) - set(names))
+        if unknown:
+            raise ConfigurationError(
+                f"offload_policy has {unknown}, which no parameter of this call is named. Names are those of "
+                f"module.named_parameters(), without parameters that earlier calls took or that are ignored: {names}."
+            )
+        return {name: self.offload.get(name, OffloadPolicy()) for name in names}
 
     def _check_devices(self, parameters: Mapping[str, nn.Parameter], modules: Sequence[nn.Module]) -> None:
         """Raise if a parameter is on another accelerator and the user did not name the device."""

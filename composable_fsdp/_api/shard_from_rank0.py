@@ -61,7 +61,8 @@ def shard_from_rank0(model: M, shard: Callable[..., object] = fully_shard, **opt
             "fully_shard on the model or on modules in it."
         )
     owners = _verify(model, values)
-    rest_devices = {id(p.sharded): state.group.tensors.rest_device for state in states for p in state.group.parameters}
+    tensors = [state.group.tensors for state in states]
+    rest_devices = {id(p.sharded): each.rest_device_of(p) for each in tensors for p in each.parameters}
     allocate_meta(model, lambda tensor: rest_devices.get(id(tensor), states[0].group.axes.device))
     shardings = shardings_of(states)
     with torch.inference_mode(False), torch.no_grad():

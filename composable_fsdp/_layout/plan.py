@@ -24,6 +24,7 @@ from composable_fsdp._layout.bucket_layout import (
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp.codecs.communication_policy import PLAIN, GradientCodecs
 from composable_fsdp.codecs.protocol import Codec
+from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
 __all__ = [
     "SMALL_BYTES",
@@ -89,6 +90,7 @@ class ParameterSpec:
         alone: nothing else may be encoded together with it.
         summed_before: its gradient may already be a sum over model-parallel ranks, made in ``reduce_dtype``, which a
             narrower dtype on the wire would round.
+        offload: the policy of its shard. ``OffloadPolicy()`` if the device of the modules is the host.
     """
 
     name: str
@@ -106,6 +108,7 @@ class ParameterSpec:
     gradient_extended: bool = False
     alone: bool = False
     summed_before: bool = False
+    offload: OffloadPolicy = OffloadPolicy()  # noqa: RUF009 (frozen)
 
     @property
     def gradient_bytes(self) -> int:
@@ -124,12 +127,23 @@ class ParameterSpec:
             self.compute_dtype,
             self.reduce_dtype,
             self.gradient_dtype,
+            self.offload,
             self.name if self.alone else "",
         )
 
 
 BucketKey: TypeAlias = tuple[
-    int, bool, Codec | None, GradientCodecs, bool, torch.dtype, torch.dtype, torch.dtype, torch.dtype, str
+    int,
+    bool,
+    Codec | None,
+    GradientCodecs,
+    bool,
+    torch.dtype,
+    torch.dtype,
+    torch.dtype,
+    torch.dtype,
+    OffloadPolicy,
+    str,
 ]
 
 
@@ -218,6 +232,12 @@ class BucketPlan:
     gradient_is_encoded: bool
     """True if gradients are encoded over any axis, and so are summed in fp32."""
     unsharded_storage: UnshardedStorage
+    offload: OffloadPolicy
+
+    @property
+    def pins_memory(self) -> bool:
+        """True if shards and reduced gradients are in page-locked memory."""
+        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
 
     @property
     def aliased(self) -> bool:
@@ -457,12 +477,8 @@ def _plan_bucket(
     is_small = sum(prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs) <= SMALL_BYTES
     itemsize = first.compute_dtype.itemsize
     as_values = not first.extended and first.codec is None
-    aliased = (
-        axes.alias
-        and first.dtype == first.compute_dtype
-        and as_values
-        and (axes.num_shards == 1 or all(s.concatenates for s in shards))
-    )
+    storage = _unsharded_storage(first, axes, shards)
+    aliased = storage is UnshardedStorage.ALIASED
     all_reduce_bytes = axes.all_reduce_bytes if as_values and not aliased else NEVER_ZERO_COPY
     gather = plan_gather(
         shards,
@@ -502,7 +518,8 @@ def _plan_bucket(
         sum_dtype,
         first.gradient_codecs.shard is not None or first.gradient_extended,
         encoded,
-        _unsharded_storage(first, axes, shards),
+        storage,
+        first.offload,
     )
 
 
@@ -511,7 +528,8 @@ def _unsharded_storage(spec: ParameterSpec, axes: PlanOptions, shards: Sequence[
 
     Parameters that a single rank casts are freed between uses, as gathered ones are.
     """
-    if not axes.alias or spec.extended or spec.codec is not None:
+    is_offloaded = isinstance(spec.offload, CPUOffloadPolicy)
+    if not axes.alias or is_offloaded or spec.extended or spec.codec is not None:
         return UnshardedStorage.OWNED
     if axes.num_shards > 1 and not all(s.concatenates for s in shards):
         return UnshardedStorage.OWNED

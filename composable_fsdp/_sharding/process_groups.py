@@ -88,7 +88,7 @@ class ProcessGroups:
         """True if reduce-scatters have a process group of their own."""
         return self._separate is not None
 
-    def plan_options(self, *, offloaded: bool, sizes: MessageSizes | None = None) -> PlanOptions:
+    def plan_options(self, sizes: MessageSizes | None = None) -> PlanOptions:
         """Return the options of the group's plan, or of its plan with other message ``sizes``."""
         sizes = MessageSizes() if self.gather.aliases else sizes or self.message_sizes
         return PlanOptions(
@@ -100,7 +100,7 @@ class ProcessGroups:
             reduce_whole_bytes=self.scatter.all_reduce_bytes,
             widens=self.scatter.widens,
             grad_bucket_bytes=self._grad_bucket_bytes(),
-            alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.shared_memory is not None),
+            alias=self.gather.aliases and (self.gather.size == 1 or self.shared_memory is not None),
             flags=self.axes.num_ranks > 1 and not self.unequal_use,
         )
 

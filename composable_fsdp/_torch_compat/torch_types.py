@@ -99,12 +99,6 @@ def as_offload_policy(policy: object) -> OffloadPolicy:
         return CPUOffloadPolicy(policy.pin_memory)
     if isinstance(policy, TorchOffloadPolicy):
         return OffloadPolicy()
-    if isinstance(policy, Mapping):
-        raise ArgumentTypeError(
-            "offload_policy must be one OffloadPolicy for the group, not a mapping of names to policies. Call "
-            "fully_shard with CPUOffloadPolicy() on the modules whose parameters are to be offloaded, without it on "
-            "the others."
-        )
     raise ArgumentTypeError(f"offload_policy must be an OffloadPolicy or None, not {type(policy).__name__}.")
 
 

@@ -61,6 +61,11 @@ def plan(
     mesh_shape(mesh)
     accelerator = as_accelerator(device)
     settings = {"recompute": recompute, **options} if recompute else options
+    if isinstance(options.get("offload_policy"), Mapping):
+        raise ConfigurationError(
+            "plan counts the offload of all parameters or of none, and no offload_policy by name. Plan with "
+            "offload_policy=CPUOffloadPolicy() and without: the memory and the time of a part are between the two."
+        )
     offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
     name = "the model"
 

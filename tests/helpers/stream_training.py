@@ -267,6 +267,16 @@ def _set_optimizer_event(model: Any) -> None:
 BF16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 INT8 = CommunicationPolicy(all_gather=Int8(), reduce_scatter=ErrorFeedback(Int8()), min_numel=1)
 INT8_SUMS = CommunicationPolicy(reduce_scatter=Int8(), all_reduce=Int8(), min_numel=1)
+
+
+def _shard_with_weights_on_the_host(module: nn.Module, **options: Any) -> nn.Module:
+    """Shard a block with its weights offloaded and its biases not, or the model, which has no parameters of its own."""
+    chosen = {
+        name: CPUOffloadPolicy() for name, p in module.named_parameters() if p.ndim == 2 and type(p) is nn.Parameter
+    }
+    return fully_shard(module, offload_policy=chosen, **options)
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "unfused": {"prepare": _unfuse},
     "plain": {},
@@ -286,6 +296,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "mp_policy": MixedPrecisionPolicy(**BF16),
         "prepare": _unfuse,
     },
+    "offload of weights only": {"library": _shard_with_weights_on_the_host},
     "unused parameters reduced": {"prepare": lambda model: model.set_reduce_scatter_unused_params(True)},
     "sums held unsharded": {"hold": "set_requires_all_reduce", "prepare": _unfuse},
     "stable storage, bf16": {

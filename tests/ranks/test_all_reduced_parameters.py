@@ -61,8 +61,8 @@ def all_reduced_from(nbytes: int) -> Iterator[None]:
     """Make padding of ``nbytes`` worth an all-reduce, on every communicator."""
     original = ProcessGroups.plan_options
 
-    def patched(self: ProcessGroups, *, offloaded: bool) -> PlanOptions:
-        options = original(self, offloaded=offloaded)
+    def patched(self: ProcessGroups) -> PlanOptions:
+        options = original(self)
         return dataclasses.replace(options, all_reduce_bytes=nbytes, reduce_whole_bytes=nbytes)
 
     with pytest.MonkeyPatch.context() as patch:

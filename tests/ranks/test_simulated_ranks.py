@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composable_fsdp import MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp import MixedPrecisionPolicy
 from composable_fsdp.testing import FakeWorld
 from tests._internals import (
     NEVER_ZERO_COPY,
@@ -63,7 +63,7 @@ def build_groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: Mix
             owner.register_parameter(name, parameter)
             sharding = shard_over_axes(parameter, axes, SHAPES[name][1])
             sources.append(ParameterSource(name, parameter, ((owner, name),), sharding))
-        groups.append(ParamGroup("group", sources, axes, precision, OffloadPolicy()))
+        groups.append(ParamGroup("group", sources, axes, precision))
     return groups
 
 

@@ -17,9 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from composable_fsdp import (
     CPUOffloadPolicy,
+    DeviceError,
     MixedPrecisionPolicy,
     checkpoint,
     clip_grad_norm_,
+    cpu_offload_by_budget,
     fully_shard,
     initialize,
     unsharded_params,
@@ -53,6 +55,69 @@ def train_on_both(mesh: DeviceMesh, what: str, *tasks: str, **options: Any) -> N
             run.parameters = {name: value.cpu() for name, value in run.parameters.items()}
             run.gradients = {name: value if value is None else value.cpu() for name, value in run.gradients.items()}
         assert_equal_runs(*runs, what=f"{what}, {task}", exact=True)
+
+
+def offload_a_part(mesh: DeviceMesh) -> None:
+    """Train with the largest parameters of one group on CPU, on the device, and compare with training on CPU."""
+    task, rank, results = TASKS["wide"], dist.get_rank(), []
+    for each in (mesh, DeviceMesh("cpu", mesh.mesh)):
+        with torch.device("meta"):
+            model = task.build()
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        chosen = cpu_offload_by_budget(model, size // 2)
+        fully_shard(model, mesh=each, policy={nn.Linear}, offload_policy=chosen)
+        initialize(model, seed=0)
+        assert 0 < len(chosen) < len(list(model.parameters()))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        values: list[torch.Tensor] = []
+        for step in range(3):
+            batch = tuple(t.to(each.device_type) for t in task.batch_of(step, rank))
+            task.loss(model, batch).backward()
+            norm = clip_grad_norm_(model, 0.1)
+            values.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).cpu())
+            for name, parameter in model.named_parameters():
+                expected = "cpu" if name in chosen else each.device_type
+                assert isinstance(parameter, DTensor)
+                assert isinstance(parameter.grad, DTensor)
+                assert (parameter.to_local().device.type, parameter.grad.to_local().device.type) == (expected,) * 2, (
+                    name
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+        with unsharded_params(model, writeback=True, offload_to_cpu=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        full = checkpoint.state_dict(model, checkpoint.Full(offload_to_cpu=True))
+        results.append([*values, *full.values()])
+    for ours, expected_value in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected_value)
+    one = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy={"bias": CPUOffloadPolicy()})
+    one.to(mesh.device_type)
+    with pytest.raises(DeviceError, match=rf"'bias': '{DEVICE}:{rank}'}}, not {{'bias': 'cpu'}}. Leave out model.to"):
+        one(torch.ones(1, 4, device=mesh.device_type))
+
+
+def assign_to_offloaded(mesh: DeviceMesh) -> None:
+    """Assign a state dict in parts to offloaded shards on meta: on the host, and on the device, which is an error."""
+    on_host = CPUOffloadPolicy(pin_memory=False)
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+    x = torch.ones(1, 4, device=mesh.device_type)
+    for offload, error in ((on_host, None), (None, rf"offloaded to CPU, but.*'0.weight': '{DEVICE}")):
+        source = fully_shard(build(), mesh=mesh, offload_policy=offload)
+        with torch.device("meta"):
+            model = build()
+        fully_shard(model, mesh=mesh, offload_policy=on_host)
+        for name, value in source.state_dict().items():
+            model.load_state_dict({name: value}, assign=True, strict=False)
+        if error is not None:
+            with pytest.raises(DeviceError, match=error):
+                model(x)
+            continue
+        assert torch.equal(model(x), source(x))
+        assert {value.to_local().device.type for value in model.state_dict().values()} == {"cpu"}
 
 
 def accumulate_clip_and_save(folder: str) -> None:
@@ -128,6 +193,8 @@ def check_device(folder: str) -> dict[str, int]:
         train_on_both(init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard")), "hybrid", "tied")
         accumulate_clip_and_save(folder)
         initialize_offloaded(mesh)
+        offload_a_part(mesh)
+        assign_to_offloaded(mesh)
         cases.compare_with_peer(DEVICE, {"param_dtype": torch.bfloat16})
         before = device.counts()["pinned_copies"]
         cases.train_offloaded(DEVICE, False)

@@ -367,9 +367,14 @@ def test_a_dtensor_on_an_unrelated_mesh_is_refused_with_the_remedy() -> None:
         ({"offload_policy": True}, "offload_policy must be an OffloadPolicy or None, not bool"),
         ({"offload_policy": MixedPrecisionPolicy()}, "offload_policy must be an OffloadPolicy or None, not Mixed"),
         (
-            {"offload_policy": {"weight": CPUOffloadPolicy()}},
-            r"one OffloadPolicy for the group, not a mapping of names to policies. Call fully_shard",
+            {"offload_policy": {"wieght": CPUOffloadPolicy()}},
+            r"\['wieght'\], which no parameter of this call is named.*earlier calls took.*: \['weight', 'bias'\]",
         ),
+        (
+            {"offload_policy": {"0.weight": CPUOffloadPolicy()}, "policy": {nn.Linear}},
+            r"\['0.weight'\], which are not among the names of model.named_parameters",
+        ),
+        ({"offload_policy": {"weight": True}}, "offload_policy must be an OffloadPolicy or None, not bool"),
         ({"mp_policy": CPUOffloadPolicy()}, "mp_policy must be a MixedPrecisionPolicy, not CPUOffload"),
     ],
     ids=repr,

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composable_fsdp import CPUOffloadPolicy, OffloadPolicy
 from composable_fsdp.codecs.blockwise import Int8
 from composable_fsdp.codecs.communication_policy import GradientCodecs
 from tests._internals import (
@@ -37,6 +38,7 @@ def parameter_specs(draw: st.DrawFn) -> ParameterSpec:
         reduce_dtype=draw(DTYPES),
         gradient_dtype=draw(DTYPES),
         trainable=draw(st.booleans()),
+        offload=draw(st.sampled_from([OffloadPolicy(), CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])),
     )
 
 
@@ -63,7 +65,7 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
             *(bucket.axes, bucket.extended, bucket.codec, bucket.gradient_codecs, bucket.gradient_extended),
             *(bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.gradient_dtype),
         )
-        assert key[:-1] == found
+        assert key[:-1] == (*found, bucket.offload)
 
 
 @FEWER
@@ -121,7 +123,8 @@ def test_an_axis_of_one_rank_aliases_exactly_the_buckets_without_cast(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
 ) -> None:
     for bucket in plan_group(specs, (options,)).buckets:
-        assert bucket.aliased == (bucket.dtype == bucket.compute_dtype)
+        is_offloaded = isinstance(bucket.offload, CPUOffloadPolicy)
+        assert bucket.aliased == (bucket.dtype == bucket.compute_dtype and not is_offloaded)
         if bucket.aliased:
             assert all(s.padded_numel == s.full_numel == s.numel for s in bucket.gather.shards)
             assert (bucket.unsharded_bytes, bucket.wire_bytes) == (0, 0)
@@ -134,7 +137,7 @@ def test_ranks_with_shared_memory_cast_into_it_unless_it_holds_their_shards(
 ) -> None:
     for bucket in plan_group(specs, (PlanOptions(num_shards, 1, 1, alias=True),)).buckets:
         shards = bucket.gather.shards
-        if not all(s.concatenates for s in shards):
+        if isinstance(bucket.offload, CPUOffloadPolicy) or not all(s.concatenates for s in shards):
             assert bucket.unsharded_storage is UnshardedStorage.OWNED
             continue
         is_cast = bucket.dtype != bucket.compute_dtype

@@ -43,7 +43,7 @@ class FusedBuckets:
     def fuse(self, members: Sequence[ParamGroupBuckets]) -> Sequence[FusedBucket]:
         """Return fused buckets for all parameters of ``members``, or none if these cannot share messages.
 
-        They cannot if their process groups or rest devices differ, or if gradients are encoded or have hooks. The
+        They cannot if their process groups differ, or if gradients are encoded or have hooks. The
         result is the same on every rank.
         """
         made_of: list[object] = [each for t in members for each in (t, t.plan, t.process_groups[0].scatter)]
@@ -54,14 +54,10 @@ class FusedBuckets:
 
 
 def _has_same_route(first: ParamGroupBuckets, other: ParamGroupBuckets) -> bool:
-    """Return True if the gradients of both groups have the same communicators and the same rest device."""
+    """Return True if the gradients of both groups have the same communicators."""
     one, another = first.process_groups[0], other.process_groups[0]
     return (
-        one.scatter == another.scatter
-        and one.replicate == another.replicate
-        and one.axes.divide == another.axes.divide
-        and first.rest_device == other.rest_device
-        and first.pin_memory == other.pin_memory
+        one.scatter == another.scatter and one.replicate == another.replicate and one.axes.divide == another.axes.divide
     )
 
 
@@ -77,7 +73,7 @@ def _fuse(members: Sequence[ParamGroupBuckets]) -> tuple[FusedBucket, ...]:
         return ()
     specs = tuple(spec for tensors in members for spec in tensors.plan.specs)
     parameters = [parameter for tensors in members for parameter in tensors.parameters]
-    options = replace(pgs.plan_options(offloaded=first.is_offloaded), grad_bucket_bytes=NEVER_ZERO_COPY)
+    options = replace(pgs.plan_options(), grad_bucket_bytes=NEVER_ZERO_COPY)
     return tuple(
         FusedBucket(
             plan,
@@ -87,8 +83,8 @@ def _fuse(members: Sequence[ParamGroupBuckets]) -> tuple[FusedBucket, ...]:
                 [parameters[i] for i in plan.indices],
                 pgs,
                 first.device,
-                first.rest_device,
-                pin_memory=first.pin_memory,
+                parameters[plan.indices[0]].local.device,
+                pin_memory=plan.pins_memory,
             ),
         )
         for plan in plan_group(specs, (options,)).buckets

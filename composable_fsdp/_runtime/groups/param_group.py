@@ -29,7 +29,7 @@ from composable_fsdp._runtime.schedule.schedule import Event, Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import LifecycleError, ParameterError
-from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.policies import MixedPrecisionPolicy
 
 __all__ = ["UNSHARD_STARTED", "ParamGroup", "unshard_together"]
 
@@ -61,15 +61,13 @@ class ParamGroup:
         sources: Sequence[ParameterSource],
         axes: DataParallelAxes,
         precision: MixedPrecisionPolicy,
-        offload: OffloadPolicy,
         *,
         parameters: Sequence[ShardedParameter] | None = None,
     ) -> None:
         self.axes = axes
-        self.offload = offload
         is_new = parameters is None
         if parameters is None:
-            parameters = shard_parameters(sources, offload)
+            parameters = shard_parameters(sources)
         used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
         self.process_groups = [ProcessGroups(each) for each in used or (axes,)]
         self.tensors = ParamGroupBuckets(
@@ -77,7 +75,6 @@ class ParamGroup:
             self.process_groups,
             axes.device,
             precision,
-            offload,
             gradient_hooks(self),
             in_common=is_new,
         )
@@ -138,8 +135,11 @@ class ParamGroup:
             return
         self.tensors.refresh(self.check_nothing_held)
 
-    def allocate(self, device: torch.device) -> bool:
-        """Allocate shards that are on the meta device, without values. Returns False if this changed nothing."""
+    def allocate(self, device: torch.device | None) -> bool:
+        """Allocate shards that are on the meta device, on ``device`` or where they rest, without values.
+
+        Returns False if this changed nothing.
+        """
         is_free = self.parameter_state is ParameterState.SHARDED and self.gradients.state not in HELD_GRADIENTS
         return is_free and self.tensors.allocate(device)
 

@@ -70,14 +70,14 @@ def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def shard_parameters(sources: Sequence[ParameterSource], offload: OffloadPolicy) -> list[ShardedParameter]:
+def shard_parameters(sources: Sequence[ParameterSource]) -> list[ShardedParameter]:
     """Copy this rank's shards out of the original parameters."""
     parameters = []
     is_checked = order_check_from() is not OrderCheck.OFF
     for source in sources:
         axes, full = source.sharding.axes, local_part(source.tensor)
         shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
-        device = torch.device("meta") if full.is_meta else rest_device(offload, axes.device)
+        device = torch.device("meta") if full.is_meta else rest_device(source.offload, axes.device)
         if hooks_of(full):
             parameters.append(ShardedParameter(source, cut_shard(source.name, full, shards, axes.shard.rank, device)))
             continue
@@ -114,7 +114,6 @@ class ParamGroupBuckets:
         process_groups: one for each pair of mesh axes that shard the parameters.
         device: the device on which modules compute.
         precision: the dtypes for the plan.
-        offload: the policy that decides the device of the shards.
         on_gradient: returns, for a gradient bucket, the hook that autograd calls when a full gradient is ready.
         in_common: True if memory shared between ranks may be used. All ranks must then create these tensors together.
     """
@@ -125,7 +124,6 @@ class ParamGroupBuckets:
         process_groups: Sequence[ProcessGroups],
         device: torch.device,
         precision: MixedPrecisionPolicy,
-        offload: OffloadPolicy,
         on_gradient: Callable[[int], Callable[[torch.Tensor], None]],
         *,
         in_common: bool,
@@ -137,16 +135,18 @@ class ParamGroupBuckets:
         self.device = device
         self._precision = precision
         self._on_gradient = on_gradient
-        self.rest_device = rest_device(offload, device)
-        self.is_offloaded = self.rest_device != device
-        """True if shards are on another device than that of the modules."""
+        self.is_offloaded = any(self.rest_device_of(p) != device for p in self.parameters)
+        """True if any shard is on another device than that of the modules."""
         self.plan_version = 0
         """The number of plans so far; schedules depend on it."""
         self._shared_offsets: dict[_SharedKey, int] = {}
-        self.pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.is_offloaded
         if in_common:
             self._reserve_shared_memory()
         self.build()
+
+    def rest_device_of(self, parameter: ShardedParameter) -> torch.device:
+        """Return the device of the shard of ``parameter`` between steps."""
+        return rest_device(parameter.offload, self.device)
 
     @property
     def version(self) -> int:
@@ -175,7 +175,7 @@ class ParamGroupBuckets:
             self.process_groups[plan.axes].shared_memory = None
         if moved:
             self.plan = self._make_plan()
-        self.are_on_rest_device = self._are_on_rest_device([p.local for p in self.parameters])
+        self.are_on_rest_device = not self._misplaced([p.local for p in self.parameters])
         self.buckets = []
         for plan in self.plan.buckets:
             locals_ = [self.parameters[i].local for i in plan.indices]
@@ -198,19 +198,22 @@ class ParamGroupBuckets:
             self.buckets.append(bucket)
         self.register()
 
-    def allocate(self, device: torch.device) -> bool:
+    def allocate(self, device: torch.device | None) -> bool:
         """Allocate the shards, without values, if all are on the meta device, as one tensor for each bucket.
 
-        Returns False if that is not possible: parameters must be replaced one by one, and :meth:`refresh` follows.
+        ``None`` is the rest device of each. Returns False if that is not possible: parameters must be replaced one by
+        one, and :meth:`refresh` follows.
         """
         plain = all(plan.is_gathered and not plan.extended for plan in self.plan.buckets)
         blank = all(p.local.is_meta and p.sharded.grad is None for p in self.parameters)
-        if device.type != self.rest_device.type or not (plain and blank and self.registration.is_current):
+        devices = {p: device or self.rest_device_of(p) for p in self.parameters}
+        at_rest = all(self.rest_device_of(p).type == chosen.type for p, chosen in devices.items())
+        if not (at_rest and plain and blank and self.registration.is_current):
             return False
         with torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 assert isinstance(bucket, Bucket)
-                bucket.replace_store(self._store(bucket.plan, bucket.pgs, device))
+                bucket.replace_store(self._store(bucket.plan, bucket.pgs, devices[bucket.parameters[0]]))
         self.last_gather = GatherCache()
         self.are_on_rest_device = True
         self.register()
@@ -228,7 +231,7 @@ class ParamGroupBuckets:
         if in_common:
             flat = self._shared_buffer(plan)
         else:
-            pinned = self.pin_memory and is_host(device)
+            pinned = plan.pins_memory and is_host(device)
             flat = torch.empty(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
             if not flat.is_meta:
                 zero_padding(flat, layout, plan.gather.shards, rank)
@@ -336,8 +339,7 @@ class ParamGroupBuckets:
 
     def plan_with(self, sizes: MessageSizes) -> GroupPlan:
         """Return the plan that the group would have with messages of other ``sizes``."""
-        options = [c.plan_options(offloaded=self.is_offloaded, sizes=sizes) for c in self.process_groups]
-        return plan_group(self.plan.specs, tuple(options))
+        return plan_group(self.plan.specs, tuple(pgs.plan_options(sizes) for pgs in self.process_groups))
 
     def _make_plan(self) -> GroupPlan:
         precision, encodable = self._precision, self._encodable()
@@ -372,9 +374,10 @@ class ParamGroupBuckets:
                     gradient_extended=extended,
                     alone=p in encodable and p.needs_own_bucket,
                     summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
+                    offload=p.offload if self.rest_device_of(p) != self.device else OffloadPolicy(),
                 )
             )
-        return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self.process_groups))
+        return plan_group(tuple(specs), tuple(pgs.plan_options() for pgs in self.process_groups))
 
     def _encodable(self) -> set[ShardedParameter]:
         """Return the parameters that are sharded over every model-parallel axis that shards any of the group.
@@ -413,7 +416,7 @@ class ParamGroupBuckets:
             if are_kept and not self.registration.replaced_local_data():
                 self._sync_requires_grad()
                 return
-            self.are_on_rest_device = self._are_on_rest_device(locals_)
+            self.are_on_rest_device = not self._misplaced(locals_)
             if len({local.is_meta for local in locals_}) > 1:
                 return  # some parameters are not materialized yet
             before_build()
@@ -428,8 +431,16 @@ class ParamGroupBuckets:
     def _locals(self) -> list[torch.Tensor]:
         return [local_part(p.sharded) for p in self.parameters]
 
-    def _are_on_rest_device(self, locals_: Sequence[torch.Tensor]) -> bool:
-        return all(local.device.type == self.rest_device.type for local in locals_)
+    def _misplaced(self, locals_: Sequence[torch.Tensor]) -> dict[str, tuple[torch.device, torch.device]]:
+        """Return the device and the rest device of each shard that is not where it rests, by name."""
+        devices = {
+            p.name: (local.device, self.rest_device_of(p)) for p, local in zip(self.parameters, locals_, strict=True)
+        }
+        return {
+            name: (device, rest_device)
+            for name, (device, rest_device) in devices.items()
+            if device.type != rest_device.type
+        }
 
     def _sync_requires_grad(self) -> None:
         for plan in self.plan.buckets:
@@ -443,7 +454,6 @@ class ParamGroupBuckets:
 
     def device_error(self, group: str) -> DeviceError:
         """Return the error that names the parameters of ``group`` whose shards are on a wrong device."""
-        devices = {p.name: local.device for p, local in zip(self.parameters, self._locals(), strict=True)}
         on_meta = [p.name for p, local in zip(self.parameters, self._locals(), strict=True) if local.is_meta]
         if on_meta:
             return DeviceError(
@@ -451,10 +461,17 @@ class ParamGroupBuckets:
                 "initialise them by composable_fsdp.initialize(model, seed=...); or call "
                 "composable_fsdp.to_empty(model, device=...) and load a state dict."
             )
-        rest = self.rest_device.type
-        elsewhere = {name: str(device) for name, device in devices.items() if device.type != self.rest_device.type}
-        why = "are offloaded to CPU" if self.is_offloaded else f"rest on {rest}, the device of the mesh"
+        misplaced = self._misplaced(self._locals())
+        elsewhere = {name: str(device) for name, (device, _) in misplaced.items()}
+        if len({self.rest_device_of(p) for p in self.parameters}) > 1:
+            at_rest = {name: rest.type for name, (_, rest) in misplaced.items()}
+            return DeviceError(
+                f"shards of {group!r} are elsewhere than their offload policies say: {elsewhere}, not {at_rest}. Leave "
+                "out model.to(...): fully_shard has put each where it belongs."
+            )
+        rest = self.rest_device_of(self.parameters[0])
+        why = "are offloaded to CPU" if self.is_offloaded else f"rest on {rest.type}, the device of the mesh"
         return DeviceError(
             f"shards of {group!r} {why}, but these parameters are elsewhere: {elsewhere}. "
-            f"Move them with model.to({rest!r})."
+            f"Move them with model.to({rest.type!r})."
         )

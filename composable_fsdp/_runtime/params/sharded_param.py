@@ -35,7 +35,7 @@ from composable_fsdp.codecs.communication_policy import PLAIN, CommunicationPoli
 from composable_fsdp.codecs.error_feedback import without_feedback
 from composable_fsdp.codecs.protocol import Codec, CodecPerParameter, resolve_codec
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.policies import MixedPrecisionPolicy
+from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "ParameterSource",
@@ -62,6 +62,7 @@ class ParameterSource:
     owners: tuple[tuple[nn.Module, str], ...]
     sharding: ParameterSharding
     communication: CommunicationPolicy = field(default_factory=CommunicationPolicy)
+    offload: OffloadPolicy = OffloadPolicy()  # noqa: RUF009 (frozen)
 
 
 class ShardedParameter:
@@ -81,6 +82,7 @@ class ShardedParameter:
         self.name = source.name
         self.sharding = source.sharding
         self.communication = source.communication
+        self.offload = source.offload
         self.shape = tuple(local_part(tensor).shape)
         self._attributes = dict(vars(tensor))
         self.kind = parameter_class(tensor)
@@ -108,7 +110,7 @@ class ShardedParameter:
         """Return a copy for ``sharded``, a copy of this one's parameter that is registered on copied modules."""
         copy = object.__new__(ShardedParameter)
         copy.name, copy.sharding, copy.shape = self.name, self.sharding, self.shape
-        copy.communication = self.communication
+        copy.communication, copy.offload = self.communication, self.offload
         copy._attributes, copy._gradient_dtype = dict(self._attributes), self._gradient_dtype
         copy.kind, copy._is_packed = self.kind, self._is_packed
         copy.owners = owners
@@ -139,6 +141,7 @@ class ShardedParameter:
             "" if self.sharded.requires_grad else "frozen",
             "" if self.sharding.axes.divide is None else f"divided by {self.sharding.axes.divide}",
             "" if self.communication == CommunicationPolicy() else str(self.communication),
+            "" if self.offload == OffloadPolicy() else str(self.offload),
         ]
         return ", ".join(filter(None, map(str.rstrip, parts)))
 

@@ -225,8 +225,8 @@ def _model_lines(root: FSDPState, states: Mapping[str, FSDPState], axes: DataPar
         if not parameters and state.group.axes != axes:
             continue
         yield (
-            f"group {name!r} of {state.class_name}: {_format(state.precision)}, {_format(state.group.offload)}, "
-            f"{_format(state.reshard)}, unused parameters reduced: {state.unequal_use}"
+            f"group {name!r} of {state.class_name}: {_format(state.precision)}, {_format(state.reshard)}, "
+            f"unused parameters reduced: {state.unequal_use}"
         )
         for parameter in parameters:
             yield f"parameter {parameter.name!r} of group {name!r}: {parameter.description}"
