@@ -190,6 +190,28 @@ def test_on_one_rank_unsharded_parameters_are_the_shards_own_memory(reshard: boo
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == shards
 
 
+@pytest.mark.behaviour("A-16", "F-04")
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_frozen_parameters_of_one_rank_follow_loaded_weights_without_a_copy(reshard: bool, on_meta: bool) -> None:
+    with torch.device("meta" if on_meta else "cpu"):
+        linear = nn.Linear(8, 4).requires_grad_(False)
+    model: Any = fully_shard(linear, reshard_after_forward=reshard)
+    model.to_empty(device="cpu")
+    memory = {name: p.to_local().data_ptr() for name, p in model.named_parameters()}
+    for value in (1.0, 2.0):
+        model.load_state_dict({name: torch.full_like(p, value) for name, p in model.state_dict().items()})
+        assert torch.equal(model(torch.ones(2, 8)), torch.full((2, 4), 9 * value))
+        model.unshard()
+        assert {name: p.data_ptr() for name, p in model.named_parameters()} == memory
+        model.reshard()
+    values = {name: torch.full_like(p, 3.0) for name, p in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    assert torch.equal(model(torch.ones(2, 8)), torch.full((2, 4), 27.0))
+    model.reshard()
+    assert not {p.to_local().data_ptr() for p in model.parameters()} & set(memory.values())
+
+
 @pytest.mark.behaviour("A-16", "D-01")
 @pytest.mark.parametrize("reshard", [True, False])
 def test_one_rank_with_mixed_precision_computes_in_bf16_and_steps_in_fp32(reshard: bool) -> None:
