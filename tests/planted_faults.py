@@ -100,12 +100,15 @@ OWNED = (
 
 EXPLAINED = {
     **{
-        f"ParamGroupGradients.{function}: self._partial.wait()": "Where waits block the host, it finishes the earlier "
-        "sum before the reduction that adds it is launched. On streams, the reduce stream orders both."
-        for function in ("take_grad_bucket", "take_remaining")
+        f"ParamGroupGradients.{function}: self._partial.wait()": "On streams, the reduce stream orders both. Where "
+        f"waits block the host, {test} of tests/ranks/test_accumulation.py fails."
+        for function, test in {
+            "take_grad_bucket": "test_the_first_grad_bucket_adds_sums_that_are_still_in_flight",
+            "take_remaining": "test_microbatches_summed_in_any_way_train_like_the_large_batch",
+        }.items()
     },
 }
-"""The sites that nothing reports, by function and call, with the reason."""
+"""The sites that nothing reports on streams, by function and call, with what reports them elsewhere."""
 
 _Key = tuple[str, str, int]
 """The path, function and number of a site."""

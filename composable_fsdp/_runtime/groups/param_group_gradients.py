@@ -152,6 +152,11 @@ class ParamGroupGradients:
                 return k
         return len(grad_buckets) - 1
 
+    @property
+    def sums_are_in_flight(self) -> bool:
+        """True if the last reduction is one over the shard axis only, and not complete."""
+        return self._partial is not None and self.state is GradientState.REDUCING
+
     def contribute(self) -> None:
         """Take part in the next reduction even without gradients, since other ranks may have some."""
         if self._tensors.plan.num_trainable and self.state is not GradientState.ARRIVING:

@@ -532,6 +532,8 @@ class Iteration:
         self._reductions.run_held()
         for state in self.states.values():
             state.open_calls = 0
+            if state.group.gradients.sums_are_in_flight and not state.keeps_partial:
+                self.drain()  # this backward did not use the group, which holds the sums only then
             if state.group.gradients.state in HELD_GRADIENTS:
                 self.reduce_gradients(state, at_end=True)
             if state.accumulation is Accumulation.UNSHARDED:
