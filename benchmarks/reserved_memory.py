@@ -2,8 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/reserved_memory.py
 
-One of 8 ranks runs on a simulated device (``sim/``) with fake tensors. After steps that learn the order of modules and
-costs, one step of each length is recorded: the sizes and streams of all memory that is allocated, and when it is freed.
+One of 8 ranks runs on a simulated device (``sim/``) with fake tensors, as fast as in ``exposure.py``, on several
+networks: the schedule that fits a network decides on which stream memory is allocated. After steps that learn the order
+of modules and costs, one step of each length is recorded: the sizes and streams of all memory that is allocated, and
+when it is freed.
 A model of torch's CUDA allocator (``sim/allocator.py``), with and without expandable segments, gets the memory of the
 sharded model, the steps that learn, and then the recorded steps in a random order. That equals running the steps as
 long as a step frees what it allocates and nothing else, which is checked. The full model, from which shards are copied,
@@ -16,7 +18,7 @@ import random
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from libraries import LIBRARIES, shard
 from models import CASES, LARGE_BLOCKS, Case
 from report import parser, publish
 from sim.allocator import Allocator, Block
-from sim.device import Device
+from sim.device import Charging, Device
 from sim.ledger import Ledger
 from sim.network import Network, simulated_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,8 +35,11 @@ MB = 1e6
 STEPS, QUICK_STEPS = 1000, 20
 STEPS_TO_LEARN = 7
 LENGTHS = 25
+NETWORKS = {(400, 20): (50e3, 20.0), (400, 500): (50e3, 500.0), (3200, 5): (400e3, 5.0)}
+"""The bytes per microsecond of each rank, and the microseconds of each collective, by Gbit/s and microseconds."""
 COLUMNS = [
-    *("model", "batches", "allocator", "library", "allocated MB", "reserved MB", "reserved/allocated"),
+    *("model", "batches", "Gbit/s", "latency us", "allocator", "library", "allocated MB", "reserved MB"),
+    "reserved/allocated",
     *("last growth in step", "reserved, ours/fsdp2"),
 ]
 
@@ -94,11 +99,12 @@ SUBJECTS = {
 }
 
 
-def recorded(library: str, subject: Subject, lengths: int) -> tuple[list[Any], list[list[Any]]]:
+def recorded(library: str, subject: Subject, network: Network, lengths: int) -> tuple[list[Any], list[list[Any]]]:
     """Return the events until steps have learned, and those of a step of each length."""
-    network, recorder = Network(Device(flops=1.0, bandwidth=1.0)), Recorder()
+    recorder = Recorder()
     ledger = Ledger(recorder)  # type: ignore[arg-type]
-    with simulated_ranks(network, 8) as mesh, FakeTensorMode(allow_non_fake_inputs=True), ledger:
+    fake, charging = FakeTensorMode(allow_non_fake_inputs=True), Charging(network.device)
+    with simulated_ranks(network, 8) as mesh, fake, charging, ledger:
         batch, model = subject.case.batch(torch.Generator().manual_seed(0)), subject.case.build()
         shard(LIBRARIES[library], model, subject.case.blocks(model), mesh, bf16=True)
         held = in_use(recorder.take())
@@ -107,6 +113,7 @@ def recorded(library: str, subject: Subject, lengths: int) -> tuple[list[Any], l
         def step(taken: torch.Tensor) -> list[Any]:
             model(taken).sum().backward()
             model.zero_grad()
+            network.finish()
             ledger.count()
             return recorder.take()
 
@@ -119,9 +126,10 @@ def recorded(library: str, subject: Subject, lengths: int) -> tuple[list[Any], l
     return before, steps
 
 
-def rows_of(library: str, name: str, steps: int, lengths: int) -> list[dict[str, Any]]:
+def rows_of(library: str, name: str, link: tuple[int, int], steps: int, lengths: int) -> list[dict[str, Any]]:
     """Return a row for each kind of segments."""
-    before, each = recorded(library, SUBJECTS[name], lengths)
+    network = Network(Device(flops=450e6, bandwidth=3.5e6), *NETWORKS[link])
+    before, each = recorded(library, SUBJECTS[name], network, lengths)
     rows = []
     for kind, allocator in (("segments", Allocator()), ("expandable", Allocator(expandable=True))):
         blocks, draw, last_growth = dict[int, Block](), random.Random(0), 0
@@ -135,6 +143,8 @@ def rows_of(library: str, name: str, steps: int, lengths: int) -> list[dict[str,
             {
                 "model": name,
                 "batches": SUBJECTS[name].what,
+                "Gbit/s": link[0],
+                "latency us": link[1],
                 "allocator": kind,
                 "library": library,
                 "allocated MB": allocator.peak_allocated / MB,
@@ -151,8 +161,9 @@ def main() -> None:
     torch.set_num_threads(1)
     steps, lengths = (QUICK_STEPS, 3) if arguments.quick else (STEPS, LENGTHS)
     rows = []
-    for name in SUBJECTS:
-        found = map(partial(rows_of, name=name, steps=steps, lengths=lengths), LIBRARIES)
+    networks = list(NETWORKS)[:1] if arguments.quick else NETWORKS
+    for name, link in product(SUBJECTS, networks):
+        found = map(partial(rows_of, name=name, link=link, steps=steps, lengths=lengths), LIBRARIES)
         for of_libraries in zip(*found, strict=True):
             rows += of_libraries
             ours, fsdp2 = (next(row for row in of_libraries if row["library"] == each) for each in ("ours", "fsdp2"))
