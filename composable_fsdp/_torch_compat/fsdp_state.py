@@ -5,7 +5,8 @@ torch's ``fully_shard.state(module)`` or ``module._get_fsdp_state()``; other lib
 ``_get_module_fsdp_state(module)`` too. These functions return a view that reads everything from the FSDP state and
 stores only the handles of hooks that clients replace. It has the names that ``torch.distributed.pipelining``,
 ``FSDPMemTracker``, torch's ``register_fsdp_forward_method`` and ``share_comm_ctx`` use, and those that
-``tests/unit/test_interop_state.py`` uses as other libraries do, and no others.
+``tests/unit/test_interop_state.py`` uses as other libraries do. Reading or setting any other name is an error that says
+what to use instead.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from composable_fsdp._torch_compat.torch_types import (
     TorchFSDPState,
     TrainingState,
     find_state,
+    log_replaced_functions,
     mesh_info_of,
     register_state,
     set_torch_state,
@@ -49,6 +51,50 @@ __all__ = ["ClientState", "client_state", "register_client_states"]
 def _setting(name: str) -> Any:
     """Return a property for the setting ``name`` of the view's FSDP state."""
     return property(attrgetter(f"_state.{name}"), lambda view, value: setattr(view._state, name, value))
+
+
+_INSTEAD = {
+    "_all_gather_result": "reshard() of the module frees what was gathered too early",
+    "_states_to_backward_prefetch": "set_modules_to_backward_prefetch(modules) of the module; "
+    "set_prefetch_limit(0) of the model prefetches nothing",
+    "_states_to_forward_prefetch": "set_modules_to_forward_prefetch(modules) of the module",
+    "all_gather_outputs": "unsharded_param of the parameter, while the module is unsharded",
+    "finalize_backward": "finalize_backward() of the model",
+    "lazy_hsdp_allreduce": "set_requires_all_reduce(False) of the module, until the last microbatch",
+    "padded_sharded_param_size": "sharded_size of the parameter, which has no padding",
+    "to_sharded": "reshard() of the module",
+    "to_unsharded": "unshard() of the module",
+    "unsharded_accumulated_grad": "get_pending_gradients() and zero_grad() of the module",
+}
+"""The remedies for names of torch's states, groups and parameters that public code uses and these views lack."""
+
+
+class _MissingNameError(UnsupportedError, AttributeError):
+    """A name of torch's private classes that a view lacks. ``getattr`` with a default gives the default."""
+
+
+def _missing(view: object, name: str) -> _MissingNameError:
+    torch_name = f"FSDP{type(view).__name__.removeprefix('Client')}.{name}".replace("FSDPGroup", "FSDPParamGroup")
+    instead = _INSTEAD.get(name, "the methods of the module, see docs/upstream-main.md")
+    return _MissingNameError(f"{torch_name.replace('FSDPParameter', 'FSDPParam')} does not exist here. Use {instead}.")
+
+
+def _get_other(view: object, name: str) -> Any:
+    """Raise for a name that ``view`` lacks, or again what a property of this name raised."""
+    if name.startswith("__") or hasattr(type(view), name):
+        return object.__getattribute__(view, name)
+    raise _missing(view, name)
+
+
+def _set_known(view: object, name: str, value: object) -> None:
+    """Set an attribute of a view, but none that only torch's objects have: it would have no effect."""
+    if not hasattr(type(view), name) and name not in _STORED:
+        raise _missing(view, name)
+    object.__setattr__(view, name, value)
+
+
+_STORED = ("_state", "_reference", "_pre_forward_hook_handle", "_post_forward_handle")
+"""The attributes of ``ClientState`` that are not properties."""
 
 
 def _set_streams(view: ClientState | ClientGroup, streams: CommStreams) -> None:
@@ -75,6 +121,9 @@ class ClientState:
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
         return TorchFSDPState
+
+    __getattr__ = _get_other
+    __setattr__ = _set_known
 
     def __eq__(self, other: object) -> bool:
         return type(other) is ClientState and other._state is self._state
@@ -190,6 +239,9 @@ class ClientGroup:
         self._state = state
         self._is_of_first = module is state.modules[0]
 
+    __getattr__ = _get_other
+    __setattr__ = _set_known
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ClientGroup) and other._state is self._state
 
@@ -204,8 +256,17 @@ class ClientGroup:
     comm_ctx = _streams_view
     _module_fqn = property(attrgetter("_state.name"))
     _all_reduce_hook = property(attrgetter("_state.group.gradients.all_reduce_hook"))
+    gradient_divide_factor = property(attrgetter("_state.group.gradients.divide_factor"))
+    force_sum_reduction_for_comms = property(attrgetter("_state.group.gradients.sum_only"))
+    _reduce_dtype = property(attrgetter("_state.precision.reduce_dtype"))
 
     # -- properties
+
+    @property
+    def _orig_dtype(self) -> torch.dtype | None:
+        """The dtype of the trainable parameters; ``None`` if there are none, or several dtypes."""
+        dtypes = {each.dtype for each in self._state.group.parameters if each.sharded.requires_grad}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     @property
     def mesh_info(self) -> Any:
@@ -248,6 +309,8 @@ class ClientGroup:
     def lazy_init(self) -> None:
         """Update the group after changes of its sharded parameters."""
         self._state.group.refresh()
+
+    _init_mp_dtypes = lazy_init
 
     def unshard(self, async_op: bool = False) -> None:
         cast(Any, self._state.modules[0]).unshard(async_op)
@@ -365,6 +428,9 @@ class ClientParameter:
         self._state = state
         self._parameter = parameter
 
+    __getattr__ = _get_other
+    __setattr__ = _set_known
+
     sharded_size = property(attrgetter("_parameter.local.shape"))
     orig_dtype = property(attrgetter("_parameter.dtype"))
     sharded_param = property(attrgetter("_parameter.sharded"))
@@ -396,6 +462,11 @@ class ClientParameter:
         dtype = self._state.precision.compute_dtype(self._parameter.dtype)
         return None if dtype == self._parameter.dtype else dtype
 
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """Do nothing: ``post_backward`` of the group finds the gradients itself."""
+
+    to_accumulated_grad_if_needed = accumulate_unsharded_grad_if_needed
+
     @property
     def _sharded_param_data(self) -> torch.Tensor:
         """This rank's shard as a 1-d tensor, without padding (torch's has padding)."""
@@ -406,6 +477,7 @@ def register_client_states(
     state: FSDPState, modules: Iterable[nn.Module], handles: Mapping[nn.Module, HookHandles]
 ) -> None:
     """Register a view for each of ``modules`` where torch looks for its state, and mark them as sharded."""
+    log_replaced_functions()
     for module in modules:
         set_torch_state(module, ClientState(state, module, handles.get(module)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -493,6 +493,14 @@ def refuse() -> None:
         def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
             return torch.ones(2)
 
+    class AllGatherInput(NamedTuple):  # as torch.distributed.fsdp.experimental has it
+        tensor: torch.Tensor
+        dim: int
+
+    class Records(Pair):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+            return (AllGatherInput(torch.ones(2), 0),), None
+
     def linear(kind: Any) -> Any:
         module = nn.Linear(2, 4)
         module.weight = nn.Parameter(kind(half, half))
@@ -508,6 +516,8 @@ def refuse() -> None:
     wrong = fully_shard(linear(Wrong))
     with pytest.raises(ParameterError, match=r"'weight' must return \(tuple of tensors, metadata\), not Tensor"):
         wrong(torch.ones(1, 2))
+    with pytest.raises(ParameterError, match=r"not inputs of AllGatherInput\. .*return its tensor, and rearrange"):
+        fully_shard(linear(Records))(torch.ones(1, 2))
 
 
 @pytest.mark.behaviour("E-01", "E-02", "E-04")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Iterator
@@ -16,8 +18,11 @@ from torch.distributed._composable import replicate
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, UnsupportedError, fully_shard
@@ -369,6 +374,117 @@ def test_hooks_of_tensors_see_the_pass_for_which_they_gather() -> None:
     model[0].unshard()
     assert seen == [(0, True, TrainingState.IDLE)]
     assert torch_state(model)._training_state is TrainingState.IDLE
+
+
+def test_a_pipeline_converts_accumulated_gradients_before_it_reduces_them() -> None:
+    """The code follows public pipeline runners."""
+    model: Any = fully_shard(nn.Linear(3, 3))
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    group = torch_state(model)._fsdp_param_group
+    for parameter in group.fsdp_params:
+        if hasattr(parameter, "_unsharded_param"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+    group.post_backward()
+    torch_state(model)._root_post_backward_final_callback()
+    assert torch.equal(model.weight.grad.to_local(), torch.full((3, 3), 4.0))
+
+
+def test_dtypes_and_divisors_of_a_group_can_be_read() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = fully_shard(nn.Linear(3, 3), mp_policy=policy)
+    group = torch_state(model)._fsdp_param_group
+    assert (group.gradient_divide_factor, group.force_sum_reduction_for_comms) == (None, False)
+    model.set_gradient_divide_factor(3.0)
+    model.set_force_sum_reduction_for_comms(True)
+    assert (group.gradient_divide_factor, group.force_sum_reduction_for_comms) == (3.0, True)
+    group._init_mp_dtypes()  # as some do after a change of requires_grad
+    assert (group._orig_dtype, group._reduce_dtype) == (torch.float32, torch.float32)
+    model.requires_grad_(False)
+    assert group._orig_dtype is None
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "instead"),
+    [
+        ("State", "_states_to_forward_prefetch", "set_modules_to_forward_prefetch"),
+        ("State", "_states_to_backward_prefetch", r"set_modules_to_backward_prefetch.*set_prefetch_limit\(0\)"),
+        ("ParamGroup", "_all_gather_result", r"reshard\(\) of the module frees"),
+        ("ParamGroup", "finalize_backward", r"finalize_backward\(\) of the model"),
+        ("ParamGroup", "lazy_hsdp_allreduce", r"set_requires_all_reduce\(False\)"),
+        ("Param", "unsharded_accumulated_grad", r"get_pending_gradients\(\) and zero_grad\(\)"),
+        ("Param", "all_gather_outputs", "unsharded_param of the parameter"),
+        ("Param", "padded_sharded_param_size", "sharded_size of the parameter"),
+        ("Param", "to_sharded", r"reshard\(\) of the module"),
+        ("Param", "to_unsharded", r"unshard\(\) of the module"),
+        ("State", "a_name_of_next_year", "methods of the module, see docs/upstream-main.md"),
+    ],
+)
+def test_other_private_names_are_refused_with_a_remedy_also_when_they_are_set(
+    place: str, name: str, instead: str
+) -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    state = torch_state(model)
+    group = state._fsdp_param_group
+    view = {"State": state, "ParamGroup": group, "Param": group.fsdp_params[0]}[place]
+    with pytest.raises(UnsupportedError, match=f"FSDP{place}.{name} does not exist here. Use .*{instead}"):
+        getattr(view, name)
+    with pytest.raises(AttributeError, match=f"FSDP{place}.{name} does not exist here. Use .*{instead}"):
+        setattr(view, name, [])
+    assert getattr(view, name, None) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "instead"),
+    [
+        (FSDPParamGroup, "post_backward", "set_reduce_scatter_unused_params() or set_all_reduce_hook()"),
+        (FSDPParamGroup, "_backward_prefetch", "set_modules_to_backward_prefetch() or set_prefetch_limit()"),
+        (FSDPParamGroup, "_init_mp_dtypes", "may have several dtypes"),
+        (FSDPParam, "to_accumulated_grad_if_needed", "may have several dtypes"),
+        (_fsdp_collectives, "foreach_reduce", "may have several dtypes"),
+        (_fsdp_collectives, "foreach_all_gather", "a custom collective, a comm_policy or a tensor subclass"),
+    ],
+)
+def test_a_replaced_function_of_torch_is_logged_once(
+    place: Any, name: str, instead: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NeMo Automodel, ms-swift and others replace these."""
+    fully_shard(nn.Linear(3, 3))
+    assert not caplog.messages
+    original = getattr(place, name)
+
+    @functools.wraps(original)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, changed)
+    for _ in range(2):
+        fully_shard(nn.Linear(3, 3))
+    (message,) = caplog.messages
+    full_name = f"{place.__name__}.{name}" if isinstance(place, type) else name
+    assert f"test_interop_state.py has replaced {full_name} of torch's FSDP2" in message
+    assert instead in message
+
+
+def test_a_model_that_is_an_abstract_class_can_be_sharded() -> None:
+    """The code follows verl, which gives torch's ``FSDPModule`` the metaclass of such models."""
+
+    class Abstract(nn.Linear, abc.ABC):
+        pass
+
+    class AbstractFSDPModule(abc.ABC, torch_fsdp.FSDPModule):
+        pass
+
+    original, _fully_shard.FSDPModule = _fully_shard.FSDPModule, AbstractFSDPModule  # type: ignore[misc]
+    try:
+        model: Any = fully_shard(Abstract(3, 3))
+    finally:
+        _fully_shard.FSDPModule = original  # type: ignore[misc]
+    model(torch.ones(2, 3)).sum().backward()
+    assert torch.equal(model.weight.grad.to_local(), torch.full((3, 3), 2.0))
 
 
 def test_torchs_fully_shard_around_ours_is_refused_when_it_begins() -> None:

@@ -163,7 +163,8 @@ class Extension:
         if not isinstance(result, tuple) or len(result) != 2 or not _are_tensors(result[0]):
             raise ParameterError(
                 f"fsdp_pre_all_gather of parameter {self.name!r} must return (tuple of tensors, metadata), not "
-                f"{type(result).__name__}."
+                f"{_described(result)}. Inputs of ranks are concatenated on dim 0: instead of torch's AllGatherInput, "
+                "return its tensor, and rearrange the output in fsdp_post_all_gather."
             )
         return Payload(tuple(t.contiguous() for t in result[0]), result[1])
 
@@ -253,6 +254,12 @@ def _replaced_by(result: object, out: torch.Tensor, outputs: Sequence[torch.Tens
         return None
     own, others = out.untyped_storage()._cdata, {output.untyped_storage()._cdata for output in outputs}
     return own if own not in others and full.untyped_storage()._cdata != own else None
+
+
+def _described(result: object) -> str:
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], (tuple, list)):
+        return f"inputs of {', '.join(dict.fromkeys(type(each).__name__ for each in result[0]))}"
+    return type(result).__name__
 
 
 def _are_tensors(inputs: object) -> bool:
