@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp._layout.shard import resolve_dim
@@ -139,6 +140,14 @@ class ParamDiscovery:
         self._check_available(name, parameter, module_name)
         placement, mesh, divide = as_placement(self.placement_of(parameter) if self.placement_of else None, name)
         dim = resolve_dim(placement.dim, local_part(parameter).shape, name)
+        is_typed = bool(getattr(parameter, "_local_type", None)) and not isinstance(parameter, DTensor)
+        if is_typed and (self.full_mesh is None or mesh is not None):
+            raise ParameterError(
+                f"parameter {name!r} of {module_name} has types of the package spmd_types, which need the mesh of all "
+                "axes: without it, gradients that are partial over tensor-parallel ranks would not be summed, and a "
+                "checkpoint would hold the part of one rank. Pass that mesh and dp_mesh_dims=DataParallelMeshDims(...) "
+                "without a mesh of its own from shard_placement_fn; or pass the parameter in ignored_params."
+            )
         if mesh is not None:
             if (mesh, divide) not in self._axes_of:
                 self._axes_of[mesh, divide] = replace(data_parallel_axes(mesh).on(self.axes.device), divide=divide)
@@ -167,13 +176,6 @@ class ParamDiscovery:
                 f"parameter {name!r} of {module_name} is a {type(local).__name__} that brings fsdp_get_unsharded_view, "
                 "which is not called here. Let it bring fsdp_pre_all_gather and fsdp_post_all_gather too, which serve "
                 "any number of ranks."
-            )
-        if getattr(parameter, "_local_type", None):  # set by spmd_types.assert_type
-            raise ParameterError(
-                f"parameter {name!r} of {module_name} has types of the package spmd_types, which fully_shard does not "
-                "read: gradients that are partial over tensor-parallel ranks would not be summed, and a checkpoint "
-                "would hold the part of one rank. Make it a DTensor on the mesh of all axes, and pass that mesh and "
-                "dp_mesh_dims (torchtitan: spmd_backend='partial_dtensor'); or pass it in ignored_params."
             )
         if is_lazy(parameter):
             raise ParameterError(

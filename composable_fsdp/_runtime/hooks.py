@@ -37,6 +37,7 @@ from composable_fsdp._runtime.lazy_init import assemble
 from composable_fsdp._runtime.mixed_tensor_errors import explain
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part, without_torch_function
 from composable_fsdp._runtime.pytree import map_tensors, tensors_in
+from composable_fsdp._sharding.typed_params import without_type_checks
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = [
@@ -165,6 +166,11 @@ def is_being_called(state: FSDPState) -> bool:
     return False
 
 
+def _assemble(state: FSDPState) -> PassHooks:
+    with without_type_checks():
+        return assemble(state)
+
+
 class _ModuleHooks:
     """The hooks of the modules of one FSDP state, which keeps the stack of open calls. Final.
 
@@ -198,7 +204,7 @@ class _ModuleHooks:
     def begin(self, caller: FrameType) -> None:
         """Begin a call that the frame ``caller`` runs."""
         state = self._state
-        iteration: PassHooks = state.iteration or assemble(state)
+        iteration: PassHooks = state.iteration or _assemble(state)
         iteration.check_thread(state)
         calls = state.calls_under_way
         is_inner = bool(calls) and is_being_called(state)
@@ -209,6 +215,8 @@ class _ModuleHooks:
         state, call = self._state, self._state.calls_under_way[-1]
         if not call.is_inner:
             call.iteration.pre_forward(state)
+            if state.group.typed:
+                state.group.restore_types()
         dtype = state.input_dtype
         device = state.group.axes.device if state is call.iteration.root else None
         watched: list[InputView] | None = None

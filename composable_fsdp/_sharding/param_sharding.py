@@ -21,6 +21,7 @@ from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._layout.placement import data_parallel_placements, shard_within
 from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp._sharding.mesh import DataParallelAxes, join_meshes
+from composable_fsdp._sharding.typed_params import SpmdTypes, read_types
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.policies import DataParallelMeshDims
 
@@ -72,12 +73,14 @@ class ModelParallel:
         placements: one per axis of ``mesh``.
         shape: the global shape of the parameter.
         data_axes: the axes of ``mesh`` that are data-parallel.
+        types: the types of a plain tensor that stands for a DTensor of this layout. It is plain when it is unsharded.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     data_axes: frozenset[int] = frozenset()
+    types: SpmdTypes | None = None
 
     @property
     def may_leave_sums(self) -> bool:
@@ -104,10 +107,12 @@ class ModelParallel:
         axis holds the sum of all ranks' gradients. It is gathered, and each rank takes an equal fraction of it.
 
         Args:
-            gradient: the gradient from autograd, a DTensor on :attr:`mesh`.
+            gradient: the gradient from autograd, a DTensor on :attr:`mesh`, or plain for a parameter with types.
             sum_dtype: dtype in which pending sums over model-parallel axes are computed. Such a result has this dtype;
                 any other has the dtype of ``gradient``.
         """
+        if self.types is not None:
+            gradient = as_dtensor(gradient, self.mesh, self.types.gradient_placements, self.shape)
         assert isinstance(gradient, DTensor)
         arrived = gradient.placements
         wanted = tuple(
@@ -202,7 +207,7 @@ class ParameterSharding:
 
     def wrap_full(self, local: torch.Tensor) -> torch.Tensor:
         """Return the parameter that modules compute with, for the all-gathered tensor ``local``."""
-        return local if self.inner is None else self.inner.wrap(local)
+        return local if self.inner is None or self.inner.types is not None else self.inner.wrap(local)
 
 
 def shard_over_axes(parameter: torch.Tensor, axes: DataParallelAxes, dim: int) -> ParameterSharding:
@@ -231,9 +236,15 @@ class FullMesh:
 def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim: int) -> ParameterSharding:
     """Return the sharding of ``parameter``, a DTensor on the full mesh, over its data-parallel axes.
 
+    A plain tensor with types of ``spmd_types`` is sharded as the DTensor that they describe.
+
     Raises:
         ParameterError: it is a plain tensor, on another mesh, or not replicated over these axes. The text names it.
     """
+    types = None
+    if getattr(parameter, "_local_type", None) and not isinstance(parameter, DTensor):
+        types = read_types(name, parameter, full.mesh, full.dims)
+        parameter = as_dtensor(parameter.detach(), full.mesh, types.placements, types.shape)
     if not isinstance(parameter, DTensor) or parameter.device_mesh != full.mesh:
         found = f"on {parameter.device_mesh}" if isinstance(parameter, DTensor) else "a plain tensor"
         raise ParameterError(
@@ -249,7 +260,7 @@ def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim
                 f"parameter {name!r} is placed {placements[axis]} on the data-parallel mesh dim {names[axis]!r}; it "
                 "must be Replicate() there, so that fully_shard can shard it."
             )
-    inner = ModelParallel(full.mesh, tuple(placements), tuple(parameter.shape), data_axes)
+    inner = ModelParallel(full.mesh, tuple(placements), tuple(parameter.shape), data_axes, types)
     shard_axes = [names.index(n) for n in full.dims.shard_names]
     if shard_axes:
         first = shard_axes[0]

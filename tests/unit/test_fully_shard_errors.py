@@ -192,10 +192,10 @@ def test_a_module_of_a_wrong_type_is_refused(value: object) -> None:
 
 
 @pytest.mark.behaviour("A-06", "A-08")
-def test_parameters_with_spmd_types_are_refused_and_can_be_ignored() -> None:
+def test_parameters_with_spmd_types_need_the_mesh_of_all_axes_or_are_ignored() -> None:
     linear: Any = nn.Linear(3, 3)
     linear.weight._local_type = {"tp": "R"}  # as spmd_types.assert_type does, by its own types
-    match = r"'weight' of Linear has types of the package spmd_types.*would not be summed.*Make it a DTensor.*ignored"
+    match = r"'weight' of Linear has types of the package spmd_types.*would not be summed.*Pass that mesh and dp_m.*ig"
     assert_refused(ParameterError, match, linear)
     linear.bias._local_type = {}  # without a type
     fully_shard(linear, ignored_params={linear.weight})

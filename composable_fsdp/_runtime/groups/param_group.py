@@ -79,6 +79,8 @@ class ParamGroup:
             in_common=is_new,
         )
         self.gradients = ParamGroupGradients(name, self.tensors)
+        self.typed = [(each, inner.types) for each in parameters if (inner := each.sharding.inner) and inner.types]
+        """The parameters with types of ``spmd_types``, and these."""
         self.rename(name)
         self.parameter_state = ParameterState.SHARDED
         self._pending_gather: InFlight[None] | None = None
@@ -96,6 +98,11 @@ class ParamGroup:
         if self.parameter_state is ParameterState.SHARDED:
             for bucket in self.buckets:
                 bucket.free()
+
+    def restore_types(self) -> None:
+        """Give unsharded parameters their types of ``spmd_types``."""
+        for parameter, types in self.typed:
+            types.restore(parameter.unsharded)
 
     def rename(self, name: str) -> None:
         """Set the name, once the module's path in the model is known or has changed."""

@@ -31,6 +31,7 @@ from composable_fsdp._layout.bucket_layout import ALIGNMENT_BYTES
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
 from composable_fsdp._sharding.param_sharding import ParameterSharding, as_dtensor, as_dtensor_at_zero
+from composable_fsdp._sharding.typed_params import ATTRIBUTES
 from composable_fsdp.codecs.communication_policy import PLAIN, CommunicationPolicy, GradientCodecs
 from composable_fsdp.codecs.error_feedback import without_feedback
 from composable_fsdp.codecs.protocol import Codec, CodecPerParameter, resolve_codec
@@ -84,7 +85,7 @@ class ShardedParameter:
         self.communication = source.communication
         self.offload = source.offload
         self.shape = tuple(local_part(tensor).shape)
-        self._attributes = dict(vars(tensor))
+        self._attributes = {name: value for name, value in vars(tensor).items() if name not in ATTRIBUTES}
         self.kind = parameter_class(tensor)
         """The class of the original parameter. Modules may check it, e.g. for bitsandbytes' ``Params4bit``."""
         self._is_packed = self.kind is not nn.Parameter and not tensor.requires_grad

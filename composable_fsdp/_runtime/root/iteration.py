@@ -12,6 +12,7 @@ sharded unless it was asked to stay unsharded.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext, suppress
@@ -58,6 +59,7 @@ from composable_fsdp._runtime.schedule.passes import GroupSpec
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
 from composable_fsdp._runtime.schedule.simulate import Timeline
 from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp._sharding.typed_params import without_type_checks
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 
 __all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass", "awaiting_readers"]
@@ -232,19 +234,22 @@ class Iteration:
         if self._pass is Pass.IDLE:
             profiling.look_for_readers()
         actions = ACTIONS_OF_HOOKS[self._pass, hook]
-        if self._calibration is not None or profiling.active:
+        if self._calibration is not None or profiling.active or "spmd_types" in sys.modules:
             self._run_observed(hook, subject, actions)
             return
         for action in actions:
             action(self, subject)
 
     def _run_observed(self, hook: Hook, subject: Any, actions: Iterable[Callable[[Iteration, Any], None]]) -> None:
-        """Run ``actions`` with their label in profiles, and measure the computation before them for a calibration."""
+        """Run ``actions`` with their label in profiles, and measure the computation before them for a calibration.
+
+        The package ``spmd_types`` does not check their operations.
+        """
         if self._calibration is not None and not self._evaluates:
             in_backward, waited = self._pass is Pass.BACKWARD, self._streams.seconds_waited
             self._calibration.enter(hook, subject.name, in_backward=in_backward, waited=waited)
         has_label = profiling.active and hook in _LABELS
-        with profiling.label(_LABELS[hook], subject.name) if has_label else nullcontext():
+        with without_type_checks(), profiling.label(_LABELS[hook], subject.name) if has_label else nullcontext():
             for action in actions:
                 action(self, subject)
         if self._calibration is not None and not self._evaluates:

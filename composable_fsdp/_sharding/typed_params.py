@@ -1,0 +1,114 @@
+"""Parameters with types of the package ``spmd_types``: plain tensors that stand for DTensors on the mesh of all axes.
+
+At rest such a parameter is the DTensor that its types describe, sharded like any other. Modules compute with the plain
+local tensor, which has the types again while the package checks them. Types of forward fix those of backward: a
+parameter that is replicated (``R``) on a tensor-parallel axis has gradients that are partial there and must be summed;
+one that is invariant (``I``) or sharded (``S``) has complete ones. The rules are those of torch's FSDP2 from 2.14 on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from composable_fsdp.errors import ParameterError
+from composable_fsdp.policies import DataParallelMeshDims
+
+__all__ = ["ATTRIBUTES", "SpmdTypes", "read_types", "without_type_checks"]
+
+ATTRIBUTES = ("_local_type", "_partition_spec")
+"""The attributes in which the package keeps the types of a tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class SpmdTypes:
+    """The types of one parameter.
+
+    Args:
+        placements: the layout of the parameter, one placement for each axis of the mesh of all axes.
+        gradient_placements: the layout of the gradient that a rank computes.
+        shape: the shape of the parameter over all axes.
+        types: the type on each axis of the mesh for which the package checks types.
+        partition_spec: the axes that shard each dim, if the user named them.
+    """
+
+    placements: tuple[Placement, ...]
+    gradient_placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    types: Mapping[Any, Any]
+    partition_spec: Any
+
+    def restore(self, unsharded: torch.Tensor) -> None:
+        """Give ``unsharded`` its types, if the package checks types now."""
+        spmd: Any = sys.modules["spmd_types"]
+        if spmd.is_type_checking():
+            spmd.assert_type(unsharded, dict(self.types), partition_spec=self.partition_spec)
+
+
+def without_type_checks() -> AbstractContextManager[None]:
+    """Return a context without checks of types, for code of this library inside of a forward."""
+    spmd: Any = sys.modules.get("spmd_types")
+    return nullcontext() if spmd is None else spmd.no_typecheck()
+
+
+def read_types(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dims: DataParallelMeshDims) -> SpmdTypes:
+    """Return the types of ``parameter`` for ``mesh``, whose data-parallel axes are ``dims``.
+
+    Raises:
+        ParameterError: types are missing on an axis, or contradict ``mesh`` or ``dims``. The text names the parameter.
+    """
+    spmd: Any = import_module("spmd_types")
+    flatten: Any = import_module("spmd_types._mesh_axis").flatten_axes
+    own, spec = dict(spmd.get_local_type(parameter)), spmd.get_partition_spec(parameter)
+    shards = {} if spec is None else import_module("spmd_types.types").partition_spec_to_shard_types(spec)
+    types = {**own, **shards}
+    axes = {axis: spmd.MeshAxis.of(mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ()}
+    data = flatten(tuple(axes[axis] for axis in (*dims.replicate_names, *dims.shard_names)))
+
+    def spans_all(found: frozenset[Any]) -> bool:
+        some, all_axes = (spmd.normalize_mesh(frozenset(each)) for each in (found, axes.values()))
+        return some == all_axes or (bool(some and all_axes) and flatten(tuple(some)) == flatten(tuple(all_axes)))
+
+    def refuse(problem: str) -> ParameterError:
+        return ParameterError(
+            f"parameter {name!r} has types of spmd_types {types}, but {problem}. The mesh has the axes {axes}, "
+            f"of which {dims} are data-parallel: annotate parameters there with R or not at all, and on all other axes."
+        )
+
+    checked = frozenset(types)
+    if not spans_all(checked):
+        checked = frozenset(spmd.current_mesh() or ())
+        if not spans_all(checked):
+            raise refuse(
+                "they are not on all axes, and spmd_types.set_current_mesh(...) around fully_shard, which names the "
+                "others, is missing or is a mesh of other ranks"
+            )
+        if not checked.issuperset(own):
+            raise refuse(f"the current mesh of spmd_types has the axes {set(checked)} only")
+    for axis, kind in types.items():
+        if axis <= data and kind is not spmd.R:
+            raise refuse(f"{kind} on the data-parallel axis {axis} would reduce its gradients twice")
+        if not axis <= data and axis not in axes.values():
+            raise refuse(f"{axis} is no axis of the mesh")
+    placements, gradients, shape = [], [], list(parameter.shape)
+    for mesh_name, axis in axes.items():
+        is_data = axis <= data
+        if not is_data and axis not in types and mesh.size(list(axes).index(mesh_name)) > 1:
+            raise refuse(f"none on the axis {mesh_name!r}")
+        kind = spmd.R if is_data else types.get(axis, spmd.I)
+        if kind is spmd.V:
+            raise refuse(f"V on the axis {mesh_name!r} does not say which dim is sharded: S(dim), or a PartitionSpec")
+        placements.append(spmd.spmd_type_to_dtensor_placement(kind))
+        gradients.append(spmd.spmd_type_to_dtensor_placement(kind.backward_type()))
+        if isinstance(placements[-1], Shard):
+            shape[placements[-1].dim] *= mesh.size(list(axes).index(mesh_name))
+    restored = {axis: own.get(axis, spmd.R) for axis in checked}
+    return SpmdTypes(tuple(placements), tuple(gradients), tuple(shape), restored, spec)
