@@ -19,6 +19,7 @@ class Client:
         command: the file and its options.
         package: the package whose version is shown.
         launcher: additional options for torchrun.
+        torch: the oldest torch whose FSDP2 runs it.
         note: differences from normal use, with reasons.
     """
 
@@ -29,7 +30,12 @@ class Client:
     minutes: float = 3
     launcher: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    torch: tuple[int, int] = (2, 11)
     note: str = ""
+
+    def is_admitted(self) -> bool:
+        """Return whether the installed torch is not too old."""
+        return tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) >= self.torch
 
     def version(self) -> str:
         return f"{self.package} {importlib.metadata.version(self.package)}"
@@ -57,6 +63,20 @@ CLIENTS = (
         "torchtitan_llama.py",
         "torchtitan",
         note="sums forced, for gloo on fsdp2; scaled dot product attention, as flex attention has no backward on CPU",
+    ),
+    *(
+        Client(
+            f"torchtitan Trainer, {backend}",
+            f"torchtitan_trainer.py --backend {backend}",
+            "torchtitan",
+            torch=(2, 14) if backend == "spmd_types" else (2, 13),
+            note=f"sums forced; functions of CUDA, flex attention and equal seeds replaced{note}",
+        )
+        for backend, note in (
+            ("partial_dtensor", ""),
+            ("full_dtensor", ""),
+            ("spmd_types", "; its default, run under torch 2.14.1: FSDP2 of 2.13 raises `ValueError`"),
+        )
     ),
     Client("verl's calls", "verl_actor.py", "transformers", note="`verl/utils/fsdp_utils.py` without verl"),
     Client("weights by pass", "weights_by_pass.py", "torch", note="what Transformer Engine reads of FSDP2's state"),

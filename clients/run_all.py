@@ -152,7 +152,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="parts of names, with commas: " + ", ".join(c.name for c in CLIENTS))
     parser.add_argument("--no-results", action="store_true", help="write nothing")
     options = parser.parse_args()
-    rows = [compare(client) for client in CLIENTS if any(part in client.name for part in options.only.split(","))]
+    chosen = [client for client in CLIENTS if any(part in client.name for part in options.only.split(","))]
+    for client in chosen:
+        if not client.is_admitted():
+            print(f"{client.name}: not run, FSDP2 runs it from torch {'.'.join(map(str, client.torch))} on")
+    rows = [compare(client) for client in chosen if client.is_admitted()]
     if not options.no_results:
         results = HERE / "results" / f"{datetime.date.today()}.json"
         (HERE / "RESULTS.md").write_text(page_of(store(results, rows), results.name))
