@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from os import PathLike
 from typing import Any, Literal, NoReturn
 from weakref import ref
@@ -632,15 +632,20 @@ class FSDPModule(TorchFSDPModule):
         with nullcontext() if device is None or not recurse else allocated_shards(self, torch.device(device)):
             return super(TorchFSDPModule, self).to_empty(device=device, recurse=recurse)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda``, ``to_empty`` and the like to the sharded parameters, then update the groups."""
-        for state in _states(self, recurse=True):
+        states, unchanged = _states(self, recurse=True), []
+        for state in states:
             state.drain_before_changes()
-            state.group.check_convertible()
-        for state in _states(self, recurse=True):
+            if not state.group.takes_conversion(fn):
+                unchanged.append(state)
+        for state in states:
             state.group.reshard()
-        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        for state in _states(self, recurse=True):
+        with ExitStack() as hidden:
+            for state in unchanged:
+                hidden.enter_context(state.group.tensors.registration.hidden())
+            result = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
+        for state in states:
             state.group.refresh()
         return result
 

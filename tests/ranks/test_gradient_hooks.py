@@ -209,6 +209,30 @@ def test_the_dtype_set_for_gradients_is_kept() -> None:
     run_ranks(keep_gradients_in_their_dtype, 2)
 
 
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.zeros(999, dtype=BF16))
+        self.wide = nn.Parameter(torch.zeros(999))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.narrow * x.to(BF16)).float().sum() + (self.wide * x).sum()
+
+
+def reduce_two_dtypes() -> None:
+    inputs = [torch.randn(999, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    model: Any = fully_shard(TwoDtypes())
+    model(inputs[dist.get_rank()]).backward()
+    means = {name: sum(x.to(p.dtype).float() for x in inputs) / 2 for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad.full_tensor(), torch.as_tensor(means[name]).to(p.dtype)), name
+
+
+@pytest.mark.behaviour("D-01")
+def test_gradients_of_several_dtypes_in_one_group_are_reduced_each_in_its_own() -> None:
+    run_ranks(reduce_two_dtypes, 2)
+
+
 # -- optimizers built before sharding
 
 

@@ -412,7 +412,17 @@ def convert() -> str:
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(LifecycleError) as caught:
         model.to(torch.bfloat16)
+    weight = model.weight
+    for conversion in (model.float, model.cpu, lambda: model.to("cpu", torch.float32)):
+        (before, _), *_ = model.get_pending_gradients().values()
+        conversion()
+        (after, _), *_ = model.get_pending_gradients().values()
+        assert after is before
+        assert model.weight is weight
+    with pytest.raises(LifecycleError):  # other memory, though the same dtype
+        model._apply(torch.clone)
     model.synchronize_gradients()
+    assert torch.equal(weight.grad.full_tensor(), torch.ones(4, 4))
     model.to(torch.bfloat16)
     assert model.weight.dtype == torch.bfloat16
     return str(caught.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -195,8 +195,16 @@ class ParamGroup:
                 "lose. Run a backward outside of no_sync first, or drop them with model.zero_grad()."
             )
 
-    def check_convertible(self) -> None:
-        """Raise ``LifecycleError`` if ``to`` and the like would lose gradients, or a ``grad_dtype`` that one has."""
+    def takes_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Return False if gradients are held and ``convert`` changes no parameter, so that these must be left out.
+
+        Raises:
+            LifecycleError: ``to`` and the like would lose gradients, or a ``grad_dtype`` that one has.
+        """
+        if self.gradients.state in HELD_GRADIENTS:
+            with torch.no_grad():
+                if all(convert(parameter.local) is parameter.local for parameter in self.parameters):
+                    return False
         self.check_nothing_held()
         for parameter in self.parameters:
             if parameter.has_grad_dtype and parameter.sharded.grad is not None:
@@ -204,6 +212,7 @@ class ParamGroup:
                     f"parameter {parameter.name!r} of {self.name!r} has a gradient and a grad_dtype of its own, of "
                     "which a conversion would lose one. Call model.zero_grad() first."
                 )
+        return True
 
     def follow_patches(self) -> None:
         """Update after hooks were set on local tensors, if the parameters are sharded."""
