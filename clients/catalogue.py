@@ -80,6 +80,7 @@ CLIENTS = (
     ),
     Client("verl's calls", "verl_actor.py", "transformers", note="`verl/utils/fsdp_utils.py` without verl"),
     Client("weights by pass", "weights_by_pass.py", "torch", note="what Transformer Engine reads of FSDP2's state"),
+    Client("8-bit primary weights", "fp8_primary_weights.py", "torch", note="as Transformer Engine's, without kernels"),
     Client("torch pipelining, 1F1B", "pipelining.py", "torch", ranks=4),
     Client("torch pipelining, interleaved", "pipelining.py --interleaved", "torch", ranks=4),
     Client("torch profiler", "profiler.py", "torch"),

@@ -1,6 +1,8 @@
 """Train a Llama as verl's actor does: values from rank 0, rollouts, microbatches, clipping, offload between phases.
 
-The calls are those of ``verl/utils/fsdp_utils.py`` and of its FSDP engine, without verl and its dependencies.
+The calls are those of ``verl/utils/fsdp_utils.py`` and of its FSDP, Automodel and VeOmni engines, without verl and its
+dependencies. Parameters stay unsharded during rollouts, which verl sets through the states of torch's FSDP2; before the
+model is moved to the host, it resets these.
 """
 
 import hashlib
@@ -13,6 +15,9 @@ from outcome import STEPS, tell
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.clip_grad import _clip_grads_with_norm_, _get_total_norm
 
@@ -49,8 +54,23 @@ def clip(model: torch.nn.Module, most: float) -> float:
     return norm.item()
 
 
+def reshard_after_forward(model: torch.nn.Module, value: bool) -> None:
+    """Choose whether parameters are freed after forward, by the states of all sharded modules."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._auto_reshard_after_forward = False
+            if group := state._fsdp_param_group:
+                group.post_forward_mesh_info = _get_post_forward_mesh_info(value, group.mesh_info)
+
+
 def offload(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Move the model and the optimizer's state to the host, and back."""
+    for module in model.modules():
+        state = _get_module_fsdp_state(module)
+        if state is not None and state._fsdp_param_group is not None:
+            state._fsdp_param_group._training_state = TrainingState.IDLE
+    model.reshard()
     model.cpu()
     model.to(CPU)
     for state in optimizer.state.values():
@@ -86,9 +106,13 @@ def main() -> None:
         batches = [tokens(MICROBATCHES * step + i, dist.get_rank()) for i in range(MICROBATCHES)]
         sent.append(digest(model))
         model.eval()
+        reshard_after_forward(model, False)
         with torch.no_grad():
             old = [log_probabilities(model, batch) for batch in batches]
-        model.reshard()  # the root stays unsharded after forward
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        reshard_after_forward(model, True)
         model.train()
         total = 0.0
         for batch, before in zip(batches, old, strict=True):
