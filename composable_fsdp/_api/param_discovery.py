@@ -15,9 +15,9 @@ from composable_fsdp._layout.shard import resolve_dim
 from composable_fsdp._memory.device_capabilities import is_accelerator
 from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, find_replaced, local_part
-from composable_fsdp._sharding.mesh import DataParallelAxes, data_parallel_axes
+from composable_fsdp._sharding.mesh import DataParallelAxes, data_parallel_axes, named_data_parallel_axes
 from composable_fsdp._sharding.param_sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
-from composable_fsdp._torch_compat.torch_types import as_placement
+from composable_fsdp._torch_compat.torch_types import ParameterPlacement, as_placement
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.policies import OffloadPolicy
@@ -55,7 +55,7 @@ class ParamDiscovery:
     owner_states: Sequence[FSDPState] = ()
     communication_of: CommunicationFunction = _no_codec
     offload: OffloadPolicy | Mapping[str, OffloadPolicy] = OffloadPolicy()  # noqa: RUF009 (frozen)
-    _axes_of: dict[tuple[DeviceMesh, float | None], DataParallelAxes] = field(default_factory=dict)
+    _axes_of: dict[tuple[DeviceMesh, str, float | None], DataParallelAxes] = field(default_factory=dict)
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
         """Return the parameters that the call takes, each once, with every place where it is registered."""
@@ -138,23 +138,32 @@ class ParamDiscovery:
     def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
         """Check ``parameter`` and return how it is sharded."""
         self._check_available(name, parameter, module_name)
-        placement, mesh, divide = as_placement(self.placement_of(parameter) if self.placement_of else None, name)
-        dim = resolve_dim(placement.dim, local_part(parameter).shape, name)
-        is_typed = bool(getattr(parameter, "_local_type", None)) and not isinstance(parameter, DTensor)
-        if is_typed and (self.full_mesh is None or mesh is not None):
+        placed = as_placement(self.placement_of(parameter) if self.placement_of else None, name)
+        dim = resolve_dim(placed.shard.dim, local_part(parameter).shape, name)
+        axes, full = self.axes, self.full_mesh
+        if placed.mesh is not None:
+            axes = self._own_axes(placed)
+            full = None if placed.dims is None else FullMesh(placed.mesh, placed.dims, axes)
+        if full is not None:
+            return shard_over_full_mesh(name, parameter, full, dim)
+        if getattr(parameter, "_local_type", None) and not isinstance(parameter, DTensor):
             raise ParameterError(
                 f"parameter {name!r} of {module_name} has types of the package spmd_types, which need the mesh of all "
                 "axes: without it, gradients that are partial over tensor-parallel ranks would not be summed, and a "
-                "checkpoint would hold the part of one rank. Pass that mesh and dp_mesh_dims=DataParallelMeshDims(...) "
-                "without a mesh of its own from shard_placement_fn; or pass the parameter in ignored_params."
+                "checkpoint would hold the part of one rank. Pass that mesh and dp_mesh_dims=DataParallelMeshDims(), "
+                "or the parameter in ignored_params."
             )
-        if mesh is not None:
-            if (mesh, divide) not in self._axes_of:
-                self._axes_of[mesh, divide] = replace(data_parallel_axes(mesh).on(self.axes.device), divide=divide)
-            return shard_over_axes(parameter, self._axes_of[mesh, divide], dim)
-        if self.full_mesh is not None:
-            return shard_over_full_mesh(name, parameter, self.full_mesh, dim)
-        return shard_over_axes(parameter, self.axes, dim)
+        return shard_over_axes(parameter, axes, dim)
+
+    def _own_axes(self, placed: ParameterPlacement) -> DataParallelAxes:
+        """Return the data-parallel axes of a parameter with a mesh of its own, the same for equal meshes."""
+        mesh, dims = placed.mesh, placed.dims
+        assert mesh is not None
+        key = mesh, str(dims), placed.divide
+        if key not in self._axes_of:
+            axes = data_parallel_axes(mesh) if dims is None else named_data_parallel_axes(mesh, dims)
+            self._axes_of[key] = replace(axes.on(self.axes.device), divide=placed.divide)
+        return self._axes_of[key]
 
     def _check_available(self, name: str, parameter: nn.Parameter, module_name: str) -> None:
         """Raise if ``parameter`` belongs to another group or has no shape yet."""

@@ -55,6 +55,7 @@ from composable_fsdp.wrap.wrap_policy import Policy, as_policy, by_class
 
 __all__ = [
     "ParamModuleInfo",
+    "ParameterPlacement",
     "ShardedState",
     "TorchFSDPMeshInfo",
     "TorchFSDPModule",
@@ -140,14 +141,34 @@ def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
     raise ArgumentTypeError(f"dp_mesh_dims must be a DataParallelMeshDims, not {type(dims).__name__}.")
 
 
-def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None, float | None]:
-    """Return placement, mesh and divide factor from the result of ``shard_placement_fn`` for parameter ``name``."""
+@dataclass(frozen=True)
+class ParameterPlacement:
+    """The result of ``shard_placement_fn`` for one parameter.
+
+    Args:
+        shard: the dim that is sharded.
+        mesh: the mesh of the parameter, or ``None`` for that of the call.
+        dims: the data-parallel dims of ``mesh``, if it has others.
+        divide: the divisor of sums of gradients.
+    """
+
+    shard: Shard
     mesh: DeviceMesh | None = None
+    dims: DataParallelMeshDims | None = None
+    divide: float | None = None
+
+
+def as_placement(result: object, name: str) -> ParameterPlacement:
+    """Return what ``shard_placement_fn`` means by ``result`` for parameter ``name``."""
+    mesh: DeviceMesh | None = None
+    dims: DataParallelMeshDims | None = None
     divide: float | None = None
     if isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
         info: object = result.mesh_info
         divide = getattr(result, "divide", None)  # torch's has none
-        if isinstance(info, TorchFSDPMeshInfo):
+        if getattr(info, "is_spmd_mesh", False):  # torch 2.11 has no such meshes
+            dims, info = as_mesh_dims(cast(Any, info).dp_mesh_dims), cast(Any, info).spmd_mesh
+        elif isinstance(info, TorchFSDPMeshInfo):
             info = _mesh_of(info, name)
         mesh, result = cast(DeviceMesh, info), result.placement
         if not isinstance(mesh, DeviceMesh):
@@ -156,13 +177,13 @@ def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None, f
                 f"{type(mesh).__name__}; it must be a 1-d or 2-d DeviceMesh, or torch's FSDPMeshInfo."
             )
     if result is None:
-        return Shard(0), mesh, divide
+        return ParameterPlacement(Shard(0), mesh, dims, divide)
     if type(result) is not Shard:  # other layouts than that of Shard may derive from it
         raise ConfigurationError(
             f"shard_placement_fn returned {result!r} for parameter {name!r}; it must return Shard(dim), a "
             "ShardPlacementResult, or None."
         )
-    return result, mesh, divide
+    return ParameterPlacement(result, mesh, dims, divide)
 
 
 def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:

@@ -14,6 +14,9 @@ from spmd_types.checker import typecheck
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims as Dims
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import mse_loss
 from torch.testing import assert_close
@@ -128,11 +131,55 @@ def check_types(model: Any, types: DeviceMesh, kind: Any) -> None:
             loss.backward()
 
 
+class Experts(nn.Module):
+    """Expert-parallel rows beside dense ones. Each rank uses its expert only."""
+
+    def __init__(self, dense: torch.Tensor, expert: torch.Tensor) -> None:
+        super().__init__()
+        self.dense, self.expert = nn.Parameter(dense.clone()), nn.Parameter(expert.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.dense @ self.expert[0]
+
+
+def train_experts() -> None:
+    """Shard dense and expert parameters, typed on different meshes, in one group, as torchtitan does."""
+    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    torch.manual_seed(0)
+    weight, experts = torch.randn(FEATURES, FEATURES), torch.randn(2, FEATURES, FEATURES)
+    own = sparse.get_local_rank("ep")
+    model: Any = Experts(weight, experts[own : own + 1])
+    with spmd.set_current_mesh(dense):
+        spmd.assert_type(model.dense, {"dp": spmd.R})
+    with spmd.set_current_mesh(sparse):
+        spmd.assert_type(model.expert, {"edp": spmd.R, "ep": spmd.S(0)})
+    infos: list[Any] = [_get_mesh_info(dense, Dims(shard="dp")), _get_mesh_info(sparse, Dims(shard="edp"))]
+    expert = model.expert
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult:
+        return ShardPlacementResult(Shard(1 if parameter is expert else 0), infos[parameter is expert])
+
+    fully_shard(model, mesh=dense, dp_mesh_dims=DataParallelMeshDims(shard="dp"), shard_placement_fn=place)
+    model.set_gradient_divide_factor(1.0)
+    assert model.expert.shape == experts.shape
+    assert model.expert.placements == (Shard(1), Shard(0))
+    model(batch(0, dist.get_rank())[0]).square().sum().backward()
+    weight.requires_grad_()
+    experts.requires_grad_()
+    for rank in range(4):
+        (batch(0, rank)[0] @ weight @ experts[rank % 2]).square().sum().backward()
+    for name, reference in (("dense", weight), ("expert", experts)):
+        assert reference.grad is not None
+        assert_close(full_value(getattr(model, name).grad), reference.grad)
+
+
 def check() -> None:
     warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)  # in spmd_types
     for sizes in ((1, 2, 2), (2, 1, 2)):
         for kind in (spmd.I, spmd.R):
             train(kind, sizes)
+    train_experts()
     check_mixed_precision()
     check_errors()
 
