@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,8 +15,8 @@ from composable_fsdp._runtime.groups.late_tied_weights import tie_weights
 from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, find_state, state_of_parameter
 from composable_fsdp._runtime.groups.unmanaged_params import warn_of_unmanaged
 from composable_fsdp._runtime.params.optimizer_steps import note_optimizer_step
-from composable_fsdp._runtime.params.sharded_param import find_parameter, find_replaced, find_unsharded
-from composable_fsdp._runtime.root.iteration import Iteration, awaiting_readers
+from composable_fsdp._runtime.params.sharded_param import find_parameter, find_replaced, find_unsharded, local_part
+from composable_fsdp._runtime.root.iteration import Iteration, known_iterations
 from composable_fsdp._runtime.root.recovery import check_results, set_order_check
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 
@@ -133,19 +133,24 @@ optimizer_hooks = GlobalHooks(_install_optimizer_hooks)
 
 
 def _note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Record a step for the roots whose parameters ``optimizer`` holds, and for no other root.
+    """Record a step for the roots whose parameters ``optimizer`` holds, or their local shards, and for no other root.
 
-    A model of another thread must not all-gather again because of it, at a time that differs between ranks.
+    A model of another thread, or one that only some ranks train, must not make kept parameters be gathered again.
     """
     sharded = _sharded_parameters(optimizer)
     note_optimizer_step([p for p, _ in sharded])
-    for iteration in _iterations_of(sharded):
+    stepped: Iterable[Iteration] = _iterations_of(sharded)
+    if not sharded:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        storages = {local_part(p).untyped_storage()._cdata for p in parameters}
+        stepped = [iteration for iteration in known_iterations() if iteration.has_shards_in(storages)]
+    for iteration in stepped:
         iteration.steps.note()
 
 
 def _wait_for_readers(optimizer: torch.optim.Optimizer) -> None:
     """Wait until no rank reads shared memory that ``optimizer`` will write. Parameters are looked up only if needed."""
-    awaiting = awaiting_readers()
+    awaiting = [iteration for iteration in known_iterations() if iteration.awaits_readers]
     if awaiting:
         own = _iterations_of(_sharded_parameters(optimizer))
         for iteration in awaiting:

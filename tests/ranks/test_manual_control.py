@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import pytest
 import torch
@@ -188,6 +189,34 @@ def test_parameters_kept_after_backward_are_not_stale_after_an_optimizer_step(
     reshard_after_forward: bool | None,
 ) -> None:
     run_ranks(keep_parameters_after_backward, 2, reshard_after_forward)
+
+
+def step_plain_optimizers() -> None:
+    """Step optimizers of plain tensors between passes that keep parameters unsharded."""
+    task, rank = TASKS["mlp"], dist.get_rank()
+    model = shard_layers(task.build(), fully_shard, reshard_after_forward=False)
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(False)
+    shards = [cast(DTensor, p)._local_tensor for p in model.parameters()]
+    for aliases in ([s.detach() for s in shards], [s.data for s in shards]):
+        task.loss(model, task.batch_of(0, rank)).backward()
+        beside = torch.nn.Linear(2, 2)
+        if rank == 0:  # trains what no other rank has
+            beside(torch.ones(2)).sum().backward()
+            torch.optim.SGD(beside.parameters()).step()
+        with Recorder() as recorder, torch.no_grad():
+            before = model(task.batch_of(0, rank)[0])
+        assert not any(event.operation is Operation.UNSHARD for event in recorder), "unchanged parameters are kept"
+        for alias in aliases:
+            alias.grad = torch.ones_like(alias)
+        torch.optim.SGD(aliases, lr=1.0, foreach=True).step()
+        with torch.no_grad():
+            assert not torch.equal(model(task.batch_of(0, rank)[0]), before), "an optimizer of local shards has stepped"
+
+
+@pytest.mark.behaviour("C-08")
+def test_only_an_optimizer_of_shards_makes_kept_parameters_stale() -> None:
+    run_ranks(step_plain_optimizers, 2)
 
 
 # -- prefetching

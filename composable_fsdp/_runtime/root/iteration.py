@@ -62,7 +62,7 @@ from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp._sharding.typed_params import without_type_checks
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 
-__all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass", "awaiting_readers"]
+__all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass", "known_iterations"]
 
 
 _STEPS_BEFORE_MEASUREMENT = 2
@@ -114,8 +114,6 @@ class Iteration:
         axes = (pgs.axes.shard for state in states.values() for pgs in state.group.process_groups)
         self._aliasing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Shard-axis communicators over which shards or unsharded buffers may be in memory shared between ranks."""
-        if self._aliasing:
-            _register_sharing(self)
         self._runner = ScheduleRunner(root, states, streams, self.steps)
         self._reductions = ReductionQueue(streams, self._runner)
         self._calibration: StepObserver | None = None
@@ -127,6 +125,7 @@ class Iteration:
         """Set while the order of groups must not depend on which modules this rank runs."""
         for state in states.values():
             state.group.gradients.on_ready = _weak_callback(self, Hook.GRAD_READY, state)
+        _register(self)
 
     @property
     def streams(self) -> CommStreams:
@@ -593,7 +592,12 @@ class Iteration:
     @property
     def awaits_readers(self) -> bool:
         """True between passes if any rank may read shared memory: a forward kept parameters, and no backward came."""
-        return self._pass is Pass.IDLE and bool(self._awaited)
+        return bool(self._aliasing) and self._pass is Pass.IDLE and bool(self._awaited)
+
+    def has_shards_in(self, storages: Container[int]) -> bool:
+        """Return whether any shard is in one of ``storages``, the C addresses of ``torch.UntypedStorage``."""
+        buckets = (bucket for state in self.states.values() for bucket in state.group.tensors.buckets)
+        return any(tensor.untyped_storage()._cdata in storages for bucket in buckets for tensor in bucket.versioned)
 
     def wait_for_readers(self) -> None:
         """Wait until no rank reads shared memory, which an optimizer will write."""
@@ -805,20 +809,20 @@ _LABELS = {
 """The labels of hooks in profiles."""
 
 
-_sharing: tuple[ref[Iteration], ...] = ()
-"""The iterations whose ranks share memory, oldest first: in the same order on every rank. Replaced, never changed."""
-_sharing_lock = threading.Lock()
+_iterations: tuple[ref[Iteration], ...] = ()
+"""All iterations, oldest first: in the same order on every rank. Replaced, never changed."""
+_iterations_lock = threading.Lock()
 
 
-def _register_sharing(iteration: Iteration) -> None:
-    global _sharing
-    with _sharing_lock:
-        _sharing = (*(known for known in _sharing if known() is not None), ref(iteration))
+def _register(iteration: Iteration) -> None:
+    global _iterations
+    with _iterations_lock:
+        _iterations = (*(known for known in _iterations if known() is not None), ref(iteration))
 
 
-def awaiting_readers() -> list[Iteration]:
-    """Return the iterations whose shared memory other ranks may still read, in the same order on every rank."""
-    return [iteration for known in _sharing if (iteration := known()) is not None and iteration.awaits_readers]
+def known_iterations() -> list[Iteration]:
+    """Return the iterations of all roots, in the same order on every rank."""
+    return [iteration for known in _iterations if (iteration := known()) is not None]
 
 
 def _wait_for(works: Iterable[Work]) -> None:

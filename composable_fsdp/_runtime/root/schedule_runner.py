@@ -22,7 +22,7 @@ from composable_fsdp._runtime.groups.param_group_gradients import ReductionLaunc
 from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
-from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, plain_steps
+from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
 from composable_fsdp._runtime.root.group_spec import names_of, options_of, set_by_user, settings_of, spec_of
 from composable_fsdp._runtime.schedule import passes
 from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, Choice, ScheduleSettings, choose
@@ -127,7 +127,7 @@ class ScheduleRunner:
         self._states = states
         self.streams = streams
         self._steps = steps
-        self.seen_steps: object = self._steps_now
+        self.seen_steps = self._steps.number
         """The step counters at the last forward. Parameters kept unsharded since before a step are stale."""
         self.runs_on_all_ranks = False
         """True if all ranks run this forward: it leads to a backward or has launched an all-gather.
@@ -181,7 +181,7 @@ class ScheduleRunner:
         self._delayed = self._holds = None  # left by a backward that failed
         self._cursor = 0
         self.runs_on_all_ranks = leads_to_backward
-        steps = self.seen_steps = self._steps_now
+        steps = self.seen_steps = self._steps.number
         unsharded = []
         for name, state in self._states.items():
             if state.kept_version is not None:
@@ -329,7 +329,7 @@ class ScheduleRunner:
 
     def will_gather(self) -> bool:
         """Return whether some group must be gathered before its modules can run."""
-        steps = self._steps_now
+        steps = self._steps.number
         return any(
             not state.group.is_gathered or (state.kept_version is not None and self._is_stale(state, steps))
             for state in self._states.values()
@@ -337,13 +337,13 @@ class ScheduleRunner:
         )
 
     @staticmethod
-    def _is_stale(kept: FSDPState, steps: object) -> bool:
+    def _is_stale(kept: FSDPState, steps: int) -> bool:
         """Return whether the shards of ``kept``, which stayed unsharded, may have changed, or their requires_grad."""
         stepped = kept.kept_steps != steps
         is_stale = (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version
         return is_stale or any(parameter.was_flipped for parameter in kept.group.parameters)
 
-    def _drop_stale(self, kept: FSDPState, steps: object) -> None:
+    def _drop_stale(self, kept: FSDPState, steps: int) -> None:
         """Free ``kept``, which stayed unsharded, if it is stale.
 
         A fresh one is checked again: a forward may skip it, and an optimizer step may come before the next forward.
@@ -352,18 +352,14 @@ class ScheduleRunner:
             kept.group.reshard()
             kept.kept_version = None
 
-    @property
-    def _steps_now(self) -> tuple[int, int]:
-        return self._steps.number, plain_steps()
-
     def unshard_explicitly(self, state: FSDPState) -> bool:
         """Launch the all-gather of ``state`` outside of hooks, to keep it. Return whether it was sharded before."""
         if state.kept_version is not None and not state.is_running:
-            self._drop_stale(state, self._steps_now)
+            self._drop_stale(state, self._steps.number)
         is_new = not state.group.unshard_started
         state.group.unshard(self.streams)
         if is_new:
-            state.note_kept(self._steps_now)
+            state.note_kept(self._steps.number)
         elif state.kept_version is None:
             state.note_kept(self.seen_steps)
         return is_new

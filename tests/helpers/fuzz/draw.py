@@ -14,6 +14,7 @@ from tests.helpers.fuzz.programs import (
     BLOCKS,
     BY_HAND,
     FAILS,
+    FINISHES,
     HOLDS,
     KEEPS,
     LEAVES,
@@ -180,4 +181,6 @@ def _steps(draw: Draw) -> Step:
         fails=_maybe(draw, st.sampled_from(FAILS[1:]), "never", 4),
         fails_at=draw(st.integers(0, 4)),
         generate=_maybe(draw, st.just(True), False, 10),
+        finish=_maybe(draw, st.sampled_from(FINISHES[1:]), "backward", 4),
+        in_flight=_maybe(draw, st.sampled_from([2, 100]), 0, 3),
     )

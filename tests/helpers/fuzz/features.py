@@ -10,6 +10,7 @@ from tests.helpers.fuzz.programs import (
     BLOCKS,
     BY_HAND,
     FAILS,
+    FINISHES,
     HOLDS,
     KEEPS,
     LEAVES,
@@ -81,6 +82,7 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     **{f"backward {kind}": _any_step(lambda s, k=kind: k in s.backwards) for kind in BACKWARDS},  # type: ignore[misc]
     **{f"order {kind}": _any_step(lambda s, k=kind: s.order == k) for kind in ORDERS},  # type: ignore[misc]
     **{f"hold {kind}": _any_step(lambda s, k=kind: s.hold == k) for kind in HOLDS},  # type: ignore[misc]
+    **{f"finish by {kind}": _any_step(lambda s, k=kind: s.finish == k) for kind in FINISHES},  # type: ignore[misc]
     **{f"keep {kind}": _any_step(lambda s, k=kind: s.keep == k) for kind in KEEPS},  # type: ignore[misc]
     **{f"by hand {kind}": _any_step(lambda s, k=kind: s.by_hand == k) for kind in BY_HAND},  # type: ignore[misc]
     **{f"fails {kind}": _any_step(lambda s, k=kind: s.fails == k) for kind in FAILS},  # type: ignore[misc]
@@ -114,6 +116,10 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "error feedback": lambda p: p.feedback,
     "error feedback and a failed step": lambda p: p.feedback and any(s.fails != "never" for s in p.steps),
     "different numbers of forwards": _any_step(lambda s: s.generate),
+    "several reductions in flight": _any_step(lambda s: s.in_flight > 1),
+    "sums over the shard axis in flight": lambda p: (
+        len(p.mesh) == 2 and any(s.hold == "all-reduce" and s.in_flight and s.is_last for s in p.steps)
+    ),
     "set_is_last_backward": _any_step(lambda s: s.is_last),
     "several microbatches": _any_step(lambda s: len(s.backwards) > 1),
     "inputs with gradient": _any_step(lambda s: s.input_grad),

@@ -18,6 +18,7 @@ __all__ = [
     "BLOCKS",
     "BY_HAND",
     "FAILS",
+    "FINISHES",
     "HOLDS",
     "KEEPS",
     "LEAVES",
@@ -50,7 +51,8 @@ BLOCKS = ("chain", "residual", "fork", "dead", "repeat", "recursive", "checkpoin
 RETURNS = ("tensor", "tuple", "dict", "dataclass", "nested", "with input", "view")
 BACKWARDS = ("all", "twice", "first", "second", "first, then second")
 ORDERS = ("in turn", "late", "late, reversed", "joined")
-HOLDS = ("none", "all", "roots", "no_sync", "no_sync, sharded", "no_sync of a part")
+HOLDS = ("none", "all", "roots", "no_sync", "no_sync, sharded", "no_sync of a part", "all-reduce")
+FINISHES = ("backward", "synchronize", "finalize", "finalize, async")
 KEEPS = ("never", "until last", "always")
 WHENS = ("before", "between", "after")
 MODES = ("no_grad", "inference_mode")
@@ -169,7 +171,11 @@ class Step(_Short):
     Args:
         backwards: for each microbatch, the outputs from which backward runs, and how often.
         order: the order of forwards and backwards.
-        hold: the groups that do not synchronize gradients before the last backward, and the API that is used.
+        hold: the groups that do not synchronize gradients before the last backward, and the API that is used. With
+            ``"all-reduce"`` they reduce them over the shard axis only.
+        finish: how the step ends: by its last backward; by ``synchronize_gradients()``, so that the last backward holds
+            gradients like the others; or by ``finalize_backward()``.
+        in_flight: the number of reductions that may be in flight; 0 is the default.
         keep: the backwards after which parameters stay unsharded.
         is_last: if true, ``set_is_last_backward`` is called before each backward.
         evaluate: forwards without gradients, as pairs of time and mode.
@@ -185,6 +191,8 @@ class Step(_Short):
     backwards: tuple[str, ...] = ("all",)
     order: str = "in turn"
     hold: str = "none"
+    finish: str = "backward"
+    in_flight: int = 0
     keep: str = "never"
     is_last: bool = False
     evaluate: tuple[tuple[str, str], ...] = ()

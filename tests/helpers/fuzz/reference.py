@@ -8,7 +8,7 @@ accumulated, summed over ranks, divided, and cast again.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -71,6 +71,7 @@ class Reference(Driver):
         everything = {p.state for p in found}
         self.holding = {"none": set(), "roots": {p.root for p in found}}
         self.holding |= dict.fromkeys(("all", "no_sync", "no_sync, sharded"), everything)
+        self.holding["all-reduce"] = everything if len(program.mesh) == 2 and program.mesh[0] > 1 else set()
         self.holding["no_sync of a part"] = {part.group.path for part in states(states(self.model)[-1])}
         self.rank = 0
         self.data_ranks = prod(program.mesh)
@@ -91,7 +92,15 @@ class Reference(Driver):
             if gradient is not None:
                 gradient = gradient.to(dtype_of(precision_of(self.groups[name]).reduce) or gradient.dtype)
                 held[name] = held[name] + gradient if name in held else gradient
-        holding = set() if is_last else self.holding[step.hold]
+        self.send(set() if is_last and step.finish != "synchronize" else self.holding[step.hold])
+
+    def before_optimizer(self, step: Step) -> None:
+        if step.finish == "synchronize":
+            self.send(set())
+
+    def send(self, holding: Collection[object]) -> None:
+        """Send the gradients of all groups but those of ``holding``."""
+        held = self.held[self.rank]
         sent = {name for name in held if self.groups[name].path not in holding}
         self.sent[self.rank].append({name: held[name] for name in sent})
         self.held[self.rank] = {name: gradient for name, gradient in held.items() if name not in sent}

@@ -185,6 +185,12 @@ class Sharded(Driver):
         self.is_clean = False
         """True if all parameters must be sharded: the last pass was a backward that keeps none."""
 
+    def begin(self, step: Step) -> None:
+        """Make the settings of a step."""
+        for root in self.roots:
+            root.set_reduce_scatter_max_input_buffers(step.in_flight or 1)
+            root.set_manual_backward_finalization(step.finish.startswith("finalize"))
+
     def before_forward(self, step: Step) -> None:
         self.is_clean = False
         if step.reshard is not None:
@@ -195,13 +201,15 @@ class Sharded(Driver):
                 module.unshard(async_op=step.by_hand.endswith("async"))
 
     def before_backward(self, step: Step, is_last: bool) -> None:
+        is_last, ends = is_last and step.finish != "synchronize", is_last
         for root in self.roots:
+            root.set_requires_all_reduce(is_last or step.hold != "all-reduce")
             root.set_requires_gradient_sync(is_last or step.hold not in ("all", "roots"))
             if step.hold == "roots":
                 root.set_requires_gradient_sync(True)
                 root.set_requires_gradient_sync(is_last, recurse=False)
-            root.set_reshard_after_backward(step.keep == "never" or (step.keep == "until last" and is_last))
-            root.set_is_last_backward(is_last or not step.is_last)
+            root.set_reshard_after_backward(step.keep == "never" or (step.keep == "until last" and ends))
+            root.set_is_last_backward(ends or not step.is_last)
         if step.hold.startswith("no_sync") and not is_last:
             part = states(self.model)[-1] if step.hold == "no_sync of a part" else self.model
             self.contexts.enter_context(no_sync(part, sharded=step.hold.endswith("sharded")))
@@ -235,6 +243,13 @@ class Sharded(Driver):
             state.reshard = reshard
 
     def before_optimizer(self, step: Step) -> None:
+        if step.finish == "synchronize":
+            for root in self.roots:
+                root.synchronize_gradients()
+        elif step.finish != "backward":
+            handles = [root.finalize_backward(async_op=step.finish == "finalize, async") for root in self.roots]
+            for handle in filter(None, handles):
+                handle.wait()
         if self.is_clean:
             check_memory(self.recorder)
         if step.by_hand == "unshard after":
@@ -397,6 +412,7 @@ class Training:
         for clock.step, step in enumerate(program.steps):
             optimizer.zero_grad()
             freeze(model, clock.step)
+            driver.begin(step)
             seed = 100 * clock.step + rank
             if step.fails != "never":
                 clock.fails, clock.countdown = step.fails, step.fails_at
