@@ -43,6 +43,8 @@ made = plan(
     mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), recompute=RECOMPUTE,
 )
 seconds = time.perf_counter() - begin
+if PICTURE:
+    made.save(PICTURE)
 print(json.dumps({
     "model": made.model, "parameters": made.parameters, "ranks": made.mesh, "recompute": RECOMPUTE,
     "fits an H100": made.fits, "peak GB": made.peak_bytes / 1e9, "step s": made.seconds, "plan s": seconds,
@@ -110,9 +112,9 @@ def on_many_ranks(ranks: int) -> dict[str, Any]:
     return row | compared((made.peak_bytes - idle) / MB, (peak - before) / MB)
 
 
-def large(*, recompute: bool) -> dict[str, Any]:
-    """Plan a model of the shape of Llama 3 70B in a process of its own."""
-    code = LARGE.replace("RECOMPUTE", str(recompute))
+def large(*, recompute: bool, picture: Path | None = None) -> dict[str, Any]:
+    """Plan a model of the shape of Llama 3 70B in a process of its own, and draw it if ``picture`` is given."""
+    code = LARGE.replace("RECOMPUTE", str(recompute)).replace("PICTURE", repr(picture and str(picture)))
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=300
     )
@@ -122,10 +124,11 @@ def large(*, recompute: bool) -> dict[str, Any]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--large", action="store_true", help="time a plan of 70 B at 1024 ranks instead")
+    options.add_argument("--picture", type=Path, help="with --large: draw the plan with recomputation to this file")
     arguments = options.parse_args()
     torch.set_num_threads(1)
     if arguments.large:
-        plans = [large(recompute=recompute) for recompute in (False, True)]
+        plans = [large(recompute=False), large(recompute=True, picture=arguments.picture)]
         publish("plans of a large model", {}, list(plans[0]), plans, arguments.out)
         return
     names = ["experts"] if arguments.quick else ["gpt-256", "gpt-32", "experts"]
