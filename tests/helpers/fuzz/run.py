@@ -247,7 +247,8 @@ class Sharded(Driver):
             for root in self.roots:
                 root.synchronize_gradients()
         elif step.finish != "backward":
-            handles = [root.finalize_backward(async_op=step.finish == "finalize, async") for root in self.roots]
+            roots = {state_of(root): root for root in self.roots}.values()  # type: ignore[arg-type]  # lists share one
+            handles = [root.finalize_backward(async_op=step.finish == "finalize, async") for root in roots]
             for handle in filter(None, handles):
                 handle.wait()
         if self.is_clean:
