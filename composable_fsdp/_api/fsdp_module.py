@@ -405,7 +405,7 @@ class FSDPModule(TorchFSDPModule):
         """
         check_count("steps", steps, least=1)
         set_root_option(_state(self), "measures_costs", True)
-        iteration_of(_state(self)).calibrate(steps)
+        iteration_of(_state(self)).autotuner.calibrate(steps)
 
     def costs(self) -> Costs | None:
         """Return the table by which settings are chosen: that of ``set_costs``, or the one that was measured last."""

@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from typing import Any, cast
 from weakref import ref
 
@@ -39,8 +38,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     ParameterState,
 )
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
-from composable_fsdp._runtime.root.calibration import Calibration, StepObserver, median_over_ranks
-from composable_fsdp._runtime.root.clock import Clock
+from composable_fsdp._runtime.root.autotuner import Autotuner
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.finalization import Finalization
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
@@ -50,7 +48,6 @@ from composable_fsdp._runtime.root.recovery import Rendezvous, disconnect, has_f
 from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
 from composable_fsdp._runtime.root.root_options import check_settings
 from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
-from composable_fsdp._runtime.root.step_times import StepTimes
 from composable_fsdp._runtime.root.unused_modules import UnusedModules
 from composable_fsdp._runtime.schedule.choose import Choice
 from composable_fsdp._runtime.schedule.costs import Costs
@@ -58,17 +55,10 @@ from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.passes import GroupSpec
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
 from composable_fsdp._runtime.schedule.simulate import Timeline
-from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp._sharding.typed_params import without_type_checks
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 
 __all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass", "known_iterations"]
-
-
-_STEPS_BEFORE_MEASUREMENT = 2
-"""The first step makes memory, and the second one is the first with a known order."""
-_MEASURED_STEPS = 2
-"""The steps in which computation is measured, of which the median counts."""
 
 
 class Pass(Key):
@@ -116,9 +106,7 @@ class Iteration:
         """Shard-axis communicators over which shards or unsharded buffers may be in memory shared between ranks."""
         self._runner = ScheduleRunner(root, states, streams, self.steps)
         self._reductions = ReductionQueue(streams, self._runner)
-        self._calibration: StepObserver | None = None
-        """The measurement of costs, while there is one."""
-        self._step_times = StepTimes(root.group.axes.device)
+        self.autotuner = Autotuner(root, states, self._runner)
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
         self._unused_modules: UnusedModules | None = None
@@ -233,7 +221,7 @@ class Iteration:
         if self._pass is Pass.IDLE:
             profiling.look_for_readers()
         actions = ACTIONS_OF_HOOKS[self._pass, hook]
-        if self._calibration is not None or profiling.active or "spmd_types" in sys.modules:
+        if self.autotuner.observer is not None or profiling.active or "spmd_types" in sys.modules:
             self._run_observed(hook, subject, actions)
             return
         for action in actions:
@@ -244,47 +232,25 @@ class Iteration:
 
         The package ``spmd_types`` does not check their operations.
         """
-        if self._calibration is not None and not self._evaluates:
+        if self.autotuner.observer is not None and not self._evaluates:
             in_backward, waited = self._pass is Pass.BACKWARD, self._streams.seconds_waited
-            self._calibration.enter(hook, subject.name, in_backward=in_backward, waited=waited)
+            self.autotuner.observer.enter(hook, subject.name, in_backward=in_backward, waited=waited)
         has_label = profiling.active and hook in _LABELS
         with without_type_checks(), profiling.label(_LABELS[hook], subject.name) if has_label else nullcontext():
             for action in actions:
                 action(self, subject)
-        if self._calibration is not None and not self._evaluates:
+        if self.autotuner.observer is not None and not self._evaluates:
             ends_pass, waited = self._pass is Pass.IDLE, self._streams.seconds_waited
-            self._calibration.leave(hook, subject.name, ends_pass=ends_pass, waited=waited)
+            self.autotuner.observer.leave(hook, subject.name, ends_pass=ends_pass, waited=waited)
 
     @property
     def _evaluates(self) -> bool:
         """True in a forward to which no backward comes back."""
         return self._pass is Pass.FORWARD and not self._grad_mode
 
-    def calibrate(self, steps: int) -> None:
-        """Measure the costs of collectives and of computation in the next ``steps``."""
-        groups = {name: state.group for name, state in self.states.items() if state.group.parameters}
-        clock = Clock(self.root.group.axes.device)
-        self._calibration = Calibration(self._axes, self._communicators, groups, steps, clock)
-
-    def observe(self, observer: StepObserver | None) -> None:
-        """Let ``observer`` measure the next steps, in place of a calibration; ``None`` ends that."""
-        self._calibration = observer
-
     def predict(self, costs: Costs, change: Callable[[GroupSpec], GroupSpec] | None = None) -> Timeline:
         """Return the predicted timeline of the next iteration that trains, with each group as ``change`` returns it."""
         return self._runner.predicted(costs, change)
-
-    @functools.cached_property
-    def _axes(self) -> list[DataParallelAxes]:
-        return list(dict.fromkeys(pgs.axes for state in self.states.values() for pgs in state.group.process_groups))
-
-    @functools.cached_property
-    def _communicators(self) -> list[Communicator]:
-        """The communicators of all axes along which ranks run the same model, model-parallel axes last."""
-        known = [each for axes in self._axes for each in (axes.shard, axes.replicate)]
-        layouts = (p.sharding.inner for state in self.states.values() for p in state.group.parameters)
-        by_mesh = {layout.mesh: layout for layout in layouts if layout is not None}
-        return known + [each for layout in by_mesh.values() for each in layout.communicators()]
 
     def _begin_forward(self, state: FSDPState) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, state, threading.current_thread()
@@ -298,87 +264,13 @@ class Iteration:
         self.commit_residuals(begins_forward=True)
         self.drain_before_changes()
         unequal_use = any(u.unequal_use for u in self.states.values())
-        self._choose_settings(unequal_use=unequal_use)
+        if unequal_use:
+            self.autotuner.observer = None
+        elif torch.is_grad_enabled() and state is self.root and self._runner.will_gather():
+            self.autotuner.begin_step(self.drain)  # other forwards may run on some ranks only
         self._grad_mode = torch.is_grad_enabled()
         self._unused_modules = UnusedModules(self, state) if unequal_use else None
         self._record = self._runner.begin_forward(unequal_use=unequal_use, leads_to_backward=self._grad_mode)
-
-    def _choose_settings(self, *, unequal_use: bool) -> None:
-        """Choose the settings of the schedule by the costs, if they have changed and nothing is under way.
-
-        Only a forward of the root that gathers some group does so: others may run on some ranks only.
-        """
-        if unequal_use:
-            self._calibration = None
-            return
-        if not torch.is_grad_enabled() or self._outermost is not self.root or not self._runner.will_gather():
-            return
-        if self._calibration is None and self._measures_now():
-            self.calibrate(_MEASURED_STEPS)
-        calibration = self._calibration
-        if calibration is not None and (costs := calibration.begin_step(self._streams.seconds_waited)) is not None:
-            self._calibration, self.root.costs = None, self._runner.fitted(costs, calibration.waited)
-        if self._runner.choice_is_due() and not self._is_under_way:
-            self.drain()
-            before, begin = self._runner.settings, trace.now()
-            self._runner.choose()
-            self._step_times.restart(has_changed=self._runner.settings != before)
-            self._note_choice(begin)
-        if self._measures_costs or self._awaits_measured_time:
-            self._step_times.begin_step()
-
-    def _note_choice(self, begin: float) -> None:
-        """Note a choice, which began at ``begin``, in traces and profiles."""
-        choice = self._runner.choice
-        if choice is None:
-            return
-        if trace.listeners:
-            trace.emit(trace.Operation.CHOOSE, choice.summary, choice.peak_bytes, begin=begin)
-        if profiling.active:
-            with profiling.label("choose_schedule", choice.summary):
-                pass
-
-    @property
-    def _is_under_way(self) -> bool:
-        """True between a forward and its backward, and while gradients are held."""
-        return any(state.runs or state.group.gradients.state in HELD_GRADIENTS for state in self.states.values())
-
-    def _measures_now(self) -> bool:
-        """Return whether this step must measure costs: in the third one, and when the times of steps have changed.
-
-        It is the same on all ranks.
-        """
-        times, choice = self._step_times, self._runner.choice
-        if not self._measures_costs and not self._awaits_measured_time:
-            return False
-        if choice is None:
-            return times.steps == _STEPS_BEFORE_MEASUREMENT
-        has_changed = times.has_changed()
-        if choice.measured_seconds is None and times.seconds is not None:
-            self._runner.choice = replace(choice, measured_seconds=times.seconds)
-        if has_changed is None or not self._measures_costs:
-            return False
-        (most,) = median_over_ranks([float(has_changed)], self._communicators, self.root.group.axes.device)
-        return most > 0.5
-
-    @property
-    def _awaits_measured_time(self) -> bool:
-        """True while the time of steps with the last choice is not known."""
-        return self._runner.choice is not None and self._runner.choice.measured_seconds is None
-
-    @property
-    def _measures_costs(self) -> bool:
-        """True if costs are measured without a call of the user."""
-        chosen = self.root.measures_costs
-        return self._measures_by_default if chosen is None else chosen
-
-    @functools.cached_property
-    def _measures_by_default(self) -> bool:
-        if not self._streams.device.has_streams or torch.are_deterministic_algorithms_enabled():
-            return False
-        if not Clock(self.root.group.axes.device).has_times:
-            return False
-        return any(each.size > 1 for each in self._communicators)
 
     def _unshard_in_forward(self, state: FSDPState) -> None:
         if self._unused_modules is not None:
@@ -557,7 +449,7 @@ class Iteration:
         _wait_for(works)
         if trace.listeners:
             trace.emit(trace.Operation.BACKWARD, self.root.name, begin=self._backward_began)
-        self._step_times.end_step(synchronized=self.root.accumulation is Accumulation.REDUCE)
+        self.autotuner.end_step(synchronized=self.root.accumulation is Accumulation.REDUCE)
         self._passes.end_backward()
         self._pass, self._pass_around_backward = self._pass_around_backward, Pass.IDLE
 
@@ -737,8 +629,7 @@ class Iteration:
             if state.group.gradients.version_before_step is not None:
                 state.group.gradients.roll_back_residuals()
         self._back_to_idle()
-        self._calibration = None
-        self._step_times.restart(has_changed=True)
+        self.autotuner.reset()
         if failed:  # the rendezvous ended the epoch, and ranks may have gathered different groups
             for state in states:
                 state.group.note_epoch_end()
