@@ -57,6 +57,7 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
     steps = draw(st.lists(_steps(), min_size=1, max_size=STEPS))
     if not _is_sharded(tree):  # the last backward may not reach every root, which would then keep its gradients
         steps = [replace(step, hold="none") for step in steps]
+    steps = [_varied(step, len(repr(tree)), mesh) for step in steps]
     return Program(
         tree=tree,
         width=draw(st.sampled_from([2, 1, 3, 4, 5, 7])),
@@ -170,7 +171,7 @@ def _steps(draw: Draw) -> Step:
     return Step(
         backwards=backwards,
         order=draw(st.sampled_from(["in turn", *ORDERS])) if len(backwards) > 1 else "in turn",
-        hold=_maybe(draw, st.sampled_from(HOLDS[1:]), "none", 3),
+        hold=_maybe(draw, st.sampled_from(HOLDS[1:-1]), "none", 3),
         keep=_maybe(draw, st.sampled_from(KEEPS[1:]), "never", 3),
         is_last=is_last,
         evaluate=_maybe(draw, evaluations.map(tuple), (), 3),
@@ -181,6 +182,17 @@ def _steps(draw: Draw) -> Step:
         fails=_maybe(draw, st.sampled_from(FAILS[1:]), "never", 4),
         fails_at=draw(st.integers(0, 4)),
         generate=_maybe(draw, st.just(True), False, 10),
-        finish=_maybe(draw, st.sampled_from(FINISHES[1:]), "backward", 4),
-        in_flight=_maybe(draw, st.sampled_from([2, 100]), 0, 3),
+    )
+
+
+def _varied(step: Step, number: int, mesh: tuple[int, ...]) -> Step:
+    """Return ``step`` with settings that are not drawn, because additional draws would change all programs."""
+    number += len(repr(step))
+    finish, in_flight = number % 16, (0, 2, 0, 100)[number // 16 % 4]
+    holds = step.hold in ("all", "roots") and len(mesh) == 2 and number % 2
+    return replace(
+        step,
+        hold="all-reduce" if holds else step.hold,
+        finish=FINISHES[finish] if finish < len(FINISHES) else FINISHES[0],
+        in_flight=in_flight,
     )

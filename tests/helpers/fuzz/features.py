@@ -117,9 +117,6 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "error feedback and a failed step": lambda p: p.feedback and any(s.fails != "never" for s in p.steps),
     "different numbers of forwards": _any_step(lambda s: s.generate),
     "several reductions in flight": _any_step(lambda s: s.in_flight > 1),
-    "sums over the shard axis in flight": lambda p: (
-        len(p.mesh) == 2 and any(s.hold == "all-reduce" and s.in_flight and s.is_last for s in p.steps)
-    ),
     "set_is_last_backward": _any_step(lambda s: s.is_last),
     "several microbatches": _any_step(lambda s: len(s.backwards) > 1),
     "inputs with gradient": _any_step(lambda s: s.input_grad),
