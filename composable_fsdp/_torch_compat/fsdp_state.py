@@ -30,6 +30,7 @@ from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.root.iteration import Pass
+from composable_fsdp._torch_compat.replaced_functions import log_replaced_functions
 from composable_fsdp._torch_compat.torch_types import (
     ParamModuleInfo,
     ShardedState,
@@ -37,7 +38,6 @@ from composable_fsdp._torch_compat.torch_types import (
     TorchFSDPState,
     TrainingState,
     find_state,
-    log_replaced_functions,
     mesh_info_of,
     register_state,
     set_torch_state,

@@ -6,19 +6,13 @@ our class inherits from it. It inherits no behaviour: a test fails on any attrib
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
-import logging
-import typing
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import FunctionType
 from typing import Any, cast
 
-import torch
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -33,13 +27,12 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register_fsdp_forward_method
 from torch.distributed.fsdp import share_comm_ctx as torch_share_comm_ctx
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo as TorchDDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchFSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as TorchHSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo, ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 from torch.distributed.fsdp.wrap import CustomPolicy as TorchCustomPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
@@ -69,7 +62,6 @@ __all__ = [
     "as_strategy",
     "as_wrap_policy",
     "find_state",
-    "log_replaced_functions",
     "mesh_info_of",
     "modules_sharded_by_torch",
     "register_state",
@@ -79,8 +71,6 @@ __all__ = [
     "torch_register_fsdp_forward_method",
     "torch_share_comm_ctx",
 ]
-
-logger = logging.getLogger(__name__)
 
 # torch 2.11 has neither of them.
 TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", DataParallelMeshDims)
@@ -315,48 +305,3 @@ class _AutoWrap:
 
 def _numel(parameters: list[nn.Parameter], taken: set[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters if p not in taken)
-
-
-# -- functions that a library has replaced
-#
-# Libraries that mend or extend FSDP2 assign to attributes of torch's private classes. Their program then runs here
-# without what they added, so that the user must know. It is logged and not raised: most of these changes lift limits
-# that this package does not have.
-
-_PLACES = (FSDPParam, FSDPParamGroup, TorchFSDPState, _fsdp_collectives, _fsdp_param_group)
-_TORCH = str(Path(torch.nn.Module.register_buffer.__code__.co_filename).parents[2])
-_DECORATORS = (contextlib.__file__, typing.__file__)
-_UNNECESSARY = "is not needed here: parameters and gradients of a group may have several dtypes"
-_INSTEAD = {
-    "FSDPParam.to_accumulated_grad_if_needed": _UNNECESSARY,
-    "FSDPParamGroup._backward_prefetch": "is set_modules_to_backward_prefetch() or set_prefetch_limit() here",
-    "FSDPParamGroup._init_mp_dtypes": _UNNECESSARY,
-    "FSDPParamGroup.post_backward": "is set_reduce_scatter_unused_params() or set_all_reduce_hook() here",
-    "foreach_reduce": _UNNECESSARY,
-}
-_logged: set[str] = set()
-
-
-def log_replaced_functions() -> None:
-    """Log each function of torch's FSDP2 that another library has replaced, once."""
-    for name, file in _replaced_functions():
-        if name not in _logged:
-            _logged.add(name)
-            instead = _INSTEAD.get(name, "may be a custom collective, a comm_policy or a tensor subclass here")
-            logger.warning(
-                "%s has replaced %s of torch's FSDP2, which modules sharded by composable_fsdp do not call. The change "
-                "%s. See docs/upstream-main.md.",
-                file,
-                name,
-                instead,
-            )
-
-
-def _replaced_functions() -> Iterator[tuple[str, str]]:
-    """Yield the name and the new file of each function. ``functools.wraps`` does not hide the file of a wrapper."""
-    for place in _PLACES:
-        for name, function in vars(place).items():
-            if isinstance(function, FunctionType):
-                file = function.__code__.co_filename
-                if not file.startswith(_TORCH) and file not in _DECORATORS:
-                    yield f"{place.__name__}.{name}" if isinstance(place, type) else name, file
