@@ -150,8 +150,8 @@ class ParamDiscovery:
             raise ParameterError(
                 f"parameter {name!r} of {module_name} has types of the package spmd_types, which need the mesh of all "
                 "axes: without it, gradients that are partial over tensor-parallel ranks would not be summed, and a "
-                "checkpoint would hold the part of one rank. Pass that mesh and dp_mesh_dims=DataParallelMeshDims(), "
-                "or the parameter in ignored_params."
+                "checkpoint would hold the part of one rank. Pass that mesh and "
+                "dp_mesh_dims=DataParallelMeshDims(...), or the parameter in ignored_params."
             )
         return shard_over_axes(parameter, axes, dim)
 
