@@ -11,6 +11,7 @@ import contextlib
 import logging
 import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 
@@ -35,22 +36,20 @@ _INSTEAD = {
     "FSDPParamGroup.post_backward": "is set_reduce_scatter_unused_params() or set_all_reduce_hook() here",
     "foreach_reduce": _UNNECESSARY,
 }
-_logged: set[str] = set()
 
 
+@cache
 def log_replaced_functions() -> None:
-    """Log each function of torch's FSDP2 that another library has replaced, once."""
+    """Log each function of torch's FSDP2 that another library has replaced. The first module to be sharded calls it."""
     for name, file in _replaced_functions():
-        if name not in _logged:
-            _logged.add(name)
-            instead = _INSTEAD.get(name, "may be a custom collective, a comm_policy or a tensor subclass here")
-            logger.warning(
-                "%s has replaced %s of torch's FSDP2, which modules sharded by composable_fsdp do not call. The change "
-                "%s. See docs/upstream-main.md.",
-                file,
-                name,
-                instead,
-            )
+        instead = _INSTEAD.get(name, "may be a custom collective, a comm_policy or a tensor subclass here")
+        logger.warning(
+            "%s has replaced %s of torch's FSDP2, which modules sharded by composable_fsdp do not call. The change %s. "
+            "See docs/upstream-main.md.",
+            file,
+            name,
+            instead,
+        )
 
 
 def _replaced_functions() -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, UnsupportedError, fully_shard
 from composable_fsdp.policies import ReshardKind
-from tests._internals import ClientState, ParameterState, iteration_of, state_of
+from tests._internals import ClientState, ParameterState, iteration_of, log_replaced_functions, state_of
 from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
@@ -452,8 +452,10 @@ def test_a_replaced_function_of_torch_is_logged_once(
     place: Any, name: str, instead: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """NeMo Automodel, ms-swift and others replace these."""
+    log_replaced_functions.cache_clear()
     fully_shard(nn.Linear(3, 3))
     assert not caplog.messages
+    log_replaced_functions.cache_clear()
     original = getattr(place, name)
 
     @functools.wraps(original)
