@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -194,3 +195,44 @@ def train_segments() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_gradients_of_several_segments_are_not_split_by_parameter(transport: Environment) -> None:
     run_ranks(train_segments, 2, environment=transport)
+
+
+class UsedThrice(nn.Module):
+    """Two layers, the second directly and in two reentrant checkpoints: it gets gradients in three autograd runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.run_second, self.first(x), use_reentrant=True)
+        x = checkpoint(self.run_second, x, use_reentrant=True)
+        return self.run_second(x)
+
+    def run_second(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(x.tanh())
+        return out
+
+
+def gradients_with(max_fused_bytes: int) -> dict[str, torch.Tensor]:
+    model: Any = seeded(UsedThrice)()
+    fully_shard(model.first)
+    fully_shard(model.second)
+    fully_shard(model)
+    model.set_max_fused_bytes(max_fused_bytes)
+    for step in range(2):  # the second knows the order, and fuses
+        model.zero_grad()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(x).square().mean().backward()
+    return {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
+
+
+def fuse_or_not() -> None:
+    fused, alone = gradients_with(1 << 20), gradients_with(0)
+    for name, gradient in fused.items():
+        assert torch.equal(gradient, alone[name]), name
+
+
+@pytest.mark.behaviour("C-13")
+def test_gradients_of_nested_autograd_runs_do_not_depend_on_fusions() -> None:
+    run_ranks(fuse_or_not, 2, environment=SOCKETS)

@@ -365,6 +365,8 @@ class Iteration:
         state, run = call.state, call.first or call
         self._passes.reach(state)
         self._backward.enter(call)
+        if call.is_recomputed and self._reductions.is_waiting(state):
+            self.reduce_gradients(state)  # before a backward inside this one adds to them
         if state.version_check is not None and run.seen is not None:
             state.version_check.in_backward(run.seen)
         if self._unused_modules is not None and state.group.parameters:

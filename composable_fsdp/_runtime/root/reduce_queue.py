@@ -75,7 +75,9 @@ class ReductionQueue:
         fusion, partial = self._fusions.get(state), False
         if fusion is None:
             fusion = self._find_fusion(state)
-        if alone or state not in fusion:
+        if alone or state not in fusion or gradients.run.is_around_another:
+            # A backward inside this one may be followed by more gradients. Fusions must not change how they are summed.
+            self._waiting.discard(state)
             together, partial = [gradients], state.keeps_partial
         else:
             self._waiting.add(state)
