@@ -87,14 +87,22 @@ def _get_other(view: object, name: str) -> Any:
 
 
 def _set_known(view: object, name: str, value: object) -> None:
-    """Set an attribute of a view, but none that only torch's objects have: it would have no effect."""
-    if not hasattr(type(view), name) and name not in _STORED:
+    """Set an attribute of a view, but none that only torch's objects have: it would have no effect.
+
+    A library may keep marks of its own on the view of a state, but not on those of groups and parameters: they are made
+    anew for each access.
+    """
+    is_mark = isinstance(view, ClientState) and name not in _INSTEAD and name not in _NAMES_OF_TORCH
+    if not is_mark and not hasattr(type(view), name) and name not in _STORED:
         raise _missing(view, name)
     object.__setattr__(view, name, value)
 
 
 _STORED = ("_state", "_reference", "_pre_forward_hook_handle", "_post_forward_handle")
 """The attributes of ``ClientState`` that are not properties."""
+
+_NAMES_OF_TORCH = frozenset(TorchFSDPState.__init__.__code__.co_names)
+"""The names that the constructor of torch's ``FSDPState`` uses, among them those of all its attributes."""
 
 
 def _set_streams(view: ClientState | ClientGroup, streams: CommStreams) -> None:

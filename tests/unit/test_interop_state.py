@@ -420,7 +420,8 @@ def test_dtypes_and_divisors_of_a_group_can_be_read() -> None:
         ("Param", "padded_sharded_param_size", "sharded_size of the parameter"),
         ("Param", "to_sharded", r"reshard\(\) of the module"),
         ("Param", "to_unsharded", r"unshard\(\) of the module"),
-        ("State", "a_name_of_next_year", "methods of the module, see docs/upstream-main.md"),
+        ("State", "_modules_to_run_forward", "methods of the module, see docs/upstream-main.md"),
+        ("ParamGroup", "a_name_of_next_year", "methods of the module, see docs/upstream-main.md"),
     ],
 )
 def test_other_private_names_are_refused_with_a_remedy_also_when_they_are_set(
@@ -435,6 +436,14 @@ def test_other_private_names_are_refused_with_a_remedy_also_when_they_are_set(
     with pytest.raises(AttributeError, match=f"FSDP{place}.{name} does not exist here. Use .*{instead}"):
         setattr(view, name, [])
     assert getattr(view, name, None) is None
+
+
+def test_a_library_may_keep_a_mark_of_its_own_on_a_state() -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    assert getattr(torch_state(model), "_has_been_compiled_by_us", None) is None
+    torch_state(model)._has_been_compiled_by_us = True
+    assert torch_state(model)._has_been_compiled_by_us
+    assert torch_state(copy.deepcopy(model))._has_been_compiled_by_us
 
 
 @pytest.mark.parametrize(
