@@ -181,6 +181,12 @@ class ClientState:
         elif self._auto_reshard_after_forward:
             self._state.reshard = Reshard(ReshardKind.ALWAYS)
 
+    @property
+    def _modules_to_run_forward(self) -> set[nn.Module]:
+        """The modules of the group that the running forward has yet to run; empty for a group of one module."""
+        remaining = (self._state.run.remaining if self._state.run is not None else None) or ()
+        return {module for module in self._state.modules if id(module) in remaining}
+
     def _lazy_init(self) -> None:
         """Build the runtime with this state as the root, if there is none yet."""
         iteration_of(self._state)

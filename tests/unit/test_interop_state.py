@@ -420,7 +420,7 @@ def test_dtypes_and_divisors_of_a_group_can_be_read() -> None:
         ("Param", "padded_sharded_param_size", "sharded_size of the parameter"),
         ("Param", "to_sharded", r"reshard\(\) of the module"),
         ("Param", "to_unsharded", r"unshard\(\) of the module"),
-        ("State", "_modules_to_run_forward", "methods of the module, see docs/upstream-main.md"),
+        ("State", "FSDPCommContext", "methods of the module, see docs/upstream-main.md"),
         ("ParamGroup", "a_name_of_next_year", "methods of the module, see docs/upstream-main.md"),
     ],
 )
@@ -436,6 +436,18 @@ def test_other_private_names_are_refused_with_a_remedy_also_when_they_are_set(
     with pytest.raises(AttributeError, match=f"FSDP{place}.{name} does not exist here. Use .*{instead}"):
         setattr(view, name, [])
     assert getattr(view, name, None) is None
+
+
+def test_the_modules_that_a_forward_has_yet_to_run_can_be_read() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    first, second = fully_shard(list(model))
+    fully_shard(model)
+    found: list[set[nn.Module]] = []
+    for module in model:
+        module.register_forward_hook(lambda *_: found.append(torch_state(first)._modules_to_run_forward))
+    model(torch.ones(2, 3)).sum().backward()
+    assert found == [{second}, set()]
+    assert torch_state(fully_shard(nn.Linear(3, 3)))._modules_to_run_forward == set()
 
 
 def test_a_library_may_keep_a_mark_of_its_own_on_a_state() -> None:
