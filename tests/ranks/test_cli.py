@@ -223,7 +223,9 @@ def test_an_interrupted_rank_ends_the_measurement_on_all(tmp_path: Path) -> None
             each.kill()
     assert ranks[0].returncode == 1
     assert ranks[1].returncode != 0
-    assert re.fullmatch(r"error: measurement of costs .* cannot be done: rank 1 .*\n", outputs[0][1]), outputs[0][1]
+    *warnings, error = outputs[0][1].splitlines()  # builds of torch for CUDA log that they miss triton
+    assert not any("error" in line for line in warnings), warnings
+    assert re.fullmatch(r"error: measurement of costs .* cannot be done: rank 1 .*", error), error
     assert not any("Traceback" in text for output in outputs for text in output)
     assert not path.exists()
 

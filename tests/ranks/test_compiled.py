@@ -21,12 +21,24 @@ from tests.helpers.models import seeded, shard_layers
 from tests.helpers.training import assert_equal_runs, check_parity, play_task, train
 
 
+class Gate(nn.Module):
+    """A block with a forward of its own: from 2.14 on torch traces the hooks of a compiled ``nn.Sequential`` too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x).tanh()
+        return out
+
+
 class Gates(nn.Module):
     """A minimal model of blocks for compiled graphs and kernels."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)])
+        self.layers = nn.ModuleList([Gate() for _ in range(depth)])
         self.head = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
