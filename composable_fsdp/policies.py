@@ -45,28 +45,33 @@ class MixedPrecisionPolicy:
             keep the dtype of these, if that is wider.
         reduce_dtype: dtype of the gradient reduction; ``None`` reduces as FSDP2 of the installed torch: up to 2.14 in
             the dtype of the computation, from 2.15 on in that of the sharded gradient (``grad_dtype``, by default the
-            original dtype). Rank 0 logs a warning once if these differ.
+            original dtype). Rank 0 logs a warning once if these differ. With ``grad_dtype`` it is that by default.
         output_dtype: dtype to which floating-point tensors in the module's output are cast; ``None`` leaves them.
         cast_forward_inputs: cast floating-point tensors in the module's inputs to ``param_dtype``, if that is set.
+        grad_dtype: dtype of gradients of floating-point parameters, as autograd computes them and as they are sharded;
+            a ``grad_dtype`` of the parameter itself is preferred. ``None`` leaves autograd's in the dtype of the
+            computation, and sharded ones in the original dtype. Operations of torch compute gradients in the dtype of
+            the computation, and autograd then casts them; an autograd function of yours may return wider ones.
 
     Raises:
         ArgumentTypeError: a dtype is no ``torch.dtype``.
-        ConfigurationError: a dtype is not for floating-point or complex numbers.
+        ConfigurationError: a dtype is not for floating-point or complex numbers; ``grad_dtype`` not for floating-point.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    grad_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
             if not isinstance(dtype, torch.dtype):
                 raise ArgumentTypeError(f"{name} must be a torch.dtype such as torch.bfloat16, not {dtype!r}.")
-            if not (dtype.is_floating_point or dtype.is_complex):
+            if not (dtype.is_floating_point or (dtype.is_complex and name != "grad_dtype")):
                 raise ConfigurationError(
                     f"{name} must be a floating-point dtype, not {dtype}. To communicate parameters or gradients in "
                     "fewer bits, pass comm_policy=CommunicationPolicy(all_gather=Int8())."
@@ -89,11 +94,12 @@ class MixedPrecisionPolicy:
             return compute
         if self.reduce_dtype is not None:
             return self.reduce_dtype
-        return gradient if _REDUCES_IN_GRADIENT_DTYPE else compute
+        return gradient if _REDUCES_IN_GRADIENT_DTYPE or self.grad_dtype is not None else compute
 
     def note_reduce_dtype(self, compute: torch.dtype, gradient: torch.dtype) -> None:
         """Log once if another version of torch would reduce such a parameter's gradients in another dtype."""
-        if self.reduce_dtype is None and compute.is_floating_point and compute != gradient:
+        depends = self.reduce_dtype is None and self.grad_dtype is None
+        if depends and compute.is_floating_point and compute != gradient:
             _note_reduce_dtype(compute, gradient)
 
     @property

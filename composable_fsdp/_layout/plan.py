@@ -91,6 +91,7 @@ class ParameterSpec:
         summed_before: its gradient may already be a sum over model-parallel ranks, made in ``reduce_dtype``, which a
             narrower dtype on the wire would round.
         offload: the policy of its shard. ``OffloadPolicy()`` if the device of the modules is the host.
+        autograd_dtype: dtype of its gradient from autograd, or ``None`` for ``compute_dtype``.
     """
 
     name: str
@@ -109,11 +110,17 @@ class ParameterSpec:
     alone: bool = False
     summed_before: bool = False
     offload: OffloadPolicy = OffloadPolicy()  # noqa: RUF009 (frozen)
+    autograd_dtype: torch.dtype | None = None
+
+    @property
+    def arriving_dtype(self) -> torch.dtype:
+        """The dtype of the gradient from autograd."""
+        return self.autograd_dtype or self.compute_dtype
 
     @property
     def gradient_bytes(self) -> int:
         """The bytes of the gradient from autograd."""
-        return prod(self.shape) * self.compute_dtype.itemsize if self.trainable else 0
+        return prod(self.shape) * self.arriving_dtype.itemsize if self.trainable else 0
 
     @property
     def bucket_key(self) -> BucketKey:
@@ -127,6 +134,7 @@ class ParameterSpec:
             self.compute_dtype,
             self.reduce_dtype,
             self.gradient_dtype,
+            self.arriving_dtype,
             self.offload,
             self.name if self.alone else "",
         )
@@ -138,6 +146,7 @@ BucketKey: TypeAlias = tuple[
     Codec | None,
     GradientCodecs,
     bool,
+    torch.dtype,
     torch.dtype,
     torch.dtype,
     torch.dtype,
@@ -215,6 +224,7 @@ class BucketPlan:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     gradient_dtype: torch.dtype
+    arriving_dtype: torch.dtype
     axes: int
     grad_bucket: int
     extended: bool
@@ -283,14 +293,14 @@ class BucketPlan:
     @property
     def gradient_memory(self) -> GradientMemory:
         """The memory of the gradients, if they are not encoded and no hooks reduce them."""
-        layout, itemsize, sum_itemsize = self.reduce, self.compute_dtype.itemsize, self.sum_dtype.itemsize
+        layout, itemsize, sum_itemsize = self.reduce, self.arriving_dtype.itemsize, self.sum_dtype.itemsize
         if not layout.indices:
             return GradientMemory()
         arrived = sum(shards.numel for shards in layout.shards) * itemsize
         packed = layout.shards[0].num_shards * layout.packed_numel * self.wire_dtype.itemsize
         left = arrived - sum(layout.shards[k].numel for k in layout.packed) * itemsize
         sent = sum(layout.shards[k].numel for k in layout.zero_copy) * self.wire_dtype.itemsize
-        cast = sent if self.wire_dtype != self.compute_dtype else 0
+        cast = sent if self.wire_dtype != self.arriving_dtype else 0
         others = layout.message.numel * sum_itemsize + layout.output.numel * sum_itemsize
         sharded = layout.output.numel * self.gradient_dtype.itemsize
         in_flight = packed + sent + others + (sharded if self.gradient_dtype != self.sum_dtype else 0)
@@ -448,8 +458,8 @@ def _grad_buckets(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]
 
 def _wire_dtype(spec: ParameterSpec, axes: PlanOptions) -> torch.dtype:
     """Return the dtype of the gradient of ``spec`` on the wire unless it is encoded."""
-    pair = (spec.compute_dtype, spec.reduce_dtype)
-    return spec.compute_dtype if axes.widens and pair in _WIDENED and not spec.summed_before else spec.reduce_dtype
+    pair = (spec.arriving_dtype, spec.reduce_dtype)
+    return spec.arriving_dtype if axes.widens and pair in _WIDENED and not spec.summed_before else spec.reduce_dtype
 
 
 def _small_bytes(sizes: Sequence[int]) -> int:
@@ -490,7 +500,7 @@ def _plan_bucket(
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
     widest = next((specs[i] for i in indices if specs[i].summed_before), first)  # a bucket has one wire dtype
     wire_dtype = sum_dtype if encoded else _wire_dtype(widest, axes)
-    as_it_is = wire_dtype == first.compute_dtype and not encoded
+    as_it_is = wire_dtype == first.arriving_dtype and not encoded
     reduce = plan_reduce(
         shards,
         trainable,
@@ -506,6 +516,7 @@ def _plan_bucket(
         first.compute_dtype,
         first.reduce_dtype,
         first.gradient_dtype,
+        first.arriving_dtype,
         first.axes,
         grad_bucket,
         first.extended,

@@ -84,7 +84,11 @@ def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
         return policy
     if isinstance(policy, TorchMixedPrecisionPolicy):
         return MixedPrecisionPolicy(
-            policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
+            policy.param_dtype,
+            policy.reduce_dtype,
+            policy.output_dtype,
+            policy.cast_forward_inputs,
+            getattr(policy, "grad_dtype", None),  # of an open pull request of torch
         )
     raise ArgumentTypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(policy).__name__}.")
 

@@ -32,6 +32,8 @@ REASONS = {
     "fully_shard(sync_module_states)": "Ours can begin with the values of rank 0.",
     "fully_shard(param_init_fn)": "Ours initializes modules on the meta device.",
     "fully_shard(**unknown)": "Ours names the right argument in the error for one that does not exist.",
+    "MixedPrecisionPolicy(grad_dtype)": "Ours has the field of torch's open pull request 197368.",
+    "fully_shard(mp_policy)": "The default of ours has that field, with the value that changes nothing.",
     "UnshardHandle(state)": "Neither is constructed by users: torch's public class is a base without a constructor.",
 }
 """The reason for each difference: ``name`` for one that only one side has, ``name(parameter)`` for a parameter."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.testing import run_ranks
@@ -207,6 +209,83 @@ def keep_gradients_in_their_dtype() -> None:
 @pytest.mark.behaviour("D-01")
 def test_the_dtype_set_for_gradients_is_kept() -> None:
     run_ranks(keep_gradients_in_their_dtype, 2)
+
+
+class _WideGradient(torch.autograd.Function):
+    """A product of matrices in bf16 whose gradient for the weight is in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.float().T @ x.float()
+
+
+class Wide(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((5, 3), 0.125, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, _WideGradient.apply(x, self.weight))
+
+
+def wide_input(rank: int, microbatch: int) -> torch.Tensor:
+    """Return an input whose gradients for the weight are rounded in bf16."""
+    return torch.full((2 + microbatch, 3), 1.0078125 * (rank + 1), dtype=BF16, requires_grad=True)
+
+
+def wide_gradient(rank: int, microbatch: int) -> torch.Tensor:
+    x = wide_input(rank, microbatch).detach().float()
+    return torch.full((x.size(0), 5), 1.0078125).T @ x
+
+
+def play_wide(model: nn.Module, microbatch: int, schedule: str) -> None:
+    x = wide_input(dist.get_rank(), microbatch)
+    output = checkpoint(model, x, use_reentrant=False) if schedule == "checkpoint" else model(x)
+    output.backward(torch.full_like(output, 1.0078125))
+
+
+def keep_wide_gradients() -> None:
+    """Check that the policy keeps fp32 gradients of bf16 computation; sums of two ranks are exact in fp32."""
+    assert not torch.equal(wide_gradient(0, 0), wide_gradient(0, 0).bfloat16().float())
+    policy = MixedPrecisionPolicy(BF16, grad_dtype=torch.float32)
+    for dtype, schedule, mesh_shape in itertools.product(
+        (BF16, torch.float32), ("each", "no_sync", "checkpoint"), ((2,), (2, 1))
+    ):
+        what = f"{dtype}, {schedule}, {mesh_shape}"
+        mesh = init_device_mesh("cpu", mesh_shape)
+        model: Any = fully_shard(Wide(dtype), mesh=mesh, mp_policy=policy)
+        model.set_gradient_divide_factor(1.0)
+        for _ in range(2):
+            model.zero_grad()
+            model.set_requires_gradient_sync(schedule != "no_sync")
+            play_wide(model, 0, schedule)
+            assert model.weight.grad_dtype == torch.float32, what
+            model.set_requires_gradient_sync(True)
+            play_wide(model, 1, schedule)
+            gradient = model.weight.grad
+            expected = sum(wide_gradient(rank, microbatch) for rank in range(2) for microbatch in range(2))
+            assert (model.weight.dtype, gradient.dtype, gradient.to_local().dtype) == (
+                dtype,
+                torch.float32,
+                torch.float32,
+            ), what
+            assert torch.equal(gradient.full_tensor(), torch.as_tensor(expected)), what
+    narrow: Any = fully_shard(Wide(BF16), mp_policy=MixedPrecisionPolicy(BF16, BF16, grad_dtype=torch.float32))
+    narrow.set_gradient_divide_factor(1.0)
+    play_wide(narrow, 0, "each")
+    rounded = wide_gradient(0, 0).bfloat16() + wide_gradient(1, 0).bfloat16()
+    assert torch.equal(narrow.weight.grad.full_tensor(), rounded.float())
+
+
+@pytest.mark.behaviour("D-01")
+def test_wide_gradients_are_kept_by_the_policy() -> None:
+    run_ranks(keep_wide_gradients, 2)
 
 
 class TwoDtypes(nn.Module):

@@ -171,17 +171,17 @@ def divide() -> None:
         assert pending(model) == {}
 
 
-def split() -> None:
-    """Compute gradients of inputs and of weights apart, as zero-bubble pipelines do."""
+def split(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> None:
+    """Compute gradients of inputs and of weights apart, as zero-bubble pipelines do; they are summed in ``dtype``."""
     torch.manual_seed(42)
     model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     reference = copy.deepcopy(model).to(torch.bfloat16)
-    fully_shard([model[0], model[1]], reshard_after_forward=False, mp_policy=BF16)
+    fully_shard([model[0], model[1]], reshard_after_forward=False, mp_policy=policy)
     fully_shard(model)
     model.set_reshard_after_backward(False)
     model.set_requires_gradient_sync(False)
     parameters, known = list(model.parameters()), dict[Any, torch.Tensor]()
-    sums = [torch.zeros(4, 4, dtype=torch.bfloat16) for _ in parameters]
+    sums = [torch.zeros(4, 4, dtype=dtype) for _ in parameters]
     for step in range(3):
         x = torch.full((2, 4), dist.get_rank() + step + 1.0, dtype=torch.bfloat16, requires_grad=True)
         output = model(x)
@@ -195,7 +195,7 @@ def split() -> None:
         for total, parameter in zip(sums, parameters, strict=True):
             unreduced, partial = pending(model)[parameter]
             assert partial is None
-            assert unreduced.dtype == torch.bfloat16
+            assert unreduced.dtype == dtype
             assert torch.equal(unreduced, total)
             assert known.setdefault(parameter, unreduced) is unreduced
     model.synchronize_gradients()
@@ -475,7 +475,8 @@ def on_two_ranks() -> None:
                 clear(policy, flag, whole)
         tensor_parallel(policy, 1)
     divide()
-    split()
+    split(BF16, torch.bfloat16)
+    split(MixedPrecisionPolicy(torch.bfloat16, torch.float32, grad_dtype=torch.float32), torch.float32)
     finish()
     finish_without_synchronization()
     synchronize_a_part()

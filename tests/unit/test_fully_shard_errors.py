@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
@@ -480,3 +481,23 @@ def test_a_dtype_that_is_a_text_or_an_integer_dtype_is_refused(policy: Any, name
         ConfigurationError, match=rf"^{name} must be a floating-point dtype, not torch.int8\. .* pass comm_policy="
     ):
         fully_shard(nn.Linear(3, 3), mp_policy=policy(**{name: torch.int8}))
+
+
+def test_a_dtype_of_gradients_that_is_not_real_is_refused_and_that_of_torchs_policy_is_read() -> None:
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        with pytest.raises(ConfigurationError, match=f"^grad_dtype must be a floating-point dtype, not {dtype}"):
+            MixedPrecisionPolicy(grad_dtype=dtype)
+    with pytest.raises(ArgumentTypeError, match=r"^grad_dtype must be a torch\.dtype .* not 'float32'"):
+        MixedPrecisionPolicy(grad_dtype="float32")  # type: ignore[arg-type]
+    assert MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, False).grad_dtype is None
+
+    @dataclass(frozen=True)
+    class Later(TorchMixedPrecisionPolicy):
+        """torch's policy with the field of its pull request 197368."""
+
+        grad_dtype: torch.dtype | None = None
+
+    layer = nn.Linear(3, 3, dtype=torch.bfloat16)
+    layer.bias.grad_dtype = None
+    model = fully_shard(layer, mp_policy=cast(Any, Later(grad_dtype=torch.float32)))
+    assert (model.weight.grad_dtype, model.bias.grad_dtype) == (torch.float32, None)

@@ -63,7 +63,8 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
     for bucket, (key,) in zip(plan.buckets, keys, strict=True):
         found = (
             *(bucket.axes, bucket.extended, bucket.codec, bucket.gradient_codecs, bucket.gradient_extended),
-            *(bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.gradient_dtype),
+            *(bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype),
+            *(bucket.gradient_dtype, bucket.arriving_dtype),
         )
         assert key[:-1] == (*found, bucket.offload)
 
@@ -248,7 +249,7 @@ def test_encoded_shared_or_widened_parameters_keep_their_padding() -> None:
     assert uses_all_reduce(widened, dataclasses.replace(all_reduced, widens=True)) == (True, False)
 
 
-def test_a_sum_made_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> None:
+def test_a_sum_or_gradient_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     narrow = ParameterSpec("weight", (4, 4), 0, fp32, bf16, fp32, fp32, trainable=True)
     summed = dataclasses.replace(narrow, name="norm", summed_before=True)
@@ -260,6 +261,11 @@ def test_a_sum_made_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> None:
     assert wire_dtype(narrow) is bf16
     assert wire_dtype(summed) is fp32
     assert wire_dtype(narrow, summed) is fp32
+    wide = dataclasses.replace(narrow, autograd_dtype=fp32)
+    assert wire_dtype(wide) is fp32
+    assert wide.gradient_bytes == 2 * narrow.gradient_bytes
+    arrived = [plan_group((s,), (PlanOptions(2, 0, 0),)).gradient_memory[0].arrived for s in (narrow, wide)]
+    assert arrived == [narrow.gradient_bytes, wide.gradient_bytes]
 
 
 def spec_of(name: str, numel: int) -> ParameterSpec:

@@ -137,6 +137,9 @@ def test_without_reduce_dtype_the_installed_torch_decides_and_the_difference_is_
     assert chosen.gradient_reduce_dtype(torch.bfloat16, torch.float32) == torch.float16
     policies._note_reduce_dtype.cache_clear()
     chosen.note_reduce_dtype(torch.bfloat16, torch.float32)
+    kept = MixedPrecisionPolicy(torch.bfloat16, grad_dtype=torch.float32)
+    assert kept.gradient_reduce_dtype(torch.bfloat16, torch.float32) == torch.float32
+    kept.note_reduce_dtype(torch.bfloat16, torch.float32)
     assert not caplog.records
 
 

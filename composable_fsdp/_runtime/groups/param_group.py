@@ -67,7 +67,7 @@ class ParamGroup:
         self.axes = axes
         is_new = parameters is None
         if parameters is None:
-            parameters = shard_parameters(sources)
+            parameters = shard_parameters(sources, precision.grad_dtype)
         used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
         self.process_groups = [ProcessGroups(each) for each in used or (axes,)]
         self.tensors = ParamGroupBuckets(

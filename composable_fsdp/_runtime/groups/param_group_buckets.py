@@ -70,8 +70,8 @@ def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def shard_parameters(sources: Sequence[ParameterSource]) -> list[ShardedParameter]:
-    """Copy this rank's shards out of the original parameters."""
+def shard_parameters(sources: Sequence[ParameterSource], grad_dtype: torch.dtype | None) -> list[ShardedParameter]:
+    """Copy this rank's shards out of the original parameters; ``grad_dtype`` is that of their precision policy."""
     parameters = []
     is_checked = order_check_from() is not OrderCheck.OFF
     for source in sources:
@@ -79,15 +79,17 @@ def shard_parameters(sources: Sequence[ParameterSource]) -> list[ShardedParamete
         shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
         device = torch.device("meta") if full.is_meta else rest_device(source.offload, axes.device)
         if hooks_of(full):
-            parameters.append(ShardedParameter(source, cut_shard(source.name, full, shards, axes.shard.rank, device)))
+            local = cut_shard(source.name, full, shards, axes.shard.rank, device)
+            parameters.append(ShardedParameter(source, local, grad_dtype))
             continue
         shape = shards.shard_shape(axes.shard.rank)
         if full.is_meta:
-            parameters.append(ShardedParameter(source, torch.empty(shape, dtype=full.dtype, device=device)))
+            local = torch.empty(shape, dtype=full.dtype, device=device)
+            parameters.append(ShardedParameter(source, local, grad_dtype))
             continue
         padded = torch.empty(shards.padded_numel, dtype=full.dtype, device=device)
         copy_shard(source.name, full, shards, axes.shard.rank, padded)
-        parameter = ShardedParameter(source, padded[: prod(shape)].view(shape))
+        parameter = ShardedParameter(source, padded[: prod(shape)].view(shape), grad_dtype)
         if is_checked and axes.num_ranks > 1:
             parameter.start = sample_start(full, parameter.local)
         parameters.append(parameter)
@@ -375,6 +377,7 @@ class ParamGroupBuckets:
                     alone=p in encodable and p.needs_own_bucket,
                     summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
                     offload=p.offload if self.rest_device_of(p) != self.device else OffloadPolicy(),
+                    autograd_dtype=p.gradient_dtype(reduce_dtype) if p.has_grad_dtype else None,
                 )
             )
         return plan_group(tuple(specs), tuple(pgs.plan_options() for pgs in self.process_groups))

@@ -76,9 +76,14 @@ class ShardedParameter:
 
     ``shape`` is the shape of the tensor that the data-parallel axes shard: the full parameter, or the local tensor of a
     parameter that was a DTensor already.
+
+    Args:
+        source: the original parameter.
+        local: this rank's shard.
+        grad_dtype: that of the precision policy, for a parameter without one of its own.
     """
 
-    def __init__(self, source: ParameterSource, local: torch.Tensor) -> None:
+    def __init__(self, source: ParameterSource, local: torch.Tensor, grad_dtype: torch.dtype | None = None) -> None:
         tensor = source.tensor
         self.name = source.name
         self.sharding = source.sharding
@@ -90,7 +95,8 @@ class ShardedParameter:
         """The class of the original parameter. Modules may check it, e.g. for bitsandbytes' ``Params4bit``."""
         self._is_packed = self.kind is not nn.Parameter and not tensor.requires_grad
         """True if the bytes may be packed values, as in bitsandbytes' ``Params4bit``, whatever the dtype."""
-        self._gradient_dtype = tensor.grad_dtype if tensor.grad_dtype != tensor.dtype else _SAME_DTYPE
+        default = _SAME_DTYPE if grad_dtype is None or not tensor.is_floating_point() else grad_dtype
+        self._gradient_dtype = tensor.grad_dtype if tensor.grad_dtype != tensor.dtype else default
         self.owners = source.owners
         self.state_ref: ref[Any] | None = None
         """A weak reference to the FSDP state, whose type this module does not import."""
@@ -432,7 +438,7 @@ def accept_gradients(parameters: Iterable[ShardedParameter], shards: Iterable[to
         for parameter, local in zip(parameters, shards, strict=True):
             sharded: Any = parameter.sharded
             spec = sharded._spec
-            if parameter._gradient_dtype is not _SAME_DTYPE:
+            if parameter._gradient_dtype is not _SAME_DTYPE and local.dtype != spec.tensor_meta.dtype:
                 spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
             gradient: Any = new(DTensor, local, spec, requires_grad=False)
             hooks = sharded._backward_hooks
