@@ -83,22 +83,25 @@ class MixedPrecisionPolicy:
             return original
         return self.param_dtype
 
-    def gradient_reduce_dtype(self, compute: torch.dtype, gradient: torch.dtype) -> torch.dtype:
+    def gradient_reduce_dtype(self, compute: torch.dtype, gradient: torch.dtype | None) -> torch.dtype:
         """Return the dtype in which the gradients of a parameter are reduced.
 
         Args:
             compute: the dtype of the unsharded parameter.
-            gradient: the dtype of the sharded gradient.
+            gradient: the dtype of the sharded gradient, or ``None`` for that of autograd's, whichever it is. They are
+                reduced in fp32 or wider, since a rank without a gradient cannot know what arrives on others.
         """
         if not compute.is_floating_point:
             return compute
         if self.reduce_dtype is not None:
             return self.reduce_dtype
+        if gradient is None:
+            return torch.promote_types(compute, torch.float32)
         return gradient if _REDUCES_IN_GRADIENT_DTYPE or self.grad_dtype is not None else compute
 
-    def note_reduce_dtype(self, compute: torch.dtype, gradient: torch.dtype) -> None:
+    def note_reduce_dtype(self, compute: torch.dtype, gradient: torch.dtype | None) -> None:
         """Log once if another version of torch would reduce such a parameter's gradients in another dtype."""
-        depends = self.reduce_dtype is None and self.grad_dtype is None
+        depends = self.reduce_dtype is None and self.grad_dtype is None and gradient is not None
         if depends and compute.is_floating_point and compute != gradient:
             _note_reduce_dtype(compute, gradient)
 

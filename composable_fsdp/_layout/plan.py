@@ -81,7 +81,7 @@ class ParameterSpec:
     Args:
         shape: the shape that the data-parallel axes shard on ``dim``, which counts from the front.
         dtype: dtype of the shard at rest.
-        gradient_dtype: dtype of the reduced gradient that users see.
+        gradient_dtype: dtype of the reduced gradient that users see, or ``None`` for that of autograd's gradients.
         axes: index of the data-parallel axes that shard it, among those of the group.
         extended: True if its local tensor has all-gather hooks.
         codec: codec of its shards on the wire, or ``None`` for ``compute_dtype``.
@@ -91,7 +91,7 @@ class ParameterSpec:
         summed_before: its gradient may already be a sum over model-parallel ranks, made in ``reduce_dtype``, which a
             narrower dtype on the wire would round.
         offload: the policy of its shard. ``OffloadPolicy()`` if the device of the modules is the host.
-        autograd_dtype: dtype of its gradient from autograd, or ``None`` for ``compute_dtype``.
+        autograd_dtype: dtype of its gradient from autograd, the widest if it varies, or ``None`` for ``compute_dtype``.
     """
 
     name: str
@@ -100,7 +100,7 @@ class ParameterSpec:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    gradient_dtype: torch.dtype
+    gradient_dtype: torch.dtype | None
     trainable: bool
     axes: int = 0
     extended: bool = False
@@ -149,7 +149,7 @@ BucketKey: TypeAlias = tuple[
     torch.dtype,
     torch.dtype,
     torch.dtype,
-    torch.dtype,
+    torch.dtype | None,
     torch.dtype,
     OffloadPolicy,
     str,
@@ -223,7 +223,7 @@ class BucketPlan:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    gradient_dtype: torch.dtype
+    gradient_dtype: torch.dtype | None
     arriving_dtype: torch.dtype
     axes: int
     grad_bucket: int
@@ -302,8 +302,9 @@ class BucketPlan:
         sent = sum(layout.shards[k].numel for k in layout.zero_copy) * self.wire_dtype.itemsize
         cast = sent if self.wire_dtype != self.arriving_dtype else 0
         others = layout.message.numel * sum_itemsize + layout.output.numel * sum_itemsize
-        sharded = layout.output.numel * self.gradient_dtype.itemsize
-        in_flight = packed + sent + others + (sharded if self.gradient_dtype != self.sum_dtype else 0)
+        gradient_dtype = self.gradient_dtype or self.sum_dtype
+        sharded = layout.output.numel * gradient_dtype.itemsize
+        in_flight = packed + sent + others + (sharded if gradient_dtype != self.sum_dtype else 0)
         return GradientMemory(arrived, max(arrived + packed, packed + left + cast + others), in_flight, sharded)
 
     @property

@@ -183,6 +183,7 @@ def keep_gradients_in_their_dtype() -> None:
         (torch.float32, torch.float32, torch.float32),
         (torch.float32, None, torch.float32),
         (None, torch.float32, torch.float32),
+        (None, None, BF16),
         (BF16, torch.float32, BF16),
     ):
         what = f"grad_dtype {grad_dtype}, reduce_dtype {reduce_dtype}"
@@ -226,9 +227,11 @@ class _WideGradient(torch.autograd.Function):
 
 
 class Wide(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, takes_any: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((5, 3), 0.125, dtype=dtype))
+        if takes_any:
+            self.weight.grad_dtype = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, _WideGradient.apply(x, self.weight))
@@ -251,21 +254,24 @@ def play_wide(model: nn.Module, microbatch: int, schedule: str) -> None:
 
 
 def keep_wide_gradients() -> None:
-    """Check that the policy keeps fp32 gradients of bf16 computation; sums of two ranks are exact in fp32."""
+    """Check that fp32 gradients of bf16 computation are kept, if the policy or the parameter allows them.
+
+    Sums of two ranks are exact in fp32.
+    """
     assert not torch.equal(wide_gradient(0, 0), wide_gradient(0, 0).bfloat16().float())
-    policy = MixedPrecisionPolicy(BF16, grad_dtype=torch.float32)
-    for dtype, schedule, mesh_shape in itertools.product(
-        (BF16, torch.float32), ("each", "no_sync", "checkpoint"), ((2,), (2, 1))
+    for dtype, grad_dtype, schedule, mesh_shape in itertools.product(
+        (BF16, torch.float32), (torch.float32, None), ("each", "no_sync", "checkpoint"), ((2,), (2, 1))
     ):
-        what = f"{dtype}, {schedule}, {mesh_shape}"
+        what = f"{dtype}, {grad_dtype}, {schedule}, {mesh_shape}"
         mesh = init_device_mesh("cpu", mesh_shape)
-        model: Any = fully_shard(Wide(dtype), mesh=mesh, mp_policy=policy)
+        policy = MixedPrecisionPolicy(BF16, grad_dtype=grad_dtype)
+        model: Any = fully_shard(Wide(dtype, takes_any=grad_dtype is None), mesh=mesh, mp_policy=policy)
         model.set_gradient_divide_factor(1.0)
         for _ in range(2):
             model.zero_grad()
             model.set_requires_gradient_sync(schedule != "no_sync")
             play_wide(model, 0, schedule)
-            assert model.weight.grad_dtype == torch.float32, what
+            assert model.weight.grad_dtype == grad_dtype, what
             model.set_requires_gradient_sync(True)
             play_wide(model, 1, schedule)
             gradient = model.weight.grad
@@ -283,9 +289,36 @@ def keep_wide_gradients() -> None:
     assert torch.equal(narrow.weight.grad.full_tensor(), rounded.float())
 
 
+class Chosen(nn.Module):
+    """Sums the outputs of the layers that each rank names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Wide(BF16, takes_any=True), Wide(BF16, takes_any=True)
+
+    def forward(self, x: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
+        total = x.sum(1, keepdim=True)
+        for name in names:
+            total = total + self.get_submodule(name)(x)
+        return total
+
+
+def use_wide_gradients_on_one_rank() -> None:
+    """Check gradients of any dtype that only rank 0 has: of one parameter of the bucket, and of all."""
+    for own in (("first",), ()):
+        model: Any = fully_shard(Chosen())
+        model.set_reduce_scatter_unused_params(not own)
+        model.set_gradient_divide_factor(1.0)
+        output = model(wide_input(dist.get_rank(), 0), own if dist.get_rank() else ("first", "second"))
+        output.backward(torch.full_like(output, 1.0078125))
+        assert model.second.weight.grad.dtype == torch.float32
+        assert torch.equal(model.second.weight.grad.full_tensor(), wide_gradient(0, 0))
+
+
 @pytest.mark.behaviour("D-01")
-def test_wide_gradients_are_kept_by_the_policy() -> None:
+def test_wide_gradients_are_kept_if_the_policy_or_the_parameter_allows_them() -> None:
     run_ranks(keep_wide_gradients, 2)
+    run_ranks(use_wide_gradients_on_one_rank, 2)
 
 
 class TwoDtypes(nn.Module):

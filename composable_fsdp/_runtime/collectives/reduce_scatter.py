@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import repeat
 from math import prod
 from operator import attrgetter, is_
@@ -39,12 +39,13 @@ class ReduceScatterBuffers:
     ``transfers`` are reduce-scattered. ``all_reduced`` are messages that are all-reduced in place; this rank's shards
     are then copied out by :meth:`BucketReduceScatter.copy_own_shards`. ``encoded`` is decoded and summed by the
     receiver. The sum over the shard axis ends in ``output``. ``present`` are the parameters with a gradient on this
-    rank.
+    rank. The sharded gradients get ``gradient_dtype``.
     """
 
     transfers: list[Transfer]
     output: torch.Tensor
     present: frozenset[int]
+    gradient_dtype: torch.dtype
     all_reduced: list[torch.Tensor] = field(default_factory=list)
     encoded: EncodedMessage | None = None
     added: ReduceScatterBuffers | None = None
@@ -161,13 +162,15 @@ class BucketReduceScatter:
         present = self._all_indices
         if any(map(is_, gradients, repeat(None))):
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
+        gradient_dtype = plan.gradient_dtype or _widest_dtype(gradients, sum_dtype)
         wire_dtype = sum_dtype if were_summed else plan.wire_dtype
         if plan.encodes_reduce_scatter:
             output = torch.empty(layout.output.numel, dtype=sum_dtype, device=self.device)
-            return ReduceScatterBuffers([], output, present, encoded=self._encoded_message(gradients, output, present))
+            encoded = self._encoded_message(gradients, output, present)
+            return ReduceScatterBuffers([], output, present, gradient_dtype, encoded=encoded)
         message = self._packed_message(gradients, present, reduction, wire_dtype)
         output = self.pgs.scatter.allocate(layout.output.numel, sum_dtype, self.device)
-        scatter = ReduceScatterBuffers([], output, present)
+        scatter = ReduceScatterBuffers([], output, present, gradient_dtype)
         for k in layout.zero_copy:
             start, length = layout.output.offsets[k], layout.shards[k].padded_numel
             full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction, wire_dtype)
@@ -364,7 +367,7 @@ class BucketReduceScatter:
     def keep_partial(self, scatter: ReduceScatterBuffers) -> None:
         """Keep the sum over the shard axis for a later reduction."""
         self.add_partial(scatter)
-        self._partial = ReduceScatterBuffers([], scatter.output, scatter.present)
+        self._partial = ReduceScatterBuffers([], scatter.output, scatter.present, scatter.gradient_dtype)
 
     def partial_shards(self) -> dict[ShardedParameter, torch.Tensor]:
         """Return this rank's shards of the sum of :meth:`keep_partial`, before any division, as views of it."""
@@ -422,7 +425,7 @@ class BucketReduceScatter:
         """Divide the result, cast it to the dtype of the gradients and copy it to the device of the shards."""
         present = self._present_anywhere(scatter)
         divide(scatter.output, reduction.post_divide)
-        output, dtype = scatter.output, self.plan.gradient_dtype
+        output, dtype = scatter.output, scatter.gradient_dtype
         flat = self.pgs.cast(output, dtype) if self.pgs.is_stable else output.to(dtype)
         if flat.device != self.rest:
             host = torch.empty_like(flat, device=self.rest, pin_memory=self.pin_memory)
@@ -462,3 +465,9 @@ class BucketReduceScatter:
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if one ``torch._chunk_cat`` takes all ``tensors``."""
     return len(set(map(_dtype_of, tensors))) < 2 and all(map(torch.Tensor.is_contiguous, tensors))
+
+
+def _widest_dtype(gradients: Sequence[torch.Tensor | None], otherwise: torch.dtype) -> torch.dtype:
+    """Return the dtype to which those of ``gradients`` are promoted, or ``otherwise`` if there are none."""
+    dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
+    return reduce(torch.promote_types, dtypes) if dtypes else otherwise

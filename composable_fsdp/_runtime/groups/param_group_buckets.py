@@ -355,10 +355,9 @@ class ParamGroupBuckets:
                 codecs = codecs.alongside(stages[p.sharding.axes])
             if extended:  # the tensor's hooks replace the codec
                 codecs = replace(codecs, shard=None)
-            own_dtype = p.gradient_dtype(compute_dtype)
-            reduce_dtype = precision.gradient_reduce_dtype(compute_dtype, own_dtype)
+            reduce_dtype = precision.gradient_reduce_dtype(compute_dtype, p.grad_dtype)
             if p.sharded.requires_grad:
-                precision.note_reduce_dtype(compute_dtype, own_dtype)
+                precision.note_reduce_dtype(compute_dtype, p.grad_dtype)
             specs.append(
                 ParameterSpec(
                     name=p.name,
@@ -367,7 +366,7 @@ class ParamGroupBuckets:
                     dtype=p.dtype,
                     compute_dtype=compute_dtype,
                     reduce_dtype=reduce_dtype,
-                    gradient_dtype=p.gradient_dtype(reduce_dtype),
+                    gradient_dtype=p.grad_dtype or precision.reduce_dtype,
                     trainable=p.sharded.requires_grad,
                     axes=self._axes.index(p.sharding.axes),
                     extended=p in self._extensions,
@@ -377,7 +376,7 @@ class ParamGroupBuckets:
                     alone=p in encodable and p.needs_own_bucket,
                     summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
                     offload=p.offload if self.rest_device_of(p) != self.device else OffloadPolicy(),
-                    autograd_dtype=p.gradient_dtype(reduce_dtype) if p.has_grad_dtype else None,
+                    autograd_dtype=p.grad_dtype or reduce_dtype if p.has_grad_dtype else None,
                 )
             )
         return plan_group(tuple(specs), tuple(pgs.plan_options() for pgs in self.process_groups))

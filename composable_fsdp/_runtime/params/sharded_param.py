@@ -232,11 +232,10 @@ class ShardedParameter:
         """True if the user has set ``grad_dtype`` to another dtype than that of the parameter, or to ``None``."""
         return self._gradient_dtype is not _SAME_DTYPE
 
-    def gradient_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the sharded gradient: ``grad_dtype``, or ``reduce_dtype`` if that is ``None``."""
-        if self._gradient_dtype is _SAME_DTYPE:
-            return self.dtype
-        return cast("torch.dtype | None", self._gradient_dtype) or reduce_dtype
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype of the sharded gradient, or ``None`` for that of autograd's, whichever it is."""
+        return self.dtype if self._gradient_dtype is _SAME_DTYPE else self._gradient_dtype
 
     def set_local(self, local: torch.Tensor) -> None:
         """Make ``local``, a view of the shard store, the local tensor of the sharded parameter."""
