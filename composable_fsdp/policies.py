@@ -46,6 +46,7 @@ class MixedPrecisionPolicy:
         reduce_dtype: dtype of the gradient reduction; ``None`` reduces as FSDP2 of the installed torch: up to 2.14 in
             the dtype of the computation, from 2.15 on in that of the sharded gradient (``grad_dtype``, by default the
             original dtype). Rank 0 logs a warning once if these differ. With ``grad_dtype`` it is that by default.
+            From 2.15 on, gradients of several dtypes in one group are all reduced in the widest of them.
         output_dtype: dtype to which floating-point tensors in the module's output are cast; ``None`` leaves them.
         cast_forward_inputs: cast floating-point tensors in the module's inputs to ``param_dtype``, if that is set.
         grad_dtype: dtype of gradients of floating-point parameters, as autograd computes them and as they are sharded;
@@ -98,6 +99,11 @@ class MixedPrecisionPolicy:
         if gradient is None:
             return torch.promote_types(compute, torch.float32)
         return gradient if _REDUCES_IN_GRADIENT_DTYPE or self.grad_dtype is not None else compute
+
+    @property
+    def promotes(self) -> bool:
+        """True if gradients of a group are all reduced in the widest of their dtypes, as FSDP2 from 2.15 on does."""
+        return self.reduce_dtype is None and _REDUCES_IN_GRADIENT_DTYPE
 
     def note_reduce_dtype(self, compute: torch.dtype, gradient: torch.dtype | None) -> None:
         """Log once if another version of torch would reduce such a parameter's gradients in another dtype."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
+from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, policies
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, shard_layers
@@ -322,27 +322,69 @@ def test_wide_gradients_are_kept_if_the_policy_or_the_parameter_allows_them() ->
 
 
 class TwoDtypes(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, narrow: int = 999, wide: int = 999, last: int = 1) -> None:
         super().__init__()
-        self.narrow = nn.Parameter(torch.zeros(999, dtype=BF16))
-        self.wide = nn.Parameter(torch.zeros(999))
+        self.narrow = nn.Parameter(torch.zeros(narrow, dtype=BF16))
+        self.wide = nn.Parameter(torch.zeros(wide))
+        self.last = nn.Parameter(torch.zeros(last, dtype=BF16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.narrow * x.to(BF16)).float().sum() + (self.wide * x).sum()
+        return (
+            (self.narrow * x.to(BF16)).float().sum()
+            + (self.wide * x).sum()
+            + (self.last * x[:1].to(BF16)).float().sum()
+        )
 
 
 def reduce_two_dtypes() -> None:
     inputs = [torch.randn(999, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
     model: Any = fully_shard(TwoDtypes())
     model(inputs[dist.get_rank()]).backward()
-    means = {name: sum(x.to(p.dtype).float() for x in inputs) / 2 for name, p in model.named_parameters()}
+    means = {name: sum(x[: p.numel()].to(p.dtype).float() for x in inputs) / 2 for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         assert torch.equal(p.grad.full_tensor(), torch.as_tensor(means[name]).to(p.dtype)), name
 
 
+def promote_two_dtypes() -> None:
+    """Check that with torch from 2.15 on, bf16 gradients are summed in fp32 beside fp32 ones, and not without them."""
+    x = torch.randn(999, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def narrow_gradient(is_new: bool, reduce_dtype: torch.dtype | None, *, frozen: bool = False) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policies, "_REDUCES_IN_GRADIENT_DTYPE", is_new)
+            model: Any = fully_shard(TwoDtypes(), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+            model.set_gradient_divide_factor(
+                3.0
+            )  # a sum that is rounded before the division differs from one that is not
+            model(x).backward()
+            if frozen:
+                model.zero_grad()
+                model.wide.requires_grad_(False)
+                model(x).backward()
+            assert model.narrow.grad.dtype == BF16
+            gradient: torch.Tensor = model.narrow.grad.full_tensor()
+            return gradient
+
+    promoted, alone = narrow_gradient(True, torch.float32), narrow_gradient(True, BF16)
+    assert not torch.equal(promoted, alone)
+    assert torch.equal(narrow_gradient(True, None), promoted)
+    assert torch.equal(narrow_gradient(True, None, frozen=True), alone)
+    assert torch.equal(narrow_gradient(False, None), alone)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "_REDUCES_IN_GRADIENT_DTYPE", True)
+        large: Any = fully_shard(TwoDtypes(600_000, 300_000, 1_500_000))
+        for is_trainable in (True, False, True):  # the bf16 parameters are in one bucket only if nothing is promoted
+            large.wide.requires_grad_(is_trainable)
+            large.zero_grad()
+            large(torch.ones(1) + dist.get_rank()).backward()
+            for parameter in filter(lambda p: p.requires_grad, large.parameters()):
+                assert bool((parameter.grad.to_local() == 1.5).all())
+
+
 @pytest.mark.behaviour("D-01")
-def test_gradients_of_several_dtypes_in_one_group_are_reduced_each_in_its_own() -> None:
+def test_gradients_of_several_dtypes_in_one_group_are_reduced_each_in_its_own_or_promoted() -> None:
     run_ranks(reduce_two_dtypes, 2)
+    run_ranks(promote_two_dtypes, 2)
 
 
 # -- optimizers built before sharding

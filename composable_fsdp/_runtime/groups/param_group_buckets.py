@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import compress
 from math import prod
 from typing import TypeAlias, cast
 
@@ -379,6 +380,7 @@ class ParamGroupBuckets:
                     autograd_dtype=p.grad_dtype or reduce_dtype if p.has_grad_dtype else None,
                 )
             )
+        specs = _promoted(specs) if precision.promotes else specs
         return plan_group(tuple(specs), tuple(pgs.plan_options() for pgs in self.process_groups))
 
     def _encodable(self) -> set[ShardedParameter]:
@@ -415,8 +417,7 @@ class ParamGroupBuckets:
                 parameter.adopt_replacement()
             locals_ = self._locals()
             are_kept = all(local is p.local for local, p in zip(locals_, self.parameters, strict=True))
-            if are_kept and not self.registration.replaced_local_data():
-                self._sync_requires_grad()
+            if are_kept and not self.registration.replaced_local_data() and self._sync_requires_grad():
                 return
             self.are_on_rest_device = not self._misplaced(locals_)
             if len({local.is_meta for local in locals_}) > 1:
@@ -444,15 +445,20 @@ class ParamGroupBuckets:
             if device.type != rest_device.type
         }
 
-    def _sync_requires_grad(self) -> None:
+    def _sync_requires_grad(self) -> bool:
+        """Update the plan, unless it needs other buckets, as it may if ``_promoted`` changed; return whether it did."""
+        changed = self._make_plan()
+        if [plan.indices for plan in changed.buckets] != [plan.indices for plan in self.plan.buckets]:
+            return False
+        self.plan = changed
         for plan in self.plan.buckets:
             for i in plan.indices:
                 self.parameters[i].sync_requires_grad(self._on_gradient(plan.grad_bucket))
-        self.plan = self._make_plan()
         self.plan_version += 1
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
             bucket.update_plan(plan)
         self._note_registration()
+        return True
 
     def device_error(self, group: str) -> DeviceError:
         """Return the error that names the parameters of ``group`` whose shards are on a wrong device."""
@@ -477,3 +483,16 @@ class ParamGroupBuckets:
             f"shards of {group!r} {why}, but these parameters are elsewhere: {elsewhere}. "
             f"Move them with model.to({rest.type!r})."
         )
+
+
+def _promoted(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    """Return ``specs`` with one reduce dtype for each pair of axes, to which those of trainable ones are promoted."""
+    widest: dict[int, torch.dtype] = {}
+    real = [spec.reduce_dtype.is_floating_point for spec in specs]
+    for spec in compress(specs, real):
+        if spec.trainable:
+            widest[spec.axes] = torch.promote_types(widest.get(spec.axes, spec.reduce_dtype), spec.reduce_dtype)
+    return [
+        replace(spec, reduce_dtype=widest.get(spec.axes, spec.reduce_dtype)) if is_real else spec
+        for spec, is_real in zip(specs, real, strict=True)
+    ]
