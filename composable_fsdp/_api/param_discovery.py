@@ -179,13 +179,6 @@ class ParamDiscovery:
                 f"parameter {name!r} of {module_name} is the same tensor as {taken.description}, which has been "
                 f"sharded already. {_HOW_TO_SHARE}"
             )
-        local = local_part(parameter)
-        if hasattr(local, "fsdp_get_unsharded_view") and not hasattr(local, "fsdp_pre_all_gather"):
-            raise ParameterError(
-                f"parameter {name!r} of {module_name} is a {type(local).__name__} that brings fsdp_get_unsharded_view, "
-                "which is not called here. Let it bring fsdp_pre_all_gather and fsdp_post_all_gather too, which serve "
-                "any number of ranks."
-            )
         if is_lazy(parameter):
             raise ParameterError(
                 f"parameter {name!r} of {module_name} has no shape yet, being part of a lazy module. Run a forward "

@@ -61,8 +61,15 @@ class Blocks(Shard):
 class Borrowed(TwoTensor):
     """A tensor as those of torch's main branch that are used without an all-gather on one rank."""
 
-    def fsdp_get_unsharded_view(self, *_: object) -> torch.Tensor:
+    def fsdp_get_unsharded_view(self, *_: object) -> torch.Tensor | None:
         return self
+
+
+class Declining(Borrowed):
+    """A tensor that has no view of itself."""
+
+    def fsdp_get_unsharded_view(self, *_: object) -> None:
+        return None
 
 
 class Unwilling(nn.Linear):
@@ -412,11 +419,13 @@ def test_setters_of_torchs_main_branch_say_what_to_use_instead(name: str, remedy
         getattr(model, name)(None)
 
 
-def test_a_tensor_that_only_brings_a_view_is_refused() -> None:
-    model = nn.Linear(3, 3)
-    model.weight = nn.Parameter(Borrowed(model.weight.detach(), model.weight.detach().clone()))
-    match = "'weight' .* is a Borrowed that brings fsdp_get_unsharded_view, which is not called here"
-    assert_refused(ParameterError, match, model)
+def test_a_tensor_that_only_brings_a_view_is_refused_unless_it_is_frozen_and_makes_one() -> None:
+    match = "^parameter 'weight' is a Borrowed with fsdp_get_unsharded_view, which serves frozen parameters on one rank"
+    for tensor, is_frozen in ((Borrowed, False), (Declining, True)):
+        model = nn.Linear(3, 3)
+        weight = tensor(model.weight.detach(), model.weight.detach().clone())
+        model.weight = nn.Parameter(weight, requires_grad=not is_frozen)
+        assert_refused(ParameterError, match.replace("Borrowed", tensor.__name__), model)
 
 
 def test_every_error_is_ours() -> None:

@@ -6,15 +6,17 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import register_parametrization
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import FSDPModule, LifecycleError, MixedPrecisionPolicy, ParameterError, fully_shard, no_sync
@@ -210,6 +212,65 @@ def test_frozen_parameters_of_one_rank_follow_loaded_weights_without_a_copy(resh
     assert torch.equal(model(torch.ones(2, 8)), torch.full((2, 4), 27.0))
     model.reshard()
     assert not {p.to_local().data_ptr() for p in model.parameters()} & set(memory.values())
+
+
+class Borrowed(TwoTensor):
+    """Two tensors that modules compute with in their own memory."""
+
+    def fsdp_get_unsharded_view(self, mesh: DeviceMesh, module: nn.Module, policy: MixedPrecisionPolicy) -> TwoTensor:
+        assert isinstance(module, nn.Linear)
+        assert (mesh.size(), policy) == (1, MixedPrecisionPolicy())
+        return Borrowed(self.a, self.b)
+
+
+@pytest.mark.behaviour("A-16", "E-01")
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_frozen_tensors_choose_their_view_which_follows_loaded_weights(reshard: bool, on_meta: bool) -> None:
+    with torch.device("meta" if on_meta else "cpu"):
+        linear = nn.Linear(8, 4).requires_grad_(False)
+        weight = linear.weight.detach()
+        linear.weight = nn.Parameter(Borrowed(weight, weight.clone()), requires_grad=False)
+    model: Any = fully_shard(linear, reshard_after_forward=reshard)
+    if on_meta:
+        model.to_empty(device="cpu")
+    made = None
+    for value in (1.0, 2.0):
+        model.load_state_dict({name: torch.full_like(p, value) for name, p in model.state_dict().items()})
+        output = model(torch.ones(2, 8))
+        assert torch.equal(output.a, torch.full((2, 4), 9 * value))
+        assert torch.equal(output.b, output.a)
+        local = model.weight.to_local() if reshard else model.state_dict()["weight"].to_local()
+        model.unshard()
+        assert made is None or model.weight is made
+        made = model.weight
+        assert type(made.data) is Borrowed
+        assert (made.a.data_ptr(), made.b.data_ptr()) == (local.a.data_ptr(), local.b.data_ptr())
+        model.reshard()
+        assert made.a.untyped_storage().nbytes() > 0
+
+
+@pytest.mark.behaviour("E-01")
+def test_a_view_can_be_declined_and_must_look_like_the_parameter() -> None:
+    for hook, text in (
+        (lambda *_: None, None),
+        (
+            lambda local, *_: local.double(),
+            r"returned \(4, 8\) torch.float64 cpu; it must return a tensor with the",
+        ),
+        (lambda *_: 3, "returned int; it must return a tensor with the parameter's local shape, dtype, and device"),
+    ):
+        model: Any = fully_shard(nn.Linear(8, 4).requires_grad_(False), reshard_after_forward=False)
+        local = model.weight.to_local()
+        shard = model.weight._local_tensor
+        shard.fsdp_get_unsharded_view = partial(hook, shard)
+        if text is not None:
+            with pytest.raises(ParameterError, match=f"^fsdp_get_unsharded_view of parameter 'weight' {text}"):
+                model(torch.ones(2, 8))
+            continue
+        model(torch.ones(2, 8))
+        assert torch.equal(model.weight, local)
+        assert model.weight.data_ptr() != local.data_ptr()
 
 
 @pytest.mark.behaviour("A-16", "D-01")

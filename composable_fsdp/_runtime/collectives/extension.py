@@ -1,7 +1,8 @@
 """All-gather extensions of tensor subclasses: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-The hooks are found on the local tensor of a sharded parameter: on its class or on the instance. They are looked up and
-checked when a group is built, equally on every rank, and not at each call.
+``fsdp_get_unsharded_view`` takes their place for frozen parameters of one rank. The hooks are found on the local tensor
+of a sharded parameter: on its class or on the instance. They are looked up and checked when a group is built, equally
+on every rank, and not at each call.
 """
 
 from __future__ import annotations
@@ -18,11 +19,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp._runtime.collectives.grad_extension import check_hooks
-from composable_fsdp._runtime.params.tensor_subclass import GATHER_HOOKS, cut_padding, is_wrapper, plain_tensors
+from composable_fsdp._runtime.params.tensor_subclass import (
+    GATHER_HOOKS,
+    VIEW_HOOK,
+    cut_padding,
+    is_wrapper,
+    plain_tensors,
+)
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy
 
-__all__ = ["Extension", "GatherExtension", "Payload", "PlainExtension", "find_extension", "refill_checked"]
+__all__ = [
+    "Extension",
+    "GatherExtension",
+    "Payload",
+    "PlainExtension",
+    "ViewExtension",
+    "find_extension",
+    "find_view",
+    "refill_checked",
+]
 
 WANTS_PADDING = "fsdp_pads_shards"
 _FORMS = (
@@ -94,6 +110,28 @@ class PlainExtension:
     ) -> object:
         if out.data_ptr() != outputs[0].data_ptr():
             out.copy_(outputs[0].movedim(0, self.dim))
+        return None
+
+
+@dataclass(frozen=True)
+class ViewExtension:
+    """A parameter of one rank whose tensor has made ``view``, in its own memory, to compute with. Nothing is sent."""
+
+    name: str
+    local: torch.Tensor
+    view: torch.Tensor
+
+    def pre_all_gather(self) -> Payload:
+        return Payload((), None)
+
+    def post_all_gather(
+        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        return self.view, ()
+
+    def refill(
+        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor
+    ) -> object:
         return None
 
 
@@ -286,3 +324,29 @@ def find_extension(
         return None
     padded = padded_size if getattr(local, WANTS_PADDING, False) else None
     return Extension(name, local, mesh, outer_size, dim, ref(module), policy, arity == 5, padded)
+
+
+def find_view(
+    name: str, local: torch.Tensor, mesh: DeviceMesh, module: nn.Module, policy: MixedPrecisionPolicy
+) -> ViewExtension | None:
+    """Return the view that ``fsdp_get_unsharded_view`` of ``local`` makes, or ``None`` if there is none.
+
+    Raises:
+        ParameterError: the view is no tensor, or differs in shape, dtype or device.
+    """
+    make = getattr(local, VIEW_HOOK, None)
+    view = None if make is None else make(mesh, module, policy)
+    if view is None:
+        return None
+    if not isinstance(view, torch.Tensor) or _form(view) != _form(local):
+        found = " ".join(map(str, _form(view))) if isinstance(view, torch.Tensor) else type(view).__name__
+        raise ParameterError(
+            f"fsdp_get_unsharded_view of parameter {name!r} returned {found}; it must return a tensor with the "
+            f"parameter's local shape, dtype, and device, {' '.join(map(str, _form(local)))}, in the memory of the "
+            "parameter, or None."
+        )
+    return ViewExtension(name, local, view)
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device

@@ -17,7 +17,7 @@ from composable_fsdp._comm.verify_ranks import gather_objects
 from composable_fsdp._layout.plan import BucketPlan
 from composable_fsdp._memory.buffers import allocate_storage
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers
-from composable_fsdp._runtime.collectives.extension import GatherExtension, Payload, refill_checked
+from composable_fsdp._runtime.collectives.extension import GatherExtension, Payload, ViewExtension, refill_checked
 from composable_fsdp._runtime.collectives.grad_extension import GradientExtension
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
@@ -176,7 +176,7 @@ class ExtendedBucket:
                 of_parameter = [next(rows) for _ in gathered.specs[0]]
                 if gathered.storages:
                     self._refill(parameter, gathered, of_parameter)
-                else:
+                elif not isinstance(gathered.extension, ViewExtension) or parameter.full is not gathered.extension.view:
                     self._fill(parameter, gathered, of_parameter)
 
     def _fill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:

@@ -33,16 +33,23 @@ from composable_fsdp._memory.buffers import ShardStore, zero_padding
 from composable_fsdp._memory.device_capabilities import is_host
 from composable_fsdp._runtime.collectives.all_gather import GatherCache
 from composable_fsdp._runtime.collectives.bucket import AnyBucket, Bucket
-from composable_fsdp._runtime.collectives.extension import GatherExtension, PlainExtension, find_extension
+from composable_fsdp._runtime.collectives.extension import GatherExtension, PlainExtension, find_extension, find_view
 from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
 from composable_fsdp._runtime.collectives.grad_extension import GradientExtension, find_gradient_extension
 from composable_fsdp._runtime.params.registration import Registration
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
-from composable_fsdp._runtime.params.tensor_subclass import copy_shard, cut_shard, hooks_of, warn_of_lost_hooks
+from composable_fsdp._runtime.params.tensor_subclass import (
+    VIEW_HOOK,
+    copy_shard,
+    cut_shard,
+    hooks_of,
+    is_wrapper,
+    warn_of_lost_hooks,
+)
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs.communication_policy import EXACT, PLAIN, GradientCodecs
-from composable_fsdp.errors import DeviceError
+from composable_fsdp.errors import DeviceError, ParameterError
 from composable_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = ["ParamGroupBuckets", "rest_device", "shard_full_tensor", "shard_parameters"]
@@ -316,22 +323,24 @@ class ParamGroupBuckets:
 
     def _find_extensions(self) -> dict[ShardedParameter, GatherExtension]:
         extensions: dict[ShardedParameter, GatherExtension] = {}
-        for parameter in self._hooks:
-            axes = parameter.sharding.axes
-            padded = TensorShards(parameter.shape, parameter.dim, axes.shard.size).padded_shape
-            extension = find_extension(
-                parameter.name,
-                parameter.local,
-                axes.shard_mesh,
-                parameter.shape,
-                padded,
-                parameter.dim,
-                parameter.owners[0][0],
-                self._precision,
+        for p, hooks in self._hooks.items():
+            axes, module, dtype = p.sharding.axes, p.owners[0][0], p.compute_dtype(self._precision)
+            is_alone = axes.shard.size == 1 and dtype == p.dtype and self.rest_device_of(p) == self.device
+            may_view = is_alone and not p.sharded.requires_grad
+            view = None
+            if may_view and not p.local.is_meta:
+                view = find_view(p.name, p.local, axes.shard_mesh, module, self._precision)
+            padded = TensorShards(p.shape, p.dim, axes.shard.size).padded_shape
+            extension = view or find_extension(
+                p.name, p.local, axes.shard_mesh, p.shape, padded, p.dim, module, self._precision
             )
-            dtype = parameter.compute_dtype(self._precision)
-            plain = PlainExtension(parameter.name, parameter.local, parameter.dim, dtype)
-            extensions[parameter] = plain if extension is None else extension
+            if extension is None and VIEW_HOOK in hooks and is_wrapper(p.local) and not (may_view and p.local.is_meta):
+                raise ParameterError(
+                    f"parameter {p.name!r} is a {type(p.local).__name__} with fsdp_get_unsharded_view, which serves "
+                    "frozen parameters on one rank, in their own dtype and not offloaded, if it does not return None. "
+                    "Let it bring fsdp_pre_all_gather and fsdp_post_all_gather too, which serve all others."
+                )
+            extensions[p] = extension or PlainExtension(p.name, p.local, p.dim, dtype)
         return extensions
 
     def follow_patches(self) -> None:

@@ -23,6 +23,7 @@ from composable_fsdp.errors import ParameterError
 __all__ = [
     "GATHER_HOOKS",
     "GRADIENT_HOOKS",
+    "VIEW_HOOK",
     "LostExtensionWarning",
     "as_parameter",
     "copy_shard",
@@ -37,6 +38,7 @@ __all__ = [
 
 GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 GRADIENT_HOOKS = ("fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter")
+VIEW_HOOK = "fsdp_get_unsharded_view"
 
 T = TypeVar("T")
 
@@ -47,7 +49,7 @@ class LostExtensionWarning(UserWarning):
 
 def hooks_of(tensor: torch.Tensor) -> frozenset[str]:
     """Return the names of the hooks that ``tensor`` has, for itself and for its gradient."""
-    return frozenset(hook for hook in (*GATHER_HOOKS, *GRADIENT_HOOKS) if hasattr(tensor, hook))
+    return frozenset(hook for hook in (*GATHER_HOOKS, *GRADIENT_HOOKS, VIEW_HOOK) if hasattr(tensor, hook))
 
 
 def parameter_class(tensor: torch.Tensor) -> type[nn.Parameter]:
