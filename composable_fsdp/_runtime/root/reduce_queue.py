@@ -75,9 +75,12 @@ class ReductionQueue:
         fusion, partial = self._fusions.get(state), False
         if fusion is None:
             fusion = self._find_fusion(state)
-        if alone or state not in fusion or gradients.run.is_around_another:
-            # A backward inside this one may be followed by more gradients. Fusions must not change how they are summed.
+        if state in fusion and gradients.run.is_around_another:
+            # More gradients may follow a backward inside this one, and a fusion would change the order of their sum.
             self._waiting.discard(state)
+            self._fusions.update(dict.fromkeys(fusion, ()))
+            fusion = ()
+        if alone or state not in fusion:
             together, partial = [gradients], state.keeps_partial
         else:
             self._waiting.add(state)
