@@ -133,8 +133,13 @@ def measure_a_steady_step() -> tuple[Way, Way]:
 
 def check_a_steady_step() -> None:
     forward, backward = measure_a_steady_step()
-    forward.assert_at_most(files=FORWARD_FILES, depth=FORWARD_DEPTH, calls=FORWARD_CALLS)
-    backward.assert_at_most(files=BACKWARD_FILES, depth=BACKWARD_DEPTH, calls=BACKWARD_CALLS)
+    switches = int("spmd_types" in sys.modules)  # torch 2.14 imports it if it is installed; hooks switch its checks off
+    forward.assert_at_most(
+        files=FORWARD_FILES + switches, depth=FORWARD_DEPTH + switches, calls=FORWARD_CALLS + 4 * switches
+    )
+    backward.assert_at_most(
+        files=BACKWARD_FILES + switches, depth=BACKWARD_DEPTH + switches, calls=BACKWARD_CALLS + 8 * switches
+    )
 
 
 def test_a_steady_step_of_one_group_passes_through_few_files_and_calls() -> None:

@@ -233,9 +233,7 @@ def sum_in_the_reduce_dtype() -> None:
     model(x).backward()
     check("encoded", model, rtol=1e-5)
 
-    theirs: Any = peer.fully_shard(
-        Summed(flat["tp"], [Replicate()]), mesh=flat["dp"], mp_policy=peer.MixedPrecisionPolicy(**vars(policy))
-    )
+    theirs: Any = peer.fully_shard(Summed(flat["tp"], [Replicate()]), mesh=flat["dp"], mp_policy=as_torch(policy))
     theirs(x).backward()
     check("torch's FSDP2", theirs, 256.0)
 
@@ -277,14 +275,19 @@ def test_frozen_tensor_parallel_parameters_and_gradient_accumulation() -> None:
     run_ranks(accumulate_with_frozen_parameters, 4)
 
 
+def as_torch(policy: MixedPrecisionPolicy) -> peer.MixedPrecisionPolicy:
+    """Return the dtypes of ``policy`` as torch's own policy, which has no ``grad_dtype`` yet."""
+    return peer.MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
+
+
 def compare_with_torch() -> None:
     """Compare with torch's FSDP2. It requires even sizes if a dim other than the first is sharded twice."""
     mesh = named_mesh(dp=2, tp=2)
     rank = mesh.get_local_rank("dp")
     policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
-    for ours, theirs in zip(policies, (vars(policy) for policy in policies), strict=True):
+    for ours in policies:
         runs: list[Run] = []
-        for shard, policy in ((fully_shard, ours), (peer.fully_shard, peer.MixedPrecisionPolicy(**theirs))):
+        for shard, policy in ((fully_shard, ours), (peer.fully_shard, as_torch(ours))):
             model = seeded(Pairs, width=5, hidden=(8, 4))()
             parallelize_pairs(model, mesh["tp"])
             shard_layers(model, shard, mesh=mesh["dp"], mp_policy=policy)
