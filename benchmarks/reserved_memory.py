@@ -37,6 +37,7 @@ STEPS_TO_LEARN = 7
 LENGTHS = 25
 NETWORKS = {(400, 20): (50e3, 20.0), (400, 500): (50e3, 500.0), (3200, 5): (400e3, 5.0)}
 """The bytes per microsecond of each rank, and the microseconds of each collective, by Gbit/s and microseconds."""
+EMPTY_CACHE = -1
 COLUMNS = [
     *("model", "batches", "Gbit/s", "latency us", "allocator", "library", "allocated MB", "reserved MB"),
     "reserved/allocated",
@@ -46,7 +47,10 @@ COLUMNS = [
 
 @dataclass
 class Recorder:
-    """An allocator that only records: the number of each block, and its bytes and stream; no bytes if it is freed."""
+    """An allocator that only records: the number of each block, and its bytes and stream; no bytes if it is freed.
+
+    The number ``EMPTY_CACHE`` is that of no block.
+    """
 
     events: list[tuple[int, int, Hashable]] = field(default_factory=list)
     _numbers: Any = field(default_factory=count)
@@ -59,6 +63,9 @@ class Recorder:
     def free(self, block: int) -> None:
         self.events.append((block, 0, None))
 
+    def empty_cache(self) -> None:
+        self.events.append((EMPTY_CACHE, 0, None))
+
     def take(self) -> list[tuple[int, int, Hashable]]:
         """Return the events so far, and begin anew."""
         events, self.events = self.events, []
@@ -68,7 +75,9 @@ class Recorder:
 def play(events: list[tuple[int, int, Hashable]], allocator: Allocator, blocks: dict[int, Block]) -> None:
     """Allocate and free what ``events`` say. ``blocks`` are those in use, by number."""
     for number, nbytes, stream in events:
-        if nbytes:
+        if number == EMPTY_CACHE:
+            allocator.empty_cache()
+        elif nbytes:
             blocks[number] = allocator.allocate(nbytes, stream)
         else:
             allocator.free(blocks.pop(number))

@@ -3,8 +3,9 @@
 Sizes are rounded up to 512 bytes. Requests of up to 1 MiB come from segments of 2 MiB, requests below 10 MiB from
 segments of 20 MiB, and each larger one begins a segment of its own size, rounded up to 2 MiB. A request takes the
 smallest free block of its stream and its pool that is large enough; what is left over stays free, and free neighbours
-are merged. Nothing is given back to the device. With expandable segments, each stream and pool has one segment, which
-grows by pages of 2 MiB (small requests) or 20 MiB.
+are merged. With expandable segments, each stream and pool has one segment, which grows by pages of 2 MiB (small
+requests) or 20 MiB. Only ``empty_cache`` gives memory back to the device: free segments, and free pages at the end of
+expandable ones. Torch's also gives back free pages in between.
 
 The rules are those of torch 2.13's documentation of ``PYTORCH_CUDA_ALLOC_CONF`` and its ``c10/core/AllocatorConfig.h``.
 Not modelled: garbage collection, limits of splitting, graphs, and the retry after memory has run out.
@@ -74,6 +75,30 @@ class Allocator:
         """Give ``block`` back to its stream."""
         self.allocated -= block.size
         self._release(block)
+
+    def empty_cache(self) -> None:
+        """Give free segments, and free pages at the end of expandable ones, back to the device."""
+        for pool, free in self._free.items():
+            page = _SMALL_SEGMENT if pool[1] else _MEDIUM_SEGMENT
+            for block in list(free):
+                size = block.size
+                if self.expandable:
+                    size = size // page * page if self._ends[pool] is block else 0
+                elif block.before is not None or block.after is not None:
+                    size = 0
+                self.reserved -= size
+                block.size -= size
+                if not block.size:
+                    self._drop(block)
+
+    def _drop(self, block: Block) -> None:
+        """Forget a free ``block`` of no size."""
+        self._free[block.pool].remove(block)
+        if self._ends.get(block.pool) is block:
+            del self._ends[block.pool]
+            if block.before is not None:
+                self._ends[block.pool] = block.before
+                block.before.after = None
 
     def forget_peaks(self) -> None:
         """Set both peaks to the bytes of now."""

@@ -7,7 +7,9 @@ same memory, on the stream that is current when an operation makes it.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from sim.allocator import Allocator, Block
@@ -37,6 +39,31 @@ class Ledger(TorchDispatchMode):
         self._storages: dict[int, StorageWeakRef] = {}
         self._blocks: dict[int, tuple[int, list[Block]]] = {}
         """The bytes of each storage and its blocks, one for each allocator."""
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Ledger:
+        """Begin to count. Allocators also see at once when a storage is resized, and when their cache is emptied."""
+        if self._allocators:
+            resize = torch.UntypedStorage.resize_
+
+            def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+                result = resize(storage, size)
+                self.count()
+                return result
+
+            def empty_cache() -> None:
+                self.count()
+                for allocator in self._allocators:
+                    allocator.empty_cache()
+
+            self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
+            self._patches.enter_context(mock.patch.object(torch.cpu, "empty_cache", empty_cache, create=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

@@ -5,9 +5,10 @@ On a device whose streams are *null* (the real CPU) the host orders the work: a 
 a collective runs at the wait.
 
 Memory safety needs no ``record_stream``. Every run on a stream first waits for all work that the current stream has so
-far, or had when memory of the communication stream was last released, and the current stream waits for a run before the
-run's buffers are dropped. So memory that the host has released is no longer in use when a communication stream
-allocates it again.
+far, and the current stream waits for a run before the run's buffers are dropped. So a run may write to memory of the
+current stream that the host has released, and takes it: allocators keep the memory of each stream apart, so memory of a
+second stream would lie idle most of the time. A run that waits for less (:meth:`CommStream.running_after`) has memory
+of the communication stream, which is no longer in use when it is allocated again.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class InFlight(Generic[T]):
     """
 
     __slots__ = (
-        *("_after", "_current_stream", "_done", "_event", "_owned", "_result", "_work", "_stream"),
+        *("_after", "_current_stream", "_done", "_event", "_launched_from", "_owned", "_result", "_work", "_stream"),
         "has_arrived",
     )
 
@@ -80,6 +81,8 @@ class InFlight(Generic[T]):
         """True if the collective is done and writes to no memory any more."""
         self._event: Any = None
         self._current_stream: Callable[[], Any] | None = None
+        self._launched_from: Any = None
+        """The current stream at the launch, whose memory the buffers may be."""
 
     def start(self) -> None:
         """Launch the work, after the work that it had to wait for. On null streams this blocks until that is done."""
@@ -97,12 +100,16 @@ class InFlight(Generic[T]):
 
     def wait(self) -> T:
         """Return the result. The current stream (on null streams: the host) continues only once the work is done."""
+        current = None
         if self._event is not None and self._current_stream is not None:
-            self._current_stream().wait_event(self._event)
+            current = self._current_stream()
+            current.wait_event(self._event)
         if not self._done:
             self._complete()
             # The memory of the messages returns to the stream, and others may wait for the result too.
             self._event, self._current_stream = self._stream.wait_for_current()
+        if self._owned is not None and current is not None and current != self._launched_from:
+            self._launched_from.wait_event(current.record_event())  # the memory of the messages may return to it
         self._owned = self._work = None
         result: T = self._result
         return result
@@ -114,12 +121,13 @@ class InFlight(Generic[T]):
             self._event.synchronize()
         return result
 
-    def enqueue(self, stream: Any, current_stream: Callable[[], Any], *, finishes: bool) -> None:
+    def enqueue(self, stream: Any, current_stream: Callable[[], Any], launched_from: Any, *, finishes: bool) -> None:
         """Enqueue the work on ``stream``, which is the current one, without blocking the host.
 
         Args:
             stream: its event orders waiters: a collective without communication is nothing but copies on ``stream``.
             current_stream: returns the current stream.
+            launched_from: the stream that was the current one before.
             finishes: enqueue what follows the collective too.
         """
         if self._after is not None:
@@ -130,6 +138,7 @@ class InFlight(Generic[T]):
         else:
             self.start()
         self._event, self._current_stream = stream.record_event(), current_stream
+        self._launched_from = launched_from
 
     def _complete(self) -> None:
         if self._work is None:
@@ -159,6 +168,8 @@ class CommStream:
         self._is_null = not device.has_streams
         self._runs_after: Any = None
         """The event in the current stream that runs wait for. ``None`` if they wait for all of its work."""
+        self.owns_memory = False
+        """True if all runs allocate on this stream, since some must. So they share its memory."""
         self.seconds_waited = 0.0
         """The seconds for which the host was blocked by waits for collectives, on a null stream."""
 
@@ -179,6 +190,11 @@ class CommStream:
             self._stream.wait_event(event)
         return event, self._module.current_stream
 
+    def join(self) -> None:
+        """Order the current stream after everything that runs on this stream until now."""
+        if not self._is_null:
+            self._module.current_stream().wait_stream(self._stream)
+
     def mark(self) -> Any:
         """Return an event at this point of the current stream; ``None`` on null streams."""
         return None if self._is_null else self._module.current_stream().record_event()
@@ -187,7 +203,8 @@ class CommStream:
     def running_after(self, mark: Any) -> Iterator[None]:
         """Let runs wait for the current stream's work before ``mark`` only.
 
-        What it has run since must have computed nothing that they read, and released no memory of this stream.
+        What it has run since must have computed nothing that they read, and released no memory of this stream. They
+        allocate on this stream.
         """
         self._runs_after = mark
         try:
@@ -209,6 +226,7 @@ class CommStream:
         launch: Callable[[], Work],
         finish: Callable[[], T],
         *,
+        allocate: Callable[[], None] | None = None,
         after: InFlight[Any] | None = None,
         finish_in_wait: bool = False,
     ) -> InFlight[T]:
@@ -218,18 +236,26 @@ class CommStream:
             launch: prepares buffers and launches. Everything in its closure stays alive until the work has been waited
                 for.
             finish: makes the result from the outputs of the collective.
+            allocate: allocates buffers of ``launch`` on the current stream. Not called where ``launch`` must allocate
+                them on this stream: if that ``owns_memory``, or the run waits for less than all work of the current
+                one.
             after: work on another stream that must be done first. What is in its closure must be in those of ``launch``
                 or ``finish`` too: it stays alive until this work has been waited for.
             finish_in_wait: run ``finish`` on the stream that waits. On null streams it always does.
         """
         pending = InFlight(launch, finish, after, self)
+        is_early = self._runs_after is not None
+        owns_memory = is_early or self.owns_memory
+        if not (allocate is None or owns_memory or self._is_null):
+            allocate()
         if not self._is_null:
-            if self._runs_after is None:
-                self._stream.wait_stream(self._module.current_stream())
-            else:
+            current = self._module.current_stream()
+            if is_early:
                 self._stream.wait_event(self._runs_after)
+            else:
+                self._stream.wait_stream(current)
             with self._module.stream(self._stream):
-                pending.enqueue(self._stream, self._module.current_stream, finishes=not finish_in_wait)
+                pending.enqueue(self._stream, self._module.current_stream, current, finishes=not finish_in_wait)
         elif after is None:
             pending.start()
         return pending

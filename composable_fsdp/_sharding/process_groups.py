@@ -182,6 +182,12 @@ class ProcessGroups:
             return tensor
         return self.exchange.allocate(tensor.numel(), dtype, tensor.device).copy_(tensor)
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate an uninitialized 1-d buffer, which is kept if messages are."""
+        if self.is_stable:
+            return self.exchange.allocate(numel, dtype, device)
+        return torch.empty(numel, dtype=dtype, device=device)
+
 
 def group_by_key(keys: Iterable[Key], members: Iterable[Item]) -> list[tuple[Key, list[Item]]]:
     """Group members with equal keys, in the order of the first of each: the same on every rank."""

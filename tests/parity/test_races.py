@@ -153,7 +153,6 @@ def shard_blocks(mesh: DeviceMesh) -> Any:
 
 PLANTED = "unfused, hybrid"
 ELSEWHERE = {
-    "InFlight.wait": "another waiter on another stream, and copies of one rank",
     "CommStream.wait_for_current": "branches on streams",
     "Calibration._end_step": "an optimizer that does not wait on the host",
     "_wait_for": "measured times",

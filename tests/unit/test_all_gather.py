@@ -45,7 +45,9 @@ class Bucket:
         self.pgs = ProcessGroups(wire)
         self.is_freed = False
 
-    def prepare_gather(self) -> AllGatherBuffers:
+    def allocate_gather(self) -> None: ...
+
+    def prepare_gather(self, cast: None) -> AllGatherBuffers:
         return AllGatherBuffers([Transfer(torch.zeros(4), torch.ones(2))], [])
 
     def free(self) -> None:

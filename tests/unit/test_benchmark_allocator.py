@@ -71,6 +71,20 @@ def test_growing_sizes_fragment_segments_but_not_expandable_ones(Allocator: Any)
     assert expandable.reserved == 180 * MB
 
 
+@pytest.mark.parametrize(("expandable", "reserved"), [(False, [72, 40, 0]), (True, [80, 40, 0])])
+def test_an_emptied_cache_gives_back_what_no_block_is_in(Allocator: Any, expandable: bool, reserved: list[int]) -> None:
+    allocator, found = Allocator(expandable=expandable), []
+    first, second = allocator.allocate(40 * MB, "stream"), allocator.allocate(32 * MB, "stream")
+    for block in (None, second, first):
+        if block is not None:
+            allocator.free(block)
+            allocator.empty_cache()
+        found.append(allocator.reserved // MB)
+    assert found == reserved
+    allocator.free(allocator.allocate(40 * MB, "stream"))
+    assert allocator.reserved == 40 * MB
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 def test_random_requests_never_overlap_and_end_with_nothing_allocated(Allocator: Any, expandable: bool) -> None:
     allocator, numbers, blocks = Allocator(expandable=expandable), random.Random(0), list[Any]()

@@ -151,6 +151,24 @@ def test_a_memory_ledger_counts_live_bytes_and_storage_bytes_after_each_operatio
         assert (ledger.peak, ledger.count()) == (40, 0)
 
 
+def test_a_memory_ledger_gives_a_resized_storage_memory_of_the_stream_that_resizes_it(sim: ModuleType) -> None:
+    device = sim.Device(flops=1.0, bandwidth=1.0)
+    recorder = importlib.import_module("reserved_memory").Recorder()
+    ledger = importlib.import_module("sim.ledger").Ledger(recorder)
+    with device.installed(), ledger:
+        tensor = torch.empty(8)
+        stream = torch.cpu.Stream()
+        tensor.untyped_storage().resize_(0)
+        with torch.cpu.stream(stream):
+            tensor.untyped_storage().resize_(32)
+        tensor.zero_()
+    assert [(nbytes, on == id(stream)) for _, nbytes, on in recorder.events[:3]] == [
+        (32, False),
+        (0, False),
+        (32, True),
+    ]
+
+
 def test_large_groups_on_streams_take_less_memory_than_fsdp2() -> None:
     memory, models = importlib.import_module("memory"), importlib.import_module("models")
     case = models.Case(
@@ -164,6 +182,8 @@ def test_large_groups_on_streams_take_less_memory_than_fsdp2() -> None:
 def test_a_few_blocks_expose_only_the_first_gather_and_the_last_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
     exposure: Any = importlib.import_module("exposure")
     monkeypatch.setattr(exposure, "LAYERS", 4)
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: emptied.append(None), raising=False)
     wire = exposure.ShmSocket(gbit=400.0, shared=True)
     ((narrow,), (default,), (peer,)) = (
         exposure.steps(exposure.VARIANTS[name], 64, [wire]) for name in ("ours, 16-bit gradients", "ours", "fsdp2")
@@ -172,6 +192,7 @@ def test_a_few_blocks_expose_only_the_first_gather_and_the_last_reduction(monkey
     assert narrow["exposed ms"] == pytest.approx(2 * one_gather, abs=0.2)
     assert default["exposed ms"] == pytest.approx(2 * one_gather, abs=0.4), "the last of several buckets"
     assert peer["exposed ms"] > 3 * one_gather
+    assert len(emptied) == 1, "the default settings chose to delay prefetches, with other memory than before"
 
 
 def test_a_recorded_step_takes_the_times_of_another_network(sim: ModuleType, network: ModuleType) -> None:

@@ -84,8 +84,9 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
     for step in range(2):
         for part in (part for parts in ranks for part in parts):
             part.packed.add_(step)  # like an optimizer
-        sent = [gather.send("") for gather in gathers]
-        for (work, rows), gather, parts in zip(sent, gathers, ranks, strict=True):
+        received = [gather.allocate() for gather in gathers]
+        sent = [gather.send(rows, "") for gather, rows in zip(gathers, received, strict=True)]
+        for work, rows, gather, parts in zip(sent, received, gathers, ranks, strict=True):
             assert all(part.buffer.nbytes == 0 for part in parts), "no buffer may be allocated before data arrives"
             work.wait()
             gather.take(rows)

@@ -200,12 +200,14 @@ def test_what_is_delayed_and_held_takes_memory_after_the_peak_and_time_before_it
     deep = ScheduleOptions(prefetch_limit=2)
     late = replace(deep, delay_prefetch=1, held_grad_buckets=1)
     until_freed = ScheduleOptions(held_grad_buckets=2)
-    peaks, begins = [], []
+    peaks, begins, idle = [], [], []
     for options in (ScheduleOptions(), deep, late, until_freed):
         timeline = simulate(passes.build(ORDER, specs, options), specs, costs)
         peaks.append(timeline.peak_bytes)
+        idle.append(timeline.idle_bytes)
         begins.append({span.label: span.begin for span in timeline.spans})
     assert peaks[2] == peaks[0] < peaks[1]
+    assert idle == [0, 0, MIB + MIB, MIB], "a third group and a message, on their streams; or a message"
     backward = 3 * 8.0 + 1.0
     assert begins[2]["gather a"] == pytest.approx(backward, abs=1e-6), "when the backward of c begins"
     assert begins[2]["reduce c[0]"] == pytest.approx(backward + 4.0, abs=1e-6), "when its bucket is computed"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from composable_fsdp.testing import simulated_accelerator
 from tests._internals import CommStream, CommStreams, DeviceCapabilities
 
 
@@ -155,6 +156,51 @@ def test_work_that_is_finished_in_the_wait_runs_on_the_stream_that_waits() -> No
     with device.Stream():  # as for the second one of fused groups
         pending.wait()
     assert log[6:] == ["second waits for event of compute"]
+
+
+def test_runs_take_memory_of_the_current_stream_unless_they_run_before_its_later_work() -> None:
+    device = SimulatedDevice()
+    stream, log = stream_of(device, "first"), device.log
+
+    def allocate() -> None:
+        log.append(f"allocate on {device.current.name}")
+
+    def run() -> list[str]:
+        log.clear()
+        stream.run(lambda: launch(log, "a"), lambda: None, allocate=allocate)
+        return log[: log.index("launch a") + 1]
+
+    assert run() == ["allocate on compute", "first waits for compute", "launch a"]
+    with stream.running_after(stream.mark()):
+        assert run() == ["first waits for event of compute", "launch a"]
+    stream.owns_memory = True
+    assert run() == ["first waits for compute", "launch a"]
+
+
+@pytest.mark.parametrize("finish_in_wait", [False, True])
+def test_memory_is_not_used_again_before_another_stream_that_has_waited_for_it_is_done(finish_in_wait: bool) -> None:
+    with simulated_accelerator() as device:
+        stream, side, rows = CommStreams(torch.device("cpu")).gather, torch.cpu.Stream(), list[torch.Tensor]()
+
+        def start() -> LoggedWork:
+            rows[0].zero_()
+            return LoggedWork([], "a")
+
+        def finish() -> None:
+            rows.pop().sum()
+
+        pending = stream.run(start, finish, allocate=lambda: rows.append(torch.empty(4)), finish_in_wait=finish_in_wait)
+        with torch.cpu.stream(side):
+            pending.wait()
+        torch.empty(4)
+    assert device.races == []
+
+
+def test_a_stream_can_be_joined() -> None:
+    device = SimulatedDevice()
+    stream_of(device, "first").join()
+    stream_of(torch.cpu, "null").join()
+    assert device.log == ["compute waits for first"]
 
 
 @pytest.mark.parametrize("simulated", [False, True])

@@ -64,7 +64,7 @@ def launch_gather(
     gathering = _AllGather(buckets, device, label) if cached is None else CachedLaunch(cached, label)
     try:
         # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
-        return streams.gather.run(gathering.launch, gathering.finish, finish_in_wait=True)
+        return streams.gather.run(gathering.launch, gathering.finish, allocate=gathering.allocate, finish_in_wait=True)
     except BaseException:
         if not gathering.writes_to_places:
             for bucket in buckets:
@@ -79,13 +79,19 @@ class _AllGather:
         self._buckets = buckets
         self._label = label
         self._device = device
+        self._casts: list[torch.Tensor | None] = [None] * len(buckets)
         self._gathers: list[AllGatherBuffers] = []
         self.writes_to_places = False
         """True while collectives in flight write directly into the unsharded memory."""
 
+    def allocate(self) -> None:
+        """Allocate all but packed messages, which are small, or of a size that is not known yet."""
+        self._casts = [bucket.allocate_gather() for bucket in self._buckets]
+
     def launch(self) -> Work:
         self._await_readers()
-        self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
+        self._gathers = [bucket.prepare_gather(cast) for bucket, cast in zip(self._buckets, self._casts, strict=True)]
+        self._casts = []
         works: list[Work] = []
         communicators = [bucket.pgs.smaller or bucket.pgs.gather for bucket in self._buckets]
         for communicator, gathers in group_by_key(communicators, self._gathers):
@@ -213,18 +219,21 @@ class CachedGather:
                 self._runs.append((shape, run.width, start + run.start))
             start += part.packed.numel()
 
-    def send(self, label: str) -> tuple[Work, torch.Tensor]:
-        """Launch, and return the work and the received rows. The caller keeps them until they are read. The message is
-        this rank's row, or the shard.
+    def allocate(self) -> torch.Tensor:
+        """Return memory for the rows of a launch."""
+        return _allocate_rows(self._communicator, self._numel, self._dtype, self._device)
+
+    def send(self, rows: torch.Tensor, label: str) -> Work:
+        """Launch, and return the work. The caller keeps ``rows``, which receive the result, until they are read.
+
+        The message is this rank's row, or the shard.
         """
-        communicator, numel = self._communicator, self._numel
-        rows = _allocate_rows(communicator, numel, self._dtype, self._device)
-        sent = self._packed[0]
+        communicator, sent = self._communicator, self._packed[0]
         if len(self._packed) > 1:
             sent = torch.cat(self._packed, out=rows[communicator.rank])
         elif sent.dtype != self._dtype:
             sent = rows[communicator.rank].copy_(sent)
-        return communicator.all_gather([Transfer(rows.view(-1), sent)], label), rows
+        return communicator.all_gather([Transfer(rows.view(-1), sent)], label)
 
     def take(self, rows: torch.Tensor) -> None:
         """Copy ``rows`` to their places, whose memory is allocated only now."""
@@ -251,9 +260,14 @@ class CachedLaunch:
         self._label = label
         self._rows: torch.Tensor | None = None
 
+    def allocate(self) -> None:
+        """Allocate the rows."""
+        self._rows = self._gather.allocate()
+
     def launch(self) -> Work:
-        work, self._rows = self._gather.send(self._label)
-        return work
+        if self._rows is None:
+            self._rows = self._gather.allocate()
+        return self._gather.send(self._rows, self._label)
 
     def finish(self) -> None:
         assert self._rows is not None

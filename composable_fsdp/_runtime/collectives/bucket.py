@@ -112,8 +112,14 @@ class AnyBucket(Protocol):
 
     def update_plan(self, plan: BucketPlan) -> None: ...
 
-    def prepare_gather(self) -> AllGatherBuffers:
-        """Return the inputs of the all-gather, and allocate the memory that it writes to directly."""
+    def allocate_gather(self) -> torch.Tensor | None:
+        """Allocate the memory that the all-gather writes to directly. Return memory for a cast, if shards need one."""
+        ...
+
+    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
+        """Return the inputs of the all-gather. ``cast`` is the result of :meth:`allocate_gather`; ``None`` if that was
+        not called.
+        """
         ...
 
     def finish_gather(self, gather: AllGatherBuffers) -> None:
@@ -302,7 +308,18 @@ class Bucket:
 
     # -- shards to full parameters
 
-    def prepare_gather(self) -> AllGatherBuffers:
+    def allocate_gather(self) -> torch.Tensor | None:
+        if not self._is_gathered:
+            return None
+        layout = self.plan.gather if self._slice is None else self._slice[1]
+        if layout.zero_copy or layout.all_reduced:
+            self.buffer.allocate()
+        flat, dtype = self.store.flat, self.plan.compute_dtype
+        if self._slice is not None or flat.dtype == dtype or flat.device != self._device:
+            return None
+        return self.pgs.allocate(flat.numel(), dtype, self._device)
+
+    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
         """Return the inputs of the all-gather: the shards, encoded if there is a codec, or a smaller mesh's slice."""
         if self._shared_buffer is not None:
             self._shared_buffer.fill()
@@ -313,8 +330,11 @@ class Bucket:
             wire, self._layout = self._slice
         else:
             flat, dtype = self.store.flat, self.plan.compute_dtype
-            is_kept = self.pgs.is_stable and flat.device == self._device
-            wire = self.pgs.cast(flat, dtype) if is_kept else cast_and_move(flat, dtype, self._device)
+            if cast is not None:
+                wire = cast.copy_(flat)
+            else:
+                is_kept = self.pgs.is_stable and flat.device == self._device
+                wire = self.pgs.cast(flat, dtype) if is_kept else cast_and_move(flat, dtype, self._device)
             self._layout = self.plan.gather
         layout, gather = self._layout, AllGatherBuffers([], [])
         if layout.zero_copy or layout.all_reduced:

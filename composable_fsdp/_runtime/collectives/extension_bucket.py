@@ -122,7 +122,10 @@ class ExtendedBucket:
 
     # -- shards to full parameters
 
-    def prepare_gather(self) -> AllGatherBuffers:
+    def allocate_gather(self) -> None:
+        """Return ``None``: hooks allocate their inputs."""
+
+    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
         """Return the inputs of the all-gather: the results of the first hooks, or the slices of a smaller mesh."""
         payloads = [self._payload(gathered) for gathered in self._gathered]
         if any(not gathered.specs for gathered in self._gathered):

@@ -620,6 +620,8 @@ class Iteration:
             self._steps_at_rendezvous = sharded_steps()
         if not result.is_in_sync:
             disconnect(states)
+            for stream in (self._streams.gather, self._streams.reduce, self._streams.replicate):
+                stream.join()  # copies on it may still use buffers, which are freed without a wait
             self._reductions.abandon()
             for state in states:
                 state.group.abandon()

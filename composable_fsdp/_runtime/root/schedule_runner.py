@@ -205,6 +205,7 @@ class ScheduleRunner:
         """
         if self._versions() != self._version:
             self.settings = settings_of(self._root, self.choice.settings if self.choice else DEFAULT_SETTINGS)
+            self.streams.gather.owns_memory = self.settings.delay_prefetch > 0
             setup = self._new_setup()
             self._setup = next((key[0] for key, _ in self._compiled if key[0] == setup), setup)
             if self._root.costs is not None:
@@ -257,9 +258,10 @@ class ScheduleRunner:
     def choose(self) -> None:
         """Choose the settings of the schedule by the costs of the root, and rebuild the groups that they change.
 
-        Nothing may be in flight, and no gradients may be held. The choice is the same on every rank.
+        Nothing may be in flight, and no gradients may be held. The choice is the same on every rank. Other settings
+        may take memory of another stream, so what an allocator has reserved for the former ones is then released.
         """
-        costs = self._root.costs
+        costs, before = self._root.costs, self.settings
         if costs is None:
             self.choice = None
         else:
@@ -281,6 +283,8 @@ class ScheduleRunner:
             if changed and group.tensors.plan_with(sizes) != group.plan:
                 group.rebuild()
         self._version = -1
+        if self.choice is not None and bool(self.choice.settings.delay_prefetch) != bool(before.delay_prefetch):
+            self.streams.device.release_unused_memory()
         self._chosen_for = self._inputs = self._choice_inputs()
 
     def _sizes_with(self, settings: ScheduleSettings | None) -> dict[str, MessageSizes]:

@@ -139,7 +139,8 @@ def choose(
     The limit is the peak of the plain settings, which have a single message per group and direction as FSDP2 has, plus
     ``options.max_extra_bytes``. One change is made at a time, beginning with the current settings and with the
     plain ones, until none helps. If the best are hardly faster than the current ones, or than the plain ones, these are
-    chosen.
+    chosen. Otherwise, of those that differ from the best in one change and are about as fast, those with the least idle
+    memory are: allocators keep the memory of each stream apart.
 
     Args:
         order: the events of a forward.
@@ -175,6 +176,14 @@ def choose(
                 return settings
             settings = best
 
+    def least_idle(best: ScheduleSettings) -> ScheduleSettings:
+        """Return settings that are about as fast as ``best`` and take no more memory at the peak, or ``best``."""
+        over, seconds, _ = rank(best)
+        tried = [] if options.host_waits else [replace(best, **change) for change in changes]
+        as_fast = [each for each in tried if rank(each) <= (over, (1 + _PRECISION) * seconds)]
+        as_small = [each for each in as_fast if predict(each).peak_bytes <= predict(best).peak_bytes]
+        return min([best, *as_small], key=lambda settings: predict(settings).idle_bytes)
+
     tried = _CHANGES if options.host_waits else (*_CHANGES, *_CHANGES_ON_STREAMS)
     changes = [{name: value for name, value in change.items() if name not in fixed} for change in tried]
     kept = {name: getattr(current, name) for name in fixed}
@@ -183,7 +192,8 @@ def choose(
     is_new = before is None or abs(predict(current).seconds - before) > _CHANGE * before
     margin = _PRECISION if is_new else _HYSTERESIS
     near = [known for known in (current, plain) if rank(known)[0] == rank(best)[0]]
-    best = next((known for known in near if (1 - margin) * predict(known).seconds <= predict(best).seconds), best)
+    as_good = [known for known in near if (1 - margin) * predict(known).seconds <= predict(best).seconds]
+    best = as_good[0] if as_good else least_idle(best)
     timeline = predict(best)
     return Choice(
         best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, costs.source, timeline=timeline
