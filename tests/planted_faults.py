@@ -116,8 +116,9 @@ EXPLAINED = {
         "test_memory_is_not_used_again_before_another_stream_that_has_waited_for_it_is_done of "
         "tests/unit/test_streams.py fails.",
     ),
-    "CommStream.join: self._module.current_stream().wait_stream(self._stream)": "Only after collectives were aborted, "
-    "which needs other processes.",
+    "CommStream.join: self._module.current_stream().wait_stream(self._stream)": "Only after a failed "
+    "launch, or aborted collectives. test_memory_of_a_failed_launch_is_not_used_again_before_its_copies_are_done of "
+    "tests/unit/test_streams.py fails.",
 }
 """The sites that nothing reports on streams, by function and call, with what reports them elsewhere."""
 

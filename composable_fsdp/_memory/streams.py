@@ -254,8 +254,12 @@ class CommStream:
                 self._stream.wait_event(self._runs_after)
             else:
                 self._stream.wait_stream(current)
-            with self._module.stream(self._stream):
-                pending.enqueue(self._stream, self._module.current_stream, current, finishes=not finish_in_wait)
+            try:
+                with self._module.stream(self._stream):
+                    pending.enqueue(self._stream, self._module.current_stream, current, finishes=not finish_in_wait)
+            except BaseException:
+                self.join()  # copies may still use buffers, for which nothing waits now
+                raise
         elif after is None:
             pending.start()
         return pending

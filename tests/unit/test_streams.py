@@ -196,6 +196,20 @@ def test_memory_is_not_used_again_before_another_stream_that_has_waited_for_it_i
     assert device.races == []
 
 
+def test_memory_of_a_failed_launch_is_not_used_again_before_its_copies_are_done() -> None:
+    with simulated_accelerator() as device:
+        stream, rows = CommStreams(torch.device("cpu")).gather, list[torch.Tensor]()
+
+        def start() -> LoggedWork:
+            rows.pop().zero_()
+            raise ArithmeticError("a codec failed")
+
+        with pytest.raises(ArithmeticError, match="a codec failed"):
+            stream.run(start, lambda: None, allocate=lambda: rows.append(torch.empty(4)))
+        torch.empty(4)
+    assert device.races == []
+
+
 def test_a_stream_can_be_joined() -> None:
     device = SimulatedDevice()
     stream_of(device, "first").join()
