@@ -48,7 +48,8 @@ def test_the_console_command_is_the_main_function() -> None:
 def test_runs_as_a_module(tmp_path: Path) -> None:
     done = run_module("composable_fsdp", "checkpoint", "inspect", tmp_path)
     assert done.returncode == 1
-    assert done.stderr == f"error: {tmp_path} is not a checkpoint, and no complete checkpoint is in it.\n"
+    error = done.stderr.splitlines()[-1]  # builds of torch for CUDA log before it that they miss triton
+    assert error == f"error: {tmp_path} is not a checkpoint, and no complete checkpoint is in it."
 
 
 @pytest.mark.multiprocess
