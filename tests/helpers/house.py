@@ -1,0 +1,152 @@
+"""Measure the source of the package: lines, the files that an import reads, fields of classes, and imported names.
+
+Nothing of the package is imported. tests/unit/test_house.py bounds the figures.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = [
+    "PACKAGE",
+    "class_fields",
+    "code_lines",
+    "imported_by",
+    "imported_lines",
+    "imported_names",
+    "sizes_by_folder",
+]
+
+PACKAGE = Path(__file__).parents[2] / "composable_fsdp"
+
+
+class Size(NamedTuple):
+    """The size of source: all lines, and lines with a statement that is no import, docstring or ``__all__``."""
+
+    lines: int
+    code: int
+
+    def __add__(self, other: object) -> Size:
+        assert isinstance(other, Size)
+        return Size(self.lines + other.lines, self.code + other.code)
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each file by its path below the package, such as ``_comm/c10d.py``."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in files}
+
+
+def sizes_by_folder() -> dict[str, Size]:
+    """Return the size of each folder at the top of the package; ``"."`` for the files beside them."""
+    sizes: dict[str, Size] = {}
+    for path, tree in trees().items():
+        folder = path.split("/")[0] if "/" in path else "."
+        lines = len((PACKAGE / path).read_text().splitlines())
+        sizes[folder] = sizes.get(folder, Size(0, 0)) + Size(lines, len(code_lines(tree)))
+    return sizes
+
+
+def code_lines(tree: ast.Module) -> set[int]:
+    """Return the lines with a statement that is no import, docstring or ``__all__``."""
+    found: set[int] = set()
+    for statement in ast.walk(tree):
+        if not isinstance(statement, ast.stmt) or _is_declaration(statement):
+            continue
+        body = getattr(statement, "body", None)
+        first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))])
+        last = max(first, body[0].lineno - 1) if body else statement.end_lineno or first
+        found.update(range(first, last + 1))
+    docstrings = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    return found - docstrings
+
+
+def _is_declaration(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Assign):
+        return any(isinstance(target, ast.Name) and target.id == "__all__" for target in statement.targets)
+    return isinstance(statement, (ast.Import, ast.ImportFrom))
+
+
+def imported_by(path: str) -> set[str]:
+    """Return the files that importing the file ``path`` reads, itself included. ``TYPE_CHECKING`` blocks do not count.
+
+    The ``__init__.py`` of the package itself does not count: it imports everything.
+    """
+    seen: set[str] = set()
+    left = [path]
+    while left:
+        current = left.pop()
+        if current not in seen:
+            seen.add(current)
+            left += _direct_imports(trees()[current])
+    return seen
+
+
+def _direct_imports(tree: ast.Module) -> Iterator[str]:
+    for statement in _at_import(tree.body):
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").split(".")[0] == PACKAGE.name:
+            module = "/".join((statement.module or "").split(".")[1:])
+            for alias in statement.names:
+                candidates = (f"{module}/{alias.name}.py", f"{module}.py", f"{module}/__init__.py")
+                yield from [each.lstrip("/") for each in candidates if each.lstrip("/") in trees()][:1]
+
+
+def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+            yield from _at_import(statement.orelse)
+        elif isinstance(statement, (ast.If, ast.Try, ast.With)):
+            yield from _at_import([*statement.body, *getattr(statement, "orelse", ())])
+        else:
+            yield statement
+
+
+def class_fields() -> Counter[str]:
+    """Return the number of fields of each class: attributes that it gives ``self``, and annotated class attributes.
+
+    Classes of the same name count as the widest of them.
+    """
+    fields: Counter[str] = Counter()
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                fields[node.name] = max(fields[node.name], len(_fields(node)))
+    return fields
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    stored = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
+    own = {each.attr for each in stored if isinstance(each.value, ast.Name) and each.value.id == "self"}
+    annotated = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+    return own | {target.id for target in annotated if isinstance(target, ast.Name)}
+
+
+def imported_names() -> Counter[str]:
+    """Return the number of names that each file imports from the package."""
+    return Counter(
+        {
+            path: sum(
+                len(node.names)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name
+            )
+            for path, tree in trees().items()
+            if path != "__init__.py"
+        }
+    )
+
+
+def imported_lines(path: str) -> int:
+    """Return the number of lines of the files that importing ``path`` reads."""
+    return sum(len((PACKAGE / each).read_text().splitlines()) for each in imported_by(path))
