@@ -28,7 +28,6 @@ from composable_fsdp._runtime.groups.param_group_buckets import shard_full_tenso
 from composable_fsdp._runtime.groups.state import (
     ForwardCall,
     FSDPState,
-    InputView,
     ModuleReference,
     PassHooks,
     state_of,
@@ -36,7 +35,7 @@ from composable_fsdp._runtime.groups.state import (
 from composable_fsdp._runtime.lazy_init import assemble
 from composable_fsdp._runtime.mixed_tensor_errors import explain
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part, without_torch_function
-from composable_fsdp._runtime.pytree import map_tensors, tensors_in
+from composable_fsdp._runtime.pytree import CallInputs, map_tensors, tensors_in
 from composable_fsdp._sharding.typed_params import without_type_checks
 from composable_fsdp.errors import ConfigurationError
 
@@ -162,7 +161,8 @@ def is_being_called(state: FSDPState) -> bool:
         if running is caller:
             return True
         running = running.f_back
-    calls.clear()
+    while calls:
+        calls.pop().end()
     return False
 
 
@@ -219,22 +219,22 @@ class _ModuleHooks:
                 state.group.restore_types()
         dtype = state.input_dtype
         device = state.group.axes.device if state is call.iteration.root else None
-        watched: list[InputView] | None = None
-        if torch.is_grad_enabled() and not call.is_inner:
-            watched = call.inputs = []
-        if dtype is not None or device is not None or watched is not None:
-            take = _InputMap(device, dtype, watched)
-            args = map_tensors(take, args)
+        watched = torch.is_grad_enabled() and not call.is_inner
+        if watched or dtype is not None or device is not None or state.precision.output_dtype is not None:
+            take = call.inputs = CallInputs(device, dtype, watched=watched)
+            args = map_tensors(take, args, take.container)
             if kwargs:
-                kwargs = map_tensors(take, kwargs)
+                kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
         return args, kwargs
 
     def finish(self, module: nn.Module, output: Any) -> Any:
         """End a call that returned: reshard, and register hooks for backward."""
         state, call = self._state, self._state.calls_under_way.pop()
-        inputs = call.end()
-        if state.precision.output_dtype is not None:
-            output = map_tensors(_cast_to(state.precision.output_dtype), output)
+        inputs, dtype = call.end(), state.precision.output_dtype
+        if inputs is not None and inputs.containers:
+            output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
+        elif dtype is not None:
+            output = map_tensors(_cast_to(dtype), output)
         if call.is_inner or not call.iteration.post_forward(call, module):
             return output
         return _watch_backward(call, inputs, output)
@@ -285,49 +285,34 @@ def _is_full_tensor(value: Any, shape: tuple[int, ...]) -> bool:
     return type(value) in (torch.Tensor, nn.Parameter) and tuple(value.shape) == shape and not value.is_meta
 
 
-class _InputMap:
-    """Moves and casts inputs, each tensor once, and records a view of those that need a gradient."""
-
-    def __init__(self, device: torch.device | None, dtype: torch.dtype | None, watched: list[InputView] | None) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._watched = watched
-        self._mapped: dict[int, torch.Tensor] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        known = self._mapped.get(id(tensor))
-        if known is not None:
-            return known
-        mapped = tensor
-        if self._device is not None and tensor.device != self._device:
-            mapped = mapped.to(self._device, non_blocking=True)
-        if self._dtype is not None and tensor.is_floating_point():
-            mapped = mapped.to(self._dtype)
-        if self._watched is not None and mapped.requires_grad:
-            mapped = mapped.view_as(mapped) if mapped is tensor else mapped
-            self._watched.append((mapped, mapped._version))
-        self._mapped[id(tensor)] = mapped
-        return mapped
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _watch_backward(call: ForwardCall, inputs: Sequence[InputView], output: Any) -> Any:
+def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -> Any:
     """Register hooks on the nodes where gradients enter ``call`` and leave it, and return the output to use.
 
-    If an input was changed in place, its gradient is ready before the module's backward is done. Then, and for inputs
-    without gradients, no hook shows the end. The hooks own the call, and it owns the FSDP state and the iteration, so
-    that backward works after the model was dropped.
+    Gradients also enter through what the module wrote into containers of the caller. If an input was changed in place,
+    its gradient is ready before the module's backward is done. Then, and for inputs without gradients, no hook shows
+    the end. The hooks own the call, and it owns the FSDP state and the iteration, so that backward works after the
+    model was dropped.
     """
-    input_nodes = [node for view, version in inputs if view._version == version and (node := view.grad_fn) is not None]
-    if len(input_nodes) < len(inputs):
+    views = () if inputs is None or inputs.views is None else inputs.views
+    input_nodes = [node for view, version in views if view._version == version and (node := view.grad_fn) is not None]
+    if len(input_nodes) < len(views):
         input_nodes.clear()
-    nodes, bases = _nodes_of(output)
-    if None in nodes:
-        output = map_tensors(_with_grad_fn, output)
+    if inputs is not None and inputs.containers:
+        output = inputs.map_output(_with_grad_fn, output, and_written=True)
+        nodes, bases = _nodes_of(inputs.outputs(output))
+    else:
         nodes, bases = _nodes_of(output)
+        if None in nodes:
+            output = map_tensors(_with_grad_fn, output)
+            nodes, bases = _nodes_of(output)
     if not nodes and not input_nodes:
         return output
 

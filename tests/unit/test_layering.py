@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("_runtime.schedule", "_memory"),
     ("_comm",),
     ("_sharding",),
-    ("_runtime.params",),
+    ("_runtime.params", "_runtime.pytree"),
     ("_runtime.collectives",),
     ("_runtime.groups",),
     ("_runtime.root", "wrap"),

@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 
 from composable_fsdp._consistency.order_check import order_check_from
@@ -25,6 +24,7 @@ from composable_fsdp._layout.plan import GroupPlan
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.version_check import Seen, VersionCheck
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_parameter
+from composable_fsdp._runtime.pytree import CallInputs
 from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp.errors import LifecycleError
@@ -37,7 +37,6 @@ __all__ = [
     "BoundActions",
     "FSDPState",
     "ForwardCall",
-    "InputView",
     "ModuleReference",
     "PassHooks",
     "PlainPlaces",
@@ -117,12 +116,6 @@ class PassHooks(Protocol):
     def drain_before_changes(self) -> None: ...
 
 
-InputView: TypeAlias = tuple[torch.Tensor, int]
-"""A view, made for one call, of an input that needs a gradient, and its version when it was made.
-
-A hook on its node costs half as much as a hook on the tensor. An in-place change gives the view another node.
-"""
-
 _NO_RECORD = ForwardRecord()
 """The record of calls to which no backward comes back. Nothing is written to it."""
 
@@ -151,7 +144,7 @@ class ForwardCall:
     is_inner: bool
     """True if the call is inside another call of the same state, e.g. ``forward`` in a registered ``generate``."""
     thread: int = field(default_factory=threading.get_ident)
-    inputs: Sequence[InputView] = ()
+    inputs: CallInputs | None = None
 
     # Of the run, in its first call.
 
@@ -188,10 +181,12 @@ class ForwardCall:
         """The name of the group, for labels."""
         return self.state.group.name
 
-    def end(self) -> Sequence[InputView]:
-        """End the call: release what belongs to its Python frame. Return the views of its inputs."""
-        inputs, self.inputs = self.inputs, ()
+    def end(self) -> CallInputs | None:
+        """End the call: release what belongs to its Python frame, and the caller's containers. Return its inputs."""
+        inputs, self.inputs = self.inputs, None
         self.caller = self.handled_exception = None
+        if inputs is not None and inputs.containers:
+            inputs.give_back()
         return inputs
 
     # -- backward
