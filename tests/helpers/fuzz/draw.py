@@ -15,6 +15,7 @@ from tests.helpers.fuzz.programs import (
     BY_HAND,
     FAILS,
     FINISHES,
+    HIDDEN,
     HOLDS,
     KEEPS,
     LEAVES,
@@ -66,7 +67,9 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
         optimizer=draw(st.sampled_from(["sgd", *OPTIMIZERS])),
         feedback=_maybe(draw, st.just(True), False),
         steps=tuple(steps[i % len(steps)] for i in range(STEPS)),
-        by_seed=len(repr(tree)) % 3 == 0,  # not drawn, because an additional draw would change all programs
+        # Not drawn, because an additional draw would change all programs.
+        by_seed=len(repr(tree)) % 3 == 0,
+        hidden=(*HIDDEN, *["none"] * 3)[len(repr(tree)) // 3 % 6],
     )
 
 

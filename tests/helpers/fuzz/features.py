@@ -11,6 +11,7 @@ from tests.helpers.fuzz.programs import (
     BY_HAND,
     FAILS,
     FINISHES,
+    HIDDEN,
     HOLDS,
     KEEPS,
     LEAVES,
@@ -107,6 +108,10 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "tensor-parallel mesh": lambda p: p.placing is not None and not p.placing.full,
     "tensor-parallel sums with reduce_dtype": lambda p: (
         p.tensor_ranks > 1 and any(state.precision.reduce for state in groups(p.tree).values())
+    ),
+    **{f"hidden states in {kind}": (lambda p, k=kind: p.hidden == k) for kind in HIDDEN},  # type: ignore[misc]
+    "hidden states that are cast": lambda p: (
+        p.hidden != "none" and any(u.precision.param and u.precision.cast_inputs for u in groups(p.tree).values())
     ),
     "initialised by seed": lambda p: p.by_seed,
     "two threads": lambda p: p.beside is not None,

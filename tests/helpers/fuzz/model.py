@@ -23,16 +23,23 @@ from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, borrowe
 __all__ = [
     "BlockModule",
     "Clock",
+    "Hidden",
     "LeafModule",
     "Pair",
     "Part",
+    "add",
     "build",
     "first_and_rest",
     "freeze",
+    "in_order",
     "parts",
     "randomise",
     "states",
 ]
+
+
+Hidden = list[torch.Tensor] | dict[str, torch.Tensor]
+"""A container of hidden states."""
 
 
 @dataclass
@@ -81,27 +88,45 @@ class Part(nn.Module):
         self.node, self.group, self.clock = node, group, clock
         self.state: ShardCall | None = None
 
-    def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def compute(self, x: torch.Tensor, depth: int, hidden: Hidden | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError
 
-    def forward(self, x: torch.Tensor, depth: int = 1) -> Any:
+    def forward(self, x: torch.Tensor, depth: int = 1, hidden: Hidden | None = None) -> Any:
         self.clock.run("forward")
-        first, rest = self.compute(x, depth)
+        if hidden is not None:
+            x = x + 0.125 * in_order(hidden)[-1].to(x.dtype)
+        first, rest = self.compute(x, depth, hidden)
+        if hidden is not None:
+            add(hidden, first.sin())
         if self.clock.fails == "backward" and first.requires_grad:
             first.register_hook(lambda _: self.clock.run("backward"))
         return _contained(self.node.returns, x, first, first * 0.5 if rest is None else rest)
 
-    def other(self, x: torch.Tensor) -> Any:
+    def other(self, x: torch.Tensor, hidden: Hidden | None = None) -> Any:
         """Run forward. This method is registered with ``register_fsdp_forward_method``."""
-        return self.forward(x)
+        return self.forward(x, 1, hidden)
 
 
-def run(part: Part, x: torch.Tensor) -> torch.Tensor:
+def in_order(hidden: Hidden) -> list[torch.Tensor]:
+    """Return hidden states, the first one first."""
+    return list(hidden.values()) if isinstance(hidden, dict) else hidden
+
+
+def add(hidden: Hidden, state: torch.Tensor) -> None:
+    if isinstance(hidden, dict):
+        hidden[f"state {len(hidden)}"] = state
+    else:
+        hidden.append(state)
+
+
+def run(part: Part, x: torch.Tensor, hidden: Hidden | None) -> torch.Tensor:
     """Call ``part`` and use its outputs as its node specifies."""
     if part.clock.step in part.node.absent:
         return x
     state = part.state
-    first, rest = first_and_rest(part.other(x) if state is not None and state.method else part(x=x))
+    first, rest = first_and_rest(
+        part.other(x, hidden) if state is not None and state.method else part(x=x, hidden=hidden)
+    )
     if part.node.returns == "view":
         return first.mul_(0.5)
     return first + 0.25 * rest if rest is not None and part.node.uses_all else first
@@ -167,7 +192,7 @@ class LeafModule(Part):
                 values = torch.randn(shape, generator=generator, dtype=torch.float64)
                 setattr(self, name, nn.Parameter(values.to(getattr(torch, node.dtype))))
 
-    def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def compute(self, x: torch.Tensor, depth: int, hidden: Hidden | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = x.to(next(self.parameters(recurse=False)).dtype)
         kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "linear": lambda x: F.linear(x, self.own(self.weight), self.own_bias()),
@@ -209,39 +234,39 @@ class BlockModule(Part):
         super().__init__(node, group, clock)
         self.parts = nn.ModuleList()
 
-    def all_parts(self, x: torch.Tensor) -> torch.Tensor:
+    def all_parts(self, x: torch.Tensor, hidden: Hidden | None = None) -> torch.Tensor:
         for part in self.parts:
             assert isinstance(part, Part)
-            x = run(part, x)
+            x = run(part, x, hidden)
         return x
 
-    def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def compute(self, x: torch.Tensor, depth: int, hidden: Hidden | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         first, last = self.parts[0], self.parts[-1]
         assert isinstance(first, Part)
         assert isinstance(last, Part)
         match self.node.kind:
             case "residual":
-                return x + self.all_parts(x), None
+                return x + self.all_parts(x, hidden), None
             case "fork":
-                return run(first, x), run(last, x)
+                return run(first, x, hidden), run(last, x, hidden)
             case "dead":  # the result is not used
-                self.all_parts(x)
+                self.all_parts(x, hidden)
                 return x, None
             case "repeat":
                 for _ in range(self.node.times):
-                    x = self.all_parts(x)
+                    x = self.all_parts(x, hidden)
                 return x, None
             case "recursive":
-                x = run(first, x)
+                x = run(first, x, hidden)
                 if depth < self.node.times:
-                    x = first_and_rest(self(x, depth + 1))[0]
-                return run(last, x), None
+                    x = first_and_rest(self(x, depth + 1, hidden))[0]
+                return run(last, x, hidden), None
             case "checkpoint" | "reentrant checkpoint" as kind:
                 # The reentrant kind gives no gradients at all if no input needs one.
                 reentrant = kind.startswith("reentrant") and x.requires_grad
                 return checkpoint(self.all_parts, x, use_reentrant=reentrant), None
             case _:
-                return self.all_parts(x), None
+                return self.all_parts(x, hidden), None
 
 
 def build(program: Program, clock: Clock) -> Part:

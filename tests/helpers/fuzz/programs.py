@@ -19,6 +19,7 @@ __all__ = [
     "BY_HAND",
     "FAILS",
     "FINISHES",
+    "HIDDEN",
     "HOLDS",
     "KEEPS",
     "LEAVES",
@@ -52,6 +53,7 @@ RETURNS = ("tensor", "tuple", "dict", "dataclass", "nested", "with input", "view
 BACKWARDS = ("all", "twice", "first", "second", "first, then second")
 ORDERS = ("in turn", "late", "late, reversed", "joined")
 HOLDS = ("none", "all", "roots", "no_sync", "no_sync, sharded", "no_sync of a part", "all-reduce")
+HIDDEN = ("none", "list", "dict")
 FINISHES = ("backward", "synchronize", "finalize", "finalize, async")
 KEEPS = ("never", "until last", "always")
 WHENS = ("before", "between", "after")
@@ -229,6 +231,8 @@ class Program(_Short):
     Args:
         by_seed: if true, the sharded model is initialised again from a seed, and so is the unsharded one.
         feedback: if true, gradients are sent as bf16 with error feedback.
+        hidden: the container that parts get, read and write hidden states into, except those in checkpoints. It begins
+            with the input, and the second output of a step depends on what is in it.
         beside: a program that another thread of each rank trains at the same time, over its own process groups. No step
             of either fails then, because ranks report failures per process, not per thread.
     """
@@ -240,6 +244,7 @@ class Program(_Short):
     optimizer: str = "sgd"
     by_seed: bool = False
     feedback: bool = False
+    hidden: str = "none"
     steps: tuple[Step, ...] = field(default=(Step(),) * STEPS)
     beside: Program | None = None
 

@@ -18,7 +18,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.helpers.fuzz.model import Clock, Group, LeafModule, Pair, Part, build, freeze, randomise, states
+from tests.helpers.fuzz.model import (
+    Clock,
+    Group,
+    Hidden,
+    LeafModule,
+    Pair,
+    Part,
+    add,
+    build,
+    freeze,
+    in_order,
+    randomise,
+    states,
+)
 from tests.helpers.fuzz.programs import Leaf, Placing, Precision, Program, Step, groups, node_infos
 from tests.helpers.fuzz.run import (
     OPTIMIZERS,
@@ -127,8 +140,15 @@ def cast_around(part: Part) -> None:
     into = dtype_of(state.precision.param) if state.precision.cast_inputs else None
     out_of = dtype_of(state.precision.output)
 
-    def casting(x: torch.Tensor, depth: int = 1) -> Any:
-        return cast(forward(x if into is None else x.to(into), depth), out_of)
+    def casting(x: torch.Tensor, depth: int = 1, hidden: Hidden | None = None) -> Any:
+        if into is None or hidden is None:
+            return cast(forward(x if into is None else x.to(into), depth, hidden), out_of)
+        inside = cast(hidden, into)
+        try:
+            return cast(forward(x.to(into), depth, inside), out_of)
+        finally:
+            for state in in_order(inside)[len(hidden) :]:
+                add(hidden, state)
 
     if into is not None or out_of is not None:
         part.forward = casting  # type: ignore[method-assign]
@@ -158,7 +178,7 @@ def train_reference(program: Program) -> list[Run]:
         freeze(reference.model, clock.step)
         for rank, run in enumerate(runs):
             reference.begin(rank)
-            play(reference.model, program.width, step, 100 * clock.step + rank, reference, run)
+            play(reference.model, program, step, 100 * clock.step + rank, reference, run)
         reference.finish()
         for rank, run in enumerate(runs):
             for name, master in reference.masters.items():

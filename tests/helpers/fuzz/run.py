@@ -33,11 +33,13 @@ from tests._internals import state_of
 from tests.helpers.fuzz.model import (
     BlockModule,
     Clock,
+    Hidden,
     LeafModule,
     Part,
     build,
     first_and_rest,
     freeze,
+    in_order,
     parts,
     randomise,
     states,
@@ -97,17 +99,24 @@ class Driver:
     def before_optimizer(self, step: Step) -> None: ...
 
 
-def play(model: Part, width: int, step: Step, seed: int, driver: Driver, run: Run) -> None:
+def play(model: Part, program: Program, step: Step, seed: int, driver: Driver, run: Run) -> None:
     """Run one step of one rank, without the optimizer's step."""
+    width, hidden = program.width, program.hidden
     generator = torch.Generator().manual_seed(seed)
 
     def batch() -> torch.Tensor:
         return torch.randn(BATCH, width, generator=generator, dtype=torch.float64)
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, rest = first_and_rest(model(x))
+        states: dict[str, Hidden | None] = {"none": None, "list": [x], "dict": {"input": x}}
+        held = states[hidden]
+        first, rest = first_and_rest(model(x, hidden=held))
         first = first.double()
-        return first.square().mean(), (first.sin() if rest is None else rest.double().cos()).mean()
+        second = (first.sin() if rest is None else rest.double().cos()).mean()
+        if held is not None:
+            assert in_order(held)[0] is x
+            second = second + torch.stack([state.double().cos().mean() for state in in_order(held)]).mean()
+        return first.square().mean(), second
 
     def evaluate(when: str) -> None:
         for then, mode in step.evaluate:
@@ -418,14 +427,14 @@ class Training:
             if step.fails != "never":
                 clock.fails, clock.countdown = step.fails, step.fails_at
                 with suppress(ArithmeticError):
-                    play(model, program.width, step, seed, driver, Run())
+                    play(model, program, step, seed, driver, Run())
                 clock.fails = "never"
                 driver.reset()
                 optimizer.zero_grad()
             if step.generate:
                 forwards = rank if program.placing is None else 1  # tensor-parallel ones communicate by themselves
                 driver.generate(torch.ones(BATCH, program.width, dtype=torch.float64), forwards)
-            play(model, program.width, step, seed, driver, run)
+            play(model, program, step, seed, driver, run)
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                     assert parameter.grad.placements == parameter.placements, name
