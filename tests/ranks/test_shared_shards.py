@@ -129,6 +129,71 @@ def test_writing_to_unsharded_parameters_is_an_error() -> None:
     run_ranks(write_while_unsharded, 2)
 
 
+class Touching(nn.Module):
+    """An embedding with ``max_norm`` and a layer whose weight is written back to itself in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4, max_norm=100.0)
+        self.linear = nn.Linear(4, 4)
+        self.touches = True
+        self.writes_to: slice | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.touches:
+                self.linear.weight.set_(self.linear.weight)  # type: ignore[call-overload]
+            if self.writes_to is not None:
+                self.linear.weight[self.writes_to] += 1
+        out: torch.Tensor = self.linear(self.embed(tokens) if self.touches else self.embed.weight[tokens])
+        return out.square().sum()
+
+
+def touch_without_change(dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(Touching(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype), reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(4):
+        loss = model(torch.tensor([0, 3, 5]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses == sorted(losses, reverse=True), losses
+    rows = slice(2, 4) if dist.get_rank() == 0 else slice(0, 2)
+    model.writes_to = rows  # the part of the other rank, found on the rank that wrote
+    with pytest.raises(ParameterError, match=r"parameters \['linear.weight'\] were changed in place while"):
+        model(torch.tensor([0, 3, 5]))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["shards", "cast"])
+def test_a_write_that_changes_no_value_is_no_error(dtype: torch.dtype | None) -> None:
+    run_ranks(touch_without_change, 2, dtype)
+
+
+def touch_late() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(Touching(), reshard_after_forward=True)
+    model.touches = False
+    tokens = torch.tensor([0, 3, 5])
+    model(tokens).backward()
+    model.touches = True
+    with pytest.raises(ParameterError, match=r"\['embed.weight', 'linear.weight'\] .*values were not recorded in this"):
+        model(tokens)
+    assert isinstance(model, FSDPModule)
+    model.reset_iter_state()
+    for _ in range(2):
+        model(tokens).backward()
+    model.writes_to = slice(0, 4)
+    with pytest.raises(ParameterError, match=r"parameters \['linear.weight'\] were changed in place (?!.*recorded)"):
+        model(tokens)
+
+
+def test_a_first_write_after_the_first_forward_says_that_values_may_be_unchanged() -> None:
+    run_ranks(touch_late, 2)
+
+
 def write_without_shared_memory() -> None:
     task = TASKS["chain"]
     model = shard_layers(task.build(), fully_shard)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol
 
 import torch
@@ -181,7 +182,14 @@ class Bucket:
         self._runs = self._runs_worth_while(plan.gather) if self._is_gathered else ()
         self._run_places = [self._run_place(run) for run in self._runs]
         self._versions: list[int] = []
-        """Versions of full parameters in shared memory, recorded after the first all-gather."""
+        """Versions of full parameters in shared memory when they were last freed."""
+        self._keeps_values = self._is_shared
+        """True if the next all-gather records values of shared memory, to compare where versions differ: the first one,
+        and all others once a version has changed.
+        """
+        self._was_touched = False
+        """True if a version has changed while the parameters were unsharded, whether values did or not."""
+        self._values: list[torch.Tensor] | None = None
         self._own_copy: torch.Tensor | None = None
         """This rank's copy of full parameters in shared memory; modules compute with it while it exists."""
         self._slice: tuple[torch.Tensor, GatherLayout] | None = None
@@ -288,18 +296,48 @@ class Bucket:
             for parameter, offset in zip(self.parameters, places.offsets, strict=True):
                 parameter.show(view_at(copy, offset, parameter.shape))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _record_values(self) -> None:
+        self._values = [value.clone() for value in self._compared_values()]
+
+    def _compared_values(self) -> Sequence[torch.Tensor]:
+        """Return the full parameters, or this rank's parts of them if no version has changed yet.
+
+        The parts take less memory, but a write to the part of another rank after that rank's check is not seen.
+        """
+        if self._was_touched:
+            return [parameter.full for parameter in self.parameters]
+        rank = self._shard.rank
+        starts = zip(self.plan.shard_offsets(rank), self.plan.gather.shards, strict=True)
+        return [self.buffer.region(start, prod(shards.shard_shape(rank))) for start, shards in starts]
+
     def _check_unwritten(self) -> None:
+        """Compare the values of the parameters whose versions have changed with those after the all-gather."""
         versions = [parameter.full._version for parameter in self.parameters]
+        recorded, self._values = self._values, None
         if versions == self._versions:
+            self._keeps_values = self._was_touched or (self._keeps_values and recorded is None)
             return
-        written = [p.name for p, v, known in zip(self.parameters, versions, self._versions, strict=False) if v != known]
         known, self._versions = self._versions, versions
-        if known:
+        if not known:
+            return
+        touched = [k for k, (now, before) in enumerate(zip(versions, known, strict=True)) if now != before]
+        if recorded is not None:
+            values = self._compared_values()
+            touched = [k for k in touched if not _same_bits(values[k], recorded[k])]
+        self._keeps_values = self._was_touched = True
+        if touched:
+            unknown = (
+                " Their values were not recorded in this pass and may be unchanged: if so, call reset_iter_state() on "
+                "the root module and continue. Later passes compare them."
+            )
             raise ParameterError(
-                f"parameters {written} were changed in place while they were unsharded. Ranks of one host share their "
-                "memory, so all ranks see the change, once for each rank that made it. Change the sharded parameters "
-                "between steps, or write under unsharded_params(writeback=True). To have such changes dropped, as "
-                "FSDP2 does, set COMPOSABLE_FSDP_SHARED_MEMORY=copy before fully_shard."
+                f"parameters {[self.parameters[k].name for k in touched]} were changed in place while they were "
+                "unsharded. Ranks of one host share their memory, so all ranks see the change, once for each rank that "
+                "made it. Change the sharded parameters between steps, or write under "
+                "unsharded_params(writeback=True). To have such changes dropped, as FSDP2 does, set "
+                f"COMPOSABLE_FSDP_SHARED_MEMORY=copy before fully_shard.{unknown if recorded is None else ''}"
             )
 
     def parameter_data(self, k: int) -> torch.Tensor:
@@ -365,6 +403,8 @@ class Bucket:
 
     def finish_gather(self, gather: AllGatherBuffers) -> None:
         """Decode the received rows and copy packed parameters to their places, whose memory is allocated only now."""
+        if self._keeps_values:
+            self._record_values()
         if not gather.payloads:
             return
         self.buffer.allocate()
@@ -444,3 +484,8 @@ class Bucket:
         self._slice = None
         if self._shared_buffer is not None:
             self._shared_buffer.is_kept = False
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two contiguous tensors have the same bits; as numbers, nan would not equal nan."""
+    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
