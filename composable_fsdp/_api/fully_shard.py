@@ -103,6 +103,7 @@ def fully_shard(
             accepted.
         mesh: 1-d: shard over it. 2-d: replicate over the first dim, shard over the second; a second dim of size 1 is
             plain data parallelism. ``None``: all ranks of the default process group, on its accelerator if it has one.
+            If there is no process group, it is started from the environment, such as that of torchrun.
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False``
             keeps them until the end of backward. An int that divides the number of shard ranks keeps a slice, which
             backward gathers over that many neighbouring ranks. ``None`` is ``True`` except for the outermost module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -37,10 +38,13 @@ __all__ = [
 ]
 
 HOW_TO_START = (
-    "Start one process per device with `torchrun --nproc-per-node N script.py` and call "
+    "Start one process per device with `torchrun --nproc-per-node N script.py`, or call "
     "`torch.distributed.init_process_group()` before fully_shard, or build a mesh with "
     "`torch.distributed.device_mesh.init_device_mesh` and pass it as mesh=."
 )
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The environment variables from which torch starts a process group."""
 
 
 @dataclass(frozen=True)
@@ -184,10 +188,20 @@ def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
 def default_mesh() -> DeviceMesh:
     """Return a 1-d mesh over the default process group, on its accelerator if it serves one, else on CPU.
 
-    The mesh has no dim names, because peft and others take any name but ``fsdp`` for tensor parallelism.
+    The group is started from the environment, such as that of torchrun, if there is none. The mesh has no dim names,
+    because peft and others take any name but ``fsdp`` for tensor parallelism.
+
+    Raises:
+        MeshError: there is no process group, and the environment lacks a variable to start one.
     """
     if not dist.is_initialized():
-        raise MeshError(f"fully_shard was given no mesh and there is no default process group. {HOW_TO_START}")
+        missing = [name for name in _RENDEZVOUS if name not in os.environ]
+        if missing:
+            raise MeshError(
+                "fully_shard was given no mesh and there is no default process group, nor can one be started from the "
+                f"environment, which lacks {', '.join(missing)}. {HOW_TO_START}"
+            )
+        dist.init_process_group()
     world = dist.group.WORLD
     assert world is not None
     if world not in _default_meshes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from composable_fsdp import MeshError, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
+from tests.helpers.torchrun import torchrun
 
 
 def _check_the_default_mesh() -> None:
@@ -46,6 +48,25 @@ def _train_on_the_default_mesh() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_default_mesh_averages_over_all_ranks(ranks: int) -> None:
     run_ranks(_train_on_the_default_mesh, ranks)
+
+
+WITHOUT_A_PROCESS_GROUP = """
+import torch, torch.distributed as dist
+from composable_fsdp import fully_shard
+torch.manual_seed(0)
+model = fully_shard(torch.nn.Linear(3, 4))
+model(torch.ones(1, 3)).sum().backward()
+print("ranks", model.weight.device_mesh.mesh.tolist(), "rows", model.weight.grad.to_local().size(0))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.behaviour("A-03")
+def test_under_torchrun_the_default_process_group_is_started_from_the_environment(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(WITHOUT_A_PROCESS_GROUP)
+    assert torchrun(program).count("ranks [0, 1] rows 2") == 2
 
 
 def _check_parity(task: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:

@@ -97,6 +97,7 @@ except composable_fsdp.MeshError as error:
     assert run.returncode == 0, run.stderr
     for part in ("no mesh", "no default process group", "torchrun", "init_process_group", "init_device_mesh", "mesh="):
         assert part in run.stdout, run.stdout
+    assert "the environment, which lacks RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT." in run.stdout
 
 
 @pytest.mark.behaviour("A-03")
