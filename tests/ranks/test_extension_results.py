@@ -20,6 +20,7 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.testing import run_ranks
+from tests._internals import state_of
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of
 
 # -- the results of hooks
@@ -137,6 +138,102 @@ def pad_outputs(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_padded_result_of_the_second_hook_is_cut(world_size: int) -> None:
     run_ranks(pad_outputs, world_size, world_size)
+
+
+class Releases(WithHooks):
+    """Is sent in fp32 and computed with in another dtype, in memory of its own; says if the outputs are freed."""
+
+    releases: ClassVar[Any] = True
+    aliases: ClassVar[bool] = False
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.as_subclass(torch.Tensor),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        if out is not None:
+            return None if self.aliases else out.copy_(outputs[0])
+        full = outputs[0] if self.aliases else outputs[0].to(dtype, copy=True)
+        return full, (full,)
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return self.releases
+
+
+class Keeps(Releases):
+    releases = False
+
+
+class Aliases(Releases):
+    aliases = True
+
+
+class Unsure(Releases):
+    releases = None
+
+
+class ProbedLinear(nn.Linear):
+    """Notes the bytes of the unsharded weight in each forward and in each backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noted = self.noted = getattr(self, "noted", [])
+        (bucket,) = state_of(self).group.buckets
+
+        class Probe(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+                noted.append(bucket.unsharded_bytes)
+                return weight.view_as(weight)
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                noted.append(bucket.unsharded_bytes)
+                return gradient
+
+        return F.linear(x, Probe.apply(self.weight))
+
+
+def release_outputs() -> None:
+    found: dict[tuple[Any, bool], list[torch.Tensor]] = {}
+    for kind, reshard in product((Keeps, Releases), (True, False)):
+        model: Any = build_linear(kind)
+        model.__class__ = ProbedLinear
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
+        values = found[kind, reshard] = []
+        for step in range(3):
+            loss = model(batch_of(step, dist.get_rank())[:, :3]).float().square().mean()
+            loss.backward()
+            values += [loss.detach(), gather_plain(model.weight.grad)]
+            with torch.no_grad():
+                model.weight.sub_(model.weight.grad)
+        compute, output = 9 * 3 * 2, 9 * 3 * 4
+        assert model.noted == [compute if kind is Releases else compute + output] * 6, (kind, model.noted)
+        assert sum(bucket.unsharded_bytes for bucket in state_of(model).group.buckets) == 0
+    for values in found.values():
+        torch.testing.assert_close(values, found[Keeps, True], rtol=0, atol=0)
+
+
+@pytest.mark.behaviour("E-03")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gathered_outputs_are_freed_as_soon_as_the_parameter_exists_if_its_class_says_so(world_size: int) -> None:
+    run_ranks(release_outputs, world_size)
+
+
+def release_too_much() -> None:
+    name = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+    with pytest.raises(ParameterError, match=rf"^{name} of parameter 'weight' must return a bool, not None\.$"):
+        fully_shard(build_linear(Unsure))
+    with pytest.raises(
+        ParameterError, match=rf"parameter 'weight' is made of its gathered outputs, which {name} says to"
+    ):
+        fully_shard(build_linear(Aliases))(batch_of(0, 0)[:, :3])
+    model = fully_shard(build_linear(Releases), reshard_after_forward=2)
+    with pytest.raises(ParameterError, match=r"cannot be kept as slices .* Pass reshard_after_forward=True or False"):
+        model(batch_of(0, 0)[:, :3])
+
+
+def test_outputs_that_are_still_needed_are_not_freed() -> None:
+    run_ranks(release_too_much, 4)
 
 
 class Fills(WithHooks):

@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 WANTS_PADDING = "fsdp_pads_shards"
+RELEASE_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _FORMS = (
     "fsdp_pre_all_gather(self, mesh) or fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)"
 )
@@ -149,6 +150,7 @@ class Extension:
         policy: the group's mixed precision.
         takes_all: True if the first hook takes five arguments, false if it takes the mesh alone.
         padded_size: shape of the largest shard, if the hook wants shards padded to it.
+        releases_outputs: True if the gathered outputs are freed once the second hook has returned.
     """
 
     name: str
@@ -160,6 +162,7 @@ class Extension:
     policy: MixedPrecisionPolicy
     takes_all: bool
     padded_size: tuple[int, ...] | None = None
+    releases_outputs: bool = False
 
     def pre_all_gather(self) -> Payload:
         """Call the first hook.
@@ -318,12 +321,16 @@ def find_extension(
 
     Raises:
         ExtensionError: ``local`` has only one of the two hooks, or one that takes neither one nor five arguments.
+        ParameterError: its answer whether outputs are released is no bool.
     """
     arity = check_hooks(name, local, GATHER_HOOKS, (1, 5), "how it is sent", _FORMS)
     if arity is None:
         return None
     padded = padded_size if getattr(local, WANTS_PADDING, False) else None
-    return Extension(name, local, mesh, outer_size, dim, ref(module), policy, arity == 5, padded)
+    releases = getattr(local, RELEASE_HOOK, lambda: False)()
+    if not isinstance(releases, bool):
+        raise ParameterError(f"{RELEASE_HOOK} of parameter {name!r} must return a bool, not {releases!r}.")
+    return Extension(name, local, mesh, outer_size, dim, ref(module), policy, arity == 5, padded, releases)
 
 
 def find_view(

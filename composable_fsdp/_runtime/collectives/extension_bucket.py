@@ -17,10 +17,18 @@ from composable_fsdp._comm.verify_ranks import gather_objects
 from composable_fsdp._layout.plan import BucketPlan
 from composable_fsdp._memory.buffers import allocate_storage
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers
-from composable_fsdp._runtime.collectives.extension import GatherExtension, Payload, ViewExtension, refill_checked
+from composable_fsdp._runtime.collectives.extension import (
+    RELEASE_HOOK,
+    Extension,
+    GatherExtension,
+    Payload,
+    ViewExtension,
+    refill_checked,
+)
 from composable_fsdp._runtime.collectives.grad_extension import GradientExtension
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
+from composable_fsdp._runtime.params.tensor_subclass import plain_tensors
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import ParameterError
 
@@ -35,6 +43,8 @@ class _Gathered:
     """The state of one parameter's all-gathers."""
 
     extension: GatherExtension
+    releases_outputs: bool
+    """True if ``outputs`` are freed once the full tensor exists."""
     specs: list[tuple[Spec, ...]] = field(default_factory=list)
     """Specs of the inputs, for each rank of the shard axis. Empty before the first all-gather."""
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -70,7 +80,7 @@ class ExtendedBucket:
         self.pgs = pgs
         self._device = device
         self._on_gradient = on_gradient
-        self._gathered = [_Gathered(extension) for extension in extensions]
+        self._gathered = [_Gathered(each, isinstance(each, Extension) and each.releases_outputs) for each in extensions]
         rest = self.parameters[0].local.device
         self.scatter = BucketReduceScatter(
             plan, self.parameters, pgs, device, rest, pin_memory=False, extensions=gradient_extensions
@@ -114,8 +124,7 @@ class ExtendedBucket:
     def free(self) -> None:
         """Free the unsharded parameters. Does nothing if they are free."""
         for gathered in self._gathered:
-            for tensor, _ in gathered.storages:
-                tensor.untyped_storage().resize_(0)
+            _free([tensor for tensor, _ in gathered.storages])
 
     def copy_out_shared(self) -> None:
         """Do nothing: the outputs of hooks are never in shared memory."""
@@ -186,8 +195,15 @@ class ExtendedBucket:
         """Make the full tensor, on the first all-gather."""
         self._collect(gathered, rows)
         full, inner = gathered.extension.post_all_gather(gathered.outputs, gathered.metadata, self.plan.compute_dtype)
+        if gathered.releases_outputs and _addresses([*inner, *plain_tensors(full)]) & _addresses(gathered.outputs):
+            raise ParameterError(
+                f"parameter {gathered.extension.name!r} is made of its gathered outputs, which {RELEASE_HOOK} says to "
+                "free. Return tensors with memory of their own from fsdp_post_all_gather, or False from that method."
+            )
         gathered.inner = inner
         gathered.storages = _storages([*gathered.outputs, *inner])
+        if gathered.releases_outputs:
+            _free(gathered.outputs)
         parameter.build_unsharded(full, self._on_gradient)
 
     def _refill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
@@ -201,10 +217,12 @@ class ExtendedBucket:
             dtype = self.plan.compute_dtype
             if gathered.is_refilled:
                 gathered.extension.refill(gathered.outputs, gathered.metadata, dtype, out)
-                return
-            freed = _addresses(gathered.inner) - _addresses(gathered.outputs)
-            refill_checked(gathered.extension, gathered.outputs, gathered.metadata, dtype, out, freed)
-            gathered.is_refilled = True
+            else:
+                freed = _addresses(gathered.inner) - _addresses(gathered.outputs)
+                refill_checked(gathered.extension, gathered.outputs, gathered.metadata, dtype, out, freed)
+                gathered.is_refilled = True
+        if gathered.releases_outputs:
+            _free(gathered.outputs)
 
     def _collect(self, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
         """Concatenate each input of all ranks on dim 0, without the padding that made them equally long."""
@@ -226,6 +244,12 @@ class ExtendedBucket:
     def keep_slice(self, num_shards: int, rank: int, zero_copy_min_bytes: int) -> None:
         """Keep the equally long slices of ``rank`` on a smaller mesh, the inputs of the all-gather in backward."""
         for gathered in self._gathered:
+            if gathered.releases_outputs:
+                raise ParameterError(
+                    f"parameter {gathered.extension.name!r} cannot be kept as slices of its gathered outputs, which "
+                    f"{RELEASE_HOOK} says to free. Pass reshard_after_forward=True or False, or return False from that "
+                    "method."
+                )
             gathered.kept = tuple(_slice(output.view(-1), num_shards, rank) for output in gathered.outputs)
 
     def drop_slice(self) -> None:
@@ -236,6 +260,11 @@ class ExtendedBucket:
 
 def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
     return flat if flat.numel() == numel else torch.cat([flat, flat.new_zeros(numel - flat.numel())])
+
+
+def _free(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 def _slice(flat: torch.Tensor, num_slices: int, index: int) -> torch.Tensor:
