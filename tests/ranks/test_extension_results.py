@@ -9,10 +9,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
 
+import composable_fsdp
 from composable_fsdp import (
     LostExtensionWarning,
     MixedPrecisionPolicy,
@@ -394,7 +398,8 @@ def shard_by_supported_operations() -> None:
         fully_shard(layer)
         assert type(layer.weight.to_local()) is Few
         torch.testing.assert_close(layer(torch.eye(2)), value.T)
-    for kind, ways in ((Uncut, "chunk: NotImplementedError.*narrow: Not"), (Hookless, "narrow and copy_: Not")):
+    for kind in (Uncut, Hookless):
+        ways = "chunk: NotImplementedError.*narrow: Not"
         layer = nn.Linear(2, 4)
         layer.weight = nn.Parameter(kind(torch.ones(4, 2), torch.ones(4, 2)), requires_grad=False)
         with pytest.raises(
@@ -406,6 +411,102 @@ def shard_by_supported_operations() -> None:
 @pytest.mark.behaviour("A-16", "H-02")
 def test_a_tensor_class_is_sharded_by_its_operations_or_named_in_an_error() -> None:
     run_ranks(shard_by_supported_operations, 2)
+
+
+class Boxed(torch.Tensor):
+    """Holds its values in another tensor, has no hooks, and can be copied into a plain tensor."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+        )
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values_inside = values
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.values_inside})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        plain_args, plain_kwargs = tree_map(lambda x: x.values_inside if isinstance(x, Boxed) else x, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        if not isinstance(args[0], Boxed):
+            return result
+        boxed = tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, result)
+        return return_and_correct_aliasing(func, args, kwargs, boxed)
+
+
+class Flattened(Boxed):
+    """One that torch can take apart, too."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values_inside"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: object) -> Any:
+        return Flattened(inner["values_inside"])
+
+
+class Sealed(Boxed):
+    """One that cannot be copied into a plain tensor."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], Boxed):
+            raise NotImplementedError(f"Sealed does not know {func}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def boxed_linear(kind: Any, rows: int) -> Any:
+    torch.manual_seed(7)
+    layer: Any = nn.Linear(3, rows, bias=False)
+    layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return layer
+
+
+def train_boxed(rows: int, dtype: torch.dtype | None) -> None:
+    for kind in (Boxed, Flattened):
+        found = []
+        for library in (torch_fsdp, composable_fsdp):
+            model: Any = boxed_linear(kind, rows)
+            policy = library.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            library.fully_shard(model, mp_policy=policy)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            losses = []
+            for step in range(3):
+                loss = model(batch_of(step, dist.get_rank())[:, :3]).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            assert type(model.weight._local_tensor) is kind, (library, model.weight)
+            found.append((losses, model.weight._local_tensor.values_inside))
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.behaviour("E-05")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [4, 5])
+def test_a_tensor_class_without_hooks_stays_on_the_shard_and_trains_as_in_torch(
+    rows: int, dtype: torch.dtype | None
+) -> None:
+    run_ranks(train_boxed, 2, rows, dtype)
+
+
+def gather_sealed() -> None:
+    model = fully_shard(boxed_linear(Sealed, 4))
+    with pytest.raises(
+        ParameterError,
+        match=r"'weight' is a Sealed, which cannot be gathered: copy_ into a plain tensor: NotImpl.*ignored_params",
+    ):
+        model(batch_of(0, 0)[:, :3])
+
+
+def test_a_tensor_class_without_hooks_that_cannot_be_copied_is_named_with_the_remedy() -> None:
+    run_ranks(gather_sealed, 2)
 
 
 class Forgetful(Pair):

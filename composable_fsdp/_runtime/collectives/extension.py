@@ -25,6 +25,7 @@ from composable_fsdp._runtime.params.tensor_subclass import (
     cut_padding,
     is_wrapper,
     plain_tensors,
+    plain_values,
 )
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy
@@ -83,7 +84,7 @@ class GatherExtension(Protocol):
 
 @dataclass(frozen=True)
 class PlainExtension:
-    """A parameter whose tensor has hooks for its gradient only, and is all-gathered like any other.
+    """A parameter that is all-gathered like any other, whose tensor has a class to keep or hooks for its gradient.
 
     Args:
         name: the parameter's name, for messages.
@@ -98,7 +99,8 @@ class PlainExtension:
     dtype: torch.dtype
 
     def pre_all_gather(self) -> Payload:
-        return Payload((self.local.detach().to(self.dtype).movedim(self.dim, 0).contiguous(),), None)
+        values = plain_values(self.name, self.local, self.dtype)
+        return Payload((values.movedim(self.dim, 0).contiguous(),), None)
 
     def post_all_gather(
         self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype

@@ -44,6 +44,7 @@ from composable_fsdp._runtime.params.tensor_subclass import (
     cut_shard,
     hooks_of,
     is_wrapper,
+    keeps_class,
     warn_of_lost_hooks,
 )
 from composable_fsdp._sharding.mesh import DataParallelAxes
@@ -86,7 +87,7 @@ def shard_parameters(sources: Sequence[ParameterSource], grad_dtype: torch.dtype
         axes, full = source.sharding.axes, local_part(source.tensor)
         shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
         device = torch.device("meta") if full.is_meta else rest_device(source.offload, axes.device)
-        if hooks_of(full):
+        if keeps_class(full):
             local = cut_shard(source.name, full, shards, axes.shard.rank, device)
             parameters.append(ShardedParameter(source, local, grad_dtype))
             continue
@@ -230,7 +231,7 @@ class ParamGroupBuckets:
         return True
 
     def _find_hooks(self) -> None:
-        self._hooks = {p: hooks for p in self.parameters if (hooks := hooks_of(p.local))}
+        self._hooks = {p: hooks_of(p.local) for p in self.parameters if keeps_class(p.local)}
         self._gradient_extensions = self._find_gradient_extensions()
         self._extensions = self._find_extensions()
 

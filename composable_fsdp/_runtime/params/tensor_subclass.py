@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp._layout.pack import take_shard
@@ -31,8 +32,10 @@ __all__ = [
     "cut_shard",
     "hooks_of",
     "is_wrapper",
+    "keeps_class",
     "parameter_class",
     "plain_tensors",
+    "plain_values",
     "warn_of_lost_hooks",
 ]
 
@@ -71,6 +74,28 @@ def as_parameter(value: torch.Tensor, kind: type[nn.Parameter], requires_grad: b
 def is_wrapper(tensor: Any) -> bool:
     """Return True if the class of ``tensor`` implements ``__tensor_flatten__``."""
     return is_traceable_wrapper_subclass(tensor)
+
+
+def keeps_class(tensor: torch.Tensor) -> bool:
+    """Return True if shards of ``tensor`` have its class: it has hooks, or a ``__torch_dispatch__`` of its own.
+
+    Values of others are in memory of their own and are stored in plain shards.
+    """
+    is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or isinstance(tensor, FakeTensor)
+    return not is_plain or bool(hooks_of(tensor))
+
+
+def plain_values(name: str, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of ``local``, the shard of parameter ``name``, as a plain tensor of ``dtype``.
+
+    Raises:
+        ParameterError: the class of ``local`` lacks the operation, which the error names.
+    """
+    if type(local) is torch.Tensor:
+        return local.detach().to(dtype)
+    plain = torch.empty(local.shape, dtype=dtype, device=local.device)
+    way = {"copy_ into a plain tensor": lambda: plain.copy_(local.detach())}
+    return _first_supported(name, local, "gathered", way)[1]
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
