@@ -184,12 +184,13 @@ class Bucket:
         self._versions: list[int] = []
         """Versions of full parameters in shared memory when they were last freed."""
         self._keeps_values = self._is_shared
-        """True if the next all-gather records values of shared memory, to compare where versions differ: the first one,
-        and all others once a version has changed.
+        """True if the next all-gather records values in shared memory, to compare them where versions differ: the first
+        one, and all others once a version has changed.
         """
         self._was_touched = False
         """True if a version has changed while the parameters were unsharded, whether values did or not."""
-        self._values: list[torch.Tensor] | None = None
+        self._recorded: list[list[torch.Tensor]] = []
+        """This rank's parts before other ranks could write, and if ``_was_touched`` the full parameters after that."""
         self._own_copy: torch.Tensor | None = None
         """This rank's copy of full parameters in shared memory; modules compute with it while it exists."""
         self._slice: tuple[torch.Tensor, GatherLayout] | None = None
@@ -296,18 +297,9 @@ class Bucket:
             for parameter, offset in zip(self.parameters, places.offsets, strict=True):
                 parameter.show(view_at(copy, offset, parameter.shape))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _record_values(self) -> None:
-        self._values = [value.clone() for value in self._compared_values()]
-
-    def _compared_values(self) -> Sequence[torch.Tensor]:
-        """Return the full parameters, or this rank's parts of them if no version has changed yet.
-
-        The parts take less memory, but a write to the part of another rank after that rank's check is not seen.
-        """
-        if self._was_touched:
-            return [parameter.full for parameter in self.parameters]
+    @property
+    def _own_parts(self) -> list[torch.Tensor]:
+        """This rank's parts of the parameters in shared memory."""
         rank = self._shard.rank
         starts = zip(self.plan.shard_offsets(rank), self.plan.gather.shards, strict=True)
         return [self.buffer.region(start, prod(shards.shard_shape(rank))) for start, shards in starts]
@@ -315,17 +307,19 @@ class Bucket:
     def _check_unwritten(self) -> None:
         """Compare the values of the parameters whose versions have changed with those after the all-gather."""
         versions = [parameter.full._version for parameter in self.parameters]
-        recorded, self._values = self._values, None
+        recorded, self._recorded = self._recorded, []
         if versions == self._versions:
-            self._keeps_values = self._was_touched or (self._keeps_values and recorded is None)
+            self._keeps_values = self._was_touched or (self._keeps_values and not recorded)
             return
         known, self._versions = self._versions, versions
         if not known:
             return
         touched = [k for k, (now, before) in enumerate(zip(versions, known, strict=True)) if now != before]
-        if recorded is not None:
-            values = self._compared_values()
-            touched = [k for k in touched if not _same_bits(values[k], recorded[k])]
+        if recorded:
+            now = (self._own_parts, [parameter.full for parameter in self.parameters])
+            touched = [
+                k for k in touched if any(not _same_bits(a[k], b[k]) for a, b in zip(recorded, now, strict=False))
+            ]
         self._keeps_values = self._was_touched = True
         if touched:
             unknown = (
@@ -337,7 +331,7 @@ class Bucket:
                 "unsharded. Ranks of one host share their memory, so all ranks see the change, once for each rank that "
                 "made it. Change the sharded parameters between steps, or write under "
                 "unsharded_params(writeback=True). To have such changes dropped, as FSDP2 does, set "
-                f"COMPOSABLE_FSDP_SHARED_MEMORY=copy before fully_shard.{unknown if recorded is None else ''}"
+                f"COMPOSABLE_FSDP_SHARED_MEMORY=copy before fully_shard.{'' if recorded else unknown}"
             )
 
     def parameter_data(self, k: int) -> torch.Tensor:
@@ -361,6 +355,8 @@ class Bucket:
         """Return the inputs of the all-gather: the shards, encoded if there is a codec, or a smaller mesh's slice."""
         if self._shared_buffer is not None:
             self._shared_buffer.fill()
+        if self._keeps_values:
+            self._recorded = [_copies(self._own_parts)]
         if not self._is_gathered:
             return AllGatherBuffers([], [])
         self._decodes = self._slice is None and self.plan.codec is not None
@@ -403,8 +399,8 @@ class Bucket:
 
     def finish_gather(self, gather: AllGatherBuffers) -> None:
         """Decode the received rows and copy packed parameters to their places, whose memory is allocated only now."""
-        if self._keeps_values:
-            self._record_values()
+        if self._was_touched and self._recorded:
+            self._recorded.append(_copies([parameter.full for parameter in self.parameters]))
         if not gather.payloads:
             return
         self.buffer.allocate()
@@ -484,6 +480,12 @@ class Bucket:
         self._slice = None
         if self._shared_buffer is not None:
             self._shared_buffer.is_kept = False
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
