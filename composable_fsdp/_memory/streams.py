@@ -268,6 +268,8 @@ class CommStream:
 class CommStreams:
     """The communication streams of one device: all-gather, reduce-scatter, and all-reduce over the replicate axis."""
 
+    __slots__ = ("device", "gather", "reduce", "replicate")  # torch's clients would set other attributes without effect
+
     def __init__(self, device: torch.device) -> None:
         self.device = device_capabilities(device)
         self.gather = CommStream("gather", self.device, priority=-1)

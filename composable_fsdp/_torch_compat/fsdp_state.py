@@ -268,13 +268,20 @@ class ClientGroup:
     reshard_after_backward = _setting("reshard_after_backward")
     all_reduce_grads = _setting("all_reduce")
     comm_ctx = _streams_view
-    _module_fqn = property(attrgetter("_state.name"))
     _all_reduce_hook = property(attrgetter("_state.group.gradients.all_reduce_hook"))
     gradient_divide_factor = property(attrgetter("_state.group.gradients.divide_factor"))
     force_sum_reduction_for_comms = property(attrgetter("_state.group.gradients.sum_only"))
     _reduce_dtype = property(attrgetter("_state.precision.reduce_dtype"))
 
     # -- properties
+
+    @property
+    def _module_fqn(self) -> str | None:
+        """The names of the modules from the root, "" for the root; ``None`` before the first forward, as with torch."""
+        iteration = known_iteration(self._state)
+        if iteration is None:
+            return None
+        return "" if iteration.root is self._state else self._state.name
 
     @property
     def _orig_dtype(self) -> torch.dtype | None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
+import composable_fsdp
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, UnsupportedError, fully_shard
 from composable_fsdp.policies import ReshardKind
 from tests._internals import ClientState, ParameterState, iteration_of, log_replaced_functions, state_of
@@ -170,6 +171,29 @@ def test_torchs_own_registration_of_forward_methods_works_on_ours() -> None:
         assert torch.equal(model.inner.weight.grad.to_local(), torch.full((3, 3), 4.0))
         assert state_of(model).group.parameter_state is ParameterState.SHARDED
         model.zero_grad()
+
+
+def test_the_name_of_the_root_is_empty_as_in_torch() -> None:
+    names = []
+    for library in (torch_fsdp, composable_fsdp):
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        library.fully_shard(model[0])
+        library.fully_shard(model)
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in (model, model[0])]
+        before = [group._module_fqn for group in groups]
+        model(torch.ones(2, 3))
+        names.append((before, [group._module_fqn for group in groups]))
+    assert names == [([None, None], ["", "0"])] * 2
+
+
+def test_the_number_of_buffers_in_flight_is_no_setting_of_the_streams() -> None:
+    model = chain()
+    model(torch.ones(2, 3))
+    streams = torch_state(model)._comm_ctx
+    with pytest.raises(AttributeError, match="reduce_scatter_max_input_buffers"):
+        _ = streams.reduce_scatter_max_input_buffers
+    with pytest.raises(AttributeError, match="reduce_scatter_max_input_buffers"):
+        streams.reduce_scatter_max_input_buffers = 2
 
 
 def test_torchs_own_share_comm_ctx_works_on_ours() -> None:

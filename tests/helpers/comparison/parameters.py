@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -472,3 +473,41 @@ def dropped_model(library: Library, mesh: DeviceMesh) -> str:
         return f"{sum(module() is not None for module in modules)} of {len(modules)} modules are left"
     finally:
         gc.enable()
+
+
+# -- logs
+
+
+@row(
+    SECTION,
+    "`TORCH_LOGS=+fsdp` shows a step",
+    torch="`root_pre_forward`, `pre_forward`, `post_forward`, `pre_backward`, `post_backward` and `root_post_backward`",
+    torch_reports=r"^post_backward, post_forward, pre_backward, pre_forward, root_post_backward, root_pre_forward\b",
+    here="the labels of torch's profiles: `all_gather` and others too; not `root_pre_forward`; `post_backward_reduce` "
+    "for `post_backward`, `root_post_backward_callback` for `root_post_backward`. The root, which has no name in "
+    "torch's lines, is `(root)`",
+    our_reports=r"^all_gather, all_gather_copy_out, post_backward_reduce, (post_backward_rs_wait, )?post_forward, "
+    r"pre_backward, pre_forward, root_post_backward_callback\b",
+    reason="A log and a profile of one step have the same labels, and the log shows collectives.",
+)
+def lines_of_the_log(library: Library, mesh: DeviceMesh) -> str:
+    words = set()
+
+    class Words(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            words.add(record.getMessage().removeprefix("FSDP::").partition(" ")[0])
+
+    model: Any = seeded(two_layers)
+    for module in (*model.children(), model):
+        library.fully_shard(module, mesh=mesh)
+    model(batch(0, 0)).sum().backward()
+    log, handler = logging.getLogger("torch.distributed.fsdp.fully_shard"), Words()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        model(batch(0, 0)).sum().backward()
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
+    return ", ".join(sorted(words))
