@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -49,6 +51,8 @@ from composable_fsdp.errors import (
 from composable_fsdp.policies import Reshard
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
+
+logger = logging.getLogger(__name__)
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -598,8 +602,8 @@ class FSDPModule(TorchFSDPModule):
             state.group.keep_memory(enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raise ``UnsupportedError``: symmetric memory is not supported yet."""
-        _unsupported("set_symm_mem_for_comm", "use set_allocate_memory_from_process_group_for_comm")
+        """Do nothing, and log that once: messages are in ordinary memory. Results are the same."""
+        _note_symmetric_memory()
 
     def set_all_gather_layout(self, layout: object) -> NoReturn:
         """Raise ``UnsupportedError``: all-gathers have the layouts of this library, which copy no large parameter."""
@@ -607,6 +611,14 @@ class FSDPModule(TorchFSDPModule):
             "set_all_gather_layout",
             "leave it out, since large parameters are gathered into their place without copies. Tensor subclasses and "
             "comm_policy decide what is sent",
+        )
+
+    def set_all_gather_output_fn(self, fn: object) -> NoReturn:
+        """Raise ``UnsupportedError``: gathered parameters are copied to their places by this library."""
+        _unsupported(
+            "set_all_gather_output_fn",
+            "leave it out: shards of dim 0 need no copy if they are large, and those of other dims are copied to their "
+            "places once. fsdp_post_all_gather of a tensor subclass computes a parameter from what was gathered",
         )
 
     def set_reduce_scatter_input_fn(self, fn: object) -> NoReturn:
@@ -794,6 +806,14 @@ def _sharded_states(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) 
                 f"{taker} takes sharded modules, not {type(module).__name__}: call fully_shard on it first."
             )
     return [_state(module) for module in modules]
+
+
+@functools.cache  # so it is said once
+def _note_symmetric_memory() -> None:
+    logger.warning(
+        "set_symm_mem_for_comm has no effect in this version: messages are in ordinary memory. Results are the same. "
+        "set_allocate_memory_from_process_group_for_comm() takes messages from memory that the backend has registered."
+    )
 
 
 def _unsupported(what: str, instead: str) -> NoReturn:

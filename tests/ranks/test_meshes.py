@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composable_fsdp import MeshError, fully_shard
+from composable_fsdp import FSDPModule, MeshError, fully_shard
+from composable_fsdp.interop import patch_torch
 from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
@@ -193,3 +197,34 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
 @pytest.mark.behaviour("A-07")
 def test_groups_of_one_model_may_be_on_different_meshes() -> None:
     run_ranks(_train_on_two_meshes, 4)
+
+
+def train_as_replicate() -> None:
+    found = []
+    for shape in (None, (2, 1)):
+        torch.manual_seed(5)
+        model: Any = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        if shape is None:
+            replicate(model[0])
+            replicate(model)
+        else:
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        assert isinstance(model, FSDPModule) is (shape is not None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(4, 3, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().full_tensor() for p in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.behaviour("A-07")
+def test_a_mesh_with_one_shard_trains_as_torchs_replicate_which_a_patch_leaves_alone() -> None:
+    before = replicate_with_fsdp.replicate
+    with patch_torch():
+        assert replicate_with_fsdp.replicate is before
+    run_ranks(train_as_replicate, 2)

@@ -411,6 +411,10 @@ def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
     ("name", "remedy"),
     [
         ("set_all_gather_layout", "leave it out, since large parameters are gathered into their place without copies"),
+        (
+            "set_all_gather_output_fn",
+            "leave it out: shards of dim 0 need no copy .* fsdp_post_all_gather of a tensor sub",
+        ),
         ("set_reduce_scatter_input_fn", "leave it out, or change what is sent by comm_policy or by fsdp_pre_reduce"),
     ],
 )
@@ -418,6 +422,17 @@ def test_setters_of_torchs_main_branch_say_what_to_use_instead(name: str, remedy
     model = fully_shard(nn.Linear(3, 3))
     with pytest.raises(UnsupportedError, match=f"^{name} is not supported in this version; {remedy}"):
         getattr(model, name)(None)
+
+
+def test_symmetric_memory_is_said_to_have_no_effect_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    for _ in range(2):
+        model.set_symm_mem_for_comm()
+    fully_shard(nn.Linear(3, 3)).set_symm_mem_for_comm("NCCL")
+    (message,) = [text for text in caplog.messages if "symm_mem" in text]
+    assert message.startswith("set_symm_mem_for_comm has no effect in this version: messages are in ordinary memory.")
+    assert "set_allocate_memory_from_process_group_for_comm()" in message
+    model(torch.ones(1, 3)).sum().backward()
 
 
 def test_a_tensor_that_only_brings_a_view_is_refused_unless_it_is_frozen_and_makes_one() -> None:

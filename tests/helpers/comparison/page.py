@@ -25,7 +25,7 @@ _TAIL = """\
 ## Not compared
 
 `set_state_dict(broadcast_from_rank0=True)` with empty dicts is torch's own function; this library has no other.
-`set_symm_mem_for_comm` raises `UnsupportedError`, and so does pickling a sharded module.
+`set_symm_mem_for_comm` has no effect, which is logged once. Pickling a sharded module raises `UnsupportedError`.
 """
 
 
