@@ -23,6 +23,7 @@ from composable_fsdp import (
     ConfigurationError,
     CPUOffloadPolicy,
     FSDPError,
+    FSDPModule,
     MeshError,
     MixedPrecisionPolicy,
     ParameterError,
@@ -425,14 +426,15 @@ def test_setters_of_torchs_main_branch_say_what_to_use_instead(name: str, remedy
 
 
 def test_symmetric_memory_is_said_to_have_no_effect_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = fully_shard(nn.Linear(3, 3))
-    for _ in range(2):
-        model.set_symm_mem_for_comm()
-    fully_shard(nn.Linear(3, 3)).set_symm_mem_for_comm("NCCL")
+    for backend in ((), ("NCCL",)):
+        model = fully_shard(nn.Linear(3, 3))
+        assert isinstance(model, FSDPModule)
+        model.set_symm_mem_for_comm(*backend)
+        model.set_symm_mem_for_comm(*backend)
     (message,) = [text for text in caplog.messages if "symm_mem" in text]
     assert message.startswith("set_symm_mem_for_comm has no effect in this version: messages are in ordinary memory.")
     assert "set_allocate_memory_from_process_group_for_comm()" in message
-    model(torch.ones(1, 3)).sum().backward()
+    fully_shard(nn.Linear(3, 3))(torch.ones(1, 3)).sum().backward()
 
 
 def test_a_tensor_that_only_brings_a_view_is_refused_unless_it_is_frozen_and_makes_one() -> None:
