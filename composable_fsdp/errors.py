@@ -5,6 +5,8 @@ Each also derives from the builtin that fits, so ``except ValueError`` written f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "ArgumentTypeError",
     "CheckpointError",
@@ -64,7 +66,15 @@ class GradientError(FSDPError, RuntimeError):
 
 
 class PeerError(FSDPError, RuntimeError):
-    """Another rank is gone, or did not answer in time. The text names it and the operation, if known."""
+    """Another rank is gone, or did not answer in time. The text names it and the operation, if known.
+
+    Attributes:
+        ranks: the global ranks whose fault it is, as far as known.
+    """
+
+    def __init__(self, text: str = "", ranks: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
 
 
 class DivergenceError(FSDPError, RuntimeError):

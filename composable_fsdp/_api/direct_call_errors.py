@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable_fsdp._consistency.watchdog import note_end
 from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
 from composable_fsdp._runtime.groups.state import state_of
 from composable_fsdp._runtime.mixed_tensor_errors import explain, is_mixed
@@ -70,5 +71,10 @@ def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 # -- errors that end the program
 
 
-uncaught_errors = GlobalHooks(lambda: hook_uncaught(explain))
+def _note_and_explain(error: BaseException) -> str | None:
+    note_end(error)
+    return explain(error)
+
+
+uncaught_errors = GlobalHooks(lambda: hook_uncaught(_note_and_explain))
 """The ``sys.excepthook`` that explains errors about sharded parameters."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-__all__ = ["has_died", "process_identity"]
+__all__ = ["has_died", "is_of_this_host", "process_identity"]
 
 _ENDED = ("Z", "X")
 """States of a process that has ended, but that its parent has not waited for."""
@@ -25,10 +25,15 @@ def process_identity() -> str:
 
 def has_died(identity: str) -> bool:
     """Return whether the process of ``identity`` is one of this host and has ended."""
-    place, _, process = identity.rpartition(" ")[0].rpartition(" ")
-    if not place or place != _place():
+    if not is_of_this_host(identity):
         return False
-    return _start_time(int(process)) != identity.rpartition(" ")[2]
+    _, process, start = identity.rsplit(" ", 2)
+    return _start_time(int(process)) != start
+
+
+def is_of_this_host(identity: str) -> bool:
+    """Return whether the process of ``identity`` is one of this host."""
+    return bool(identity) and identity.rsplit(" ", 2)[0] == _place()
 
 
 @cache

@@ -45,6 +45,7 @@ class RankReport:
         left: whether its program has ended.
         verdict: why it gave up a wait, which also breaks the connection.
         diverged: whether it gave up because ranks were about to run different operations.
+        at_fault: the ranks because of which it gave up.
         place: the line of its program that it executes, if known.
     """
 
@@ -57,6 +58,7 @@ class RankReport:
     left: bool = False
     verdict: str = ""
     diverged: bool = False
+    at_fault: tuple[int, ...] = ()
     place: str = ""
 
     def encoded(self) -> str:
@@ -70,7 +72,7 @@ class RankReport:
             values[name] = (
                 None if operation is None else OperationId(**operation | {"ranks": tuple(operation["ranks"])})
             )
-        return RankReport(**values)
+        return RankReport(**values | {"at_fault": tuple(values.get("at_fault", ()))})
 
     def __str__(self) -> str:
         steps = f"{self.steps} step{'s' * (self.steps != 1)} done"
@@ -101,7 +103,9 @@ def diagnose(
     """
     for report in reports.values():
         if report.verdict:  # the first rank to find the cause decides for all
-            return DivergenceError(report.verdict) if report.diverged else PeerError(report.verdict)
+            if report.diverged:
+                return DivergenceError(report.verdict)
+            return PeerError(report.verdict, report.at_fault)
     missing = gone or [rank for rank in own.ranks if rank not in reports]
     lost = lost or ("The process has ended without a report." if gone else "")
     timed_out = timed_out and not gone
@@ -109,7 +113,7 @@ def diagnose(
     failed.sort(key=lambda report: (report.left, report.rank not in own.ranks))
     if failed and not (failed[0].left and lost and missing):
         others = {rank: report for rank, report in reports.items() if report is not failed[0]}
-        return PeerError(f"{own} cannot be done: {failed[0]}.{reports_text(others)}")
+        return PeerError(f"{own} cannot be done: {failed[0]}.{reports_text(others)}", [failed[0].rank])
     for report in reports.values():
         other = report.waiting
         same = other is not None and replace(other, label=own.label) == own
@@ -123,7 +127,8 @@ def diagnose(
         late = [min(own.ranks, key=lambda rank: reports[rank].seconds)]
     known = {rank: str(operation) for rank in missing if (operation := _last_known(rank, own, reports)) is not None}
     return PeerError(
-        f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{reports_text(reports, known)}\n  {lost}"
+        f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{reports_text(reports, known)}\n  {lost}",
+        missing or late,
     )
 
 

@@ -42,7 +42,7 @@ def shutdown(timeout: float = 1800.0) -> None:
         if verdict.missing:
             late = f"{ranks_text(verdict.missing)} did not make this call within {timeout:g} s. "
             advice = "All ranks must make it, after as many batches as the others."
-            unmet = PeerError(f"{_CALL}: {verdict.reason or late}{advice}")
+            unmet = PeerError(f"{_CALL}: {verdict.reason or late}{advice}", verdict.missing)
             watchdog.give_up(unmet)  # ranks that wait for this one need not wait longer
             raise unmet
         if dist.get_backend() == "gloo":

@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from composable_fsdp import trace
 from composable_fsdp._consistency import interrupt
-from composable_fsdp._consistency.process_identity import has_died, process_identity
+from composable_fsdp._consistency.later_end import record_at_end, record_now, wait_for_ends
+from composable_fsdp._consistency.process_identity import has_died, is_of_this_host, process_identity
 from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks, ranks_text
 from composable_fsdp._consistency.running_pass import RunningPass, error_summary
 from composable_fsdp._consistency.stacks import Frame, main_thread_frames, user_line, waits_in_torch
@@ -38,7 +39,7 @@ from composable_fsdp._consistency.wait_warning import WarningTimes, reports_with
 from composable_fsdp._consistency.world_store import is_simulated, world_store
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["PATIENCE", "Watchdog", "Watched", "job_watchdog", "known_watchdog"]
+__all__ = ["PATIENCE", "Watchdog", "Watched", "job_watchdog", "known_watchdog", "note_end"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank requests reports."""
@@ -92,6 +93,8 @@ class _LocalStatus:
     has_left: bool = False
     """True if the program has ended."""
     verdict: FSDPError | None = None
+    at_fault: tuple[int, ...] = ()
+    """The other ranks because of which the last pass failed."""
     passes: dict[RunningPass, None] = field(default_factory=dict)
     """The running passes, in order."""
     interrupt: Callable[[str], None] | None = None
@@ -191,6 +194,7 @@ class Watchdog:
     def go_on(self) -> None:
         """Clear earlier failures."""
         here = self.here
+        here.at_fault = ()
         left = [each for each in list(here.passes) if each.left]
         if here.failure or here.verdict or left:
             here.failure, here.verdict = "", None
@@ -216,6 +220,15 @@ class Watchdog:
         if verdict is not None and self.here.verdict is None:
             self.here.verdict = verdict
             self._publish()
+            self.blame(getattr(verdict, "ranks", ()))
+
+    def blame(self, ranks: Iterable[int]) -> None:
+        """Record that this rank failed because of ``ranks``, and find out which processes these are."""
+        if not self.here.at_fault and (others := tuple(rank for rank in ranks if rank != self.rank)):
+            self.here.at_fault = others
+            self._submit(lambda: self._read_processes(others))
+            with _lock:
+                _failed.add(self)  # the program may destroy its process groups before it ends
 
     def meet(self, ranks: Sequence[int], own: str, seconds: float, occasion: str) -> Mapping[str, list[int]]:
         """Wait until all of ``ranks`` have called this too, and return their distinct ``own``, each with its ranks.
@@ -240,7 +253,9 @@ class Watchdog:
         except RuntimeError as error:
             raise PeerError(f"{occasion}, but they cannot meet: {error}") from error
         if verdict.missing:
-            raise PeerError(f"{occasion}, and in {seconds:g} s {ranks_text(verdict.missing)} did not.")
+            self.blame(verdict.missing)
+            text = f"{occasion}, and in {seconds:g} s {ranks_text(verdict.missing)} did not."
+            raise PeerError(text, verdict.missing)
         return verdict.notes
 
     # -- reports
@@ -254,9 +269,10 @@ class Watchdog:
         lasts = [each.last for each in self._all_watched() if each.last is not None]
         last = max(lasts, key=lambda operation: operation.number, default=last)
         verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
+        at_fault = here.verdict.ranks if isinstance(here.verdict, PeerError) else ()
         place = user_line(self._stack.read()) if threading.current_thread() is self._thread else ""
         return RankReport(
-            self.rank, here.steps, waiting, seconds, last, failure, here.has_left, verdict, diverged, place
+            self.rank, here.steps, waiting, seconds, last, failure, here.has_left, verdict, diverged, at_fault, place
         )
 
     def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, RankReport]:
@@ -483,8 +499,10 @@ class Watchdog:
         if not self._submitted_own:
             self._store.set(f"process/{self.rank}", process_identity())
             self._submitted_own = True
-        ranks = {rank for each in self._all_watched() for rank in each.ranks} - {self.rank}
-        for rank in ranks - self._processes.keys():
+        self._read_processes({rank for each in self._all_watched() for rank in each.ranks} - {self.rank})
+
+    def _read_processes(self, ranks: Iterable[int]) -> None:
+        for rank in set(ranks) - self._processes.keys():
             if self._store.check([key := f"process/{rank}"]):
                 self._processes[rank] = self._store.get(key).decode()
 
@@ -494,6 +512,12 @@ class Watchdog:
             if not each.is_reported and self.here.verdict is None and (left := each.left) and each in self.here.passes:
                 each.is_reported = True
                 trace.emit_fault(None, left)
+
+    def wait_for_ranks_at_fault(self) -> None:
+        """Wait until the ranks at fault have ended, if there are any on this host. For the end of the program."""
+        found = [self._processes.get(rank) for rank in self.here.at_fault]
+        if any(identity is None or is_of_this_host(identity) for identity in found):  # unknown: the store is gone
+            wait_for_ends([identity for identity in found if identity and is_of_this_host(identity)])
 
     def leave(self) -> None:
         """Report that the program has ended, and stop."""
@@ -559,8 +583,10 @@ def _exit_text(passes: Sequence[RunningPass]) -> str:
 _watchdogs: WeakKeyDictionary[dist.ProcessGroup, Watchdog | None] = WeakKeyDictionary()
 _live: WeakSet[Watchdog] = WeakSet()
 """Watchdogs whose threads run, including those of finished jobs."""
+_failed: set[Watchdog] = set()
+"""Watchdogs of ranks that have failed because of others, at least once."""
 _lock = threading.RLock()
-"""Guards additions to and iterations over these two."""
+"""Guards additions to and iterations over these three."""
 
 
 def job_watchdog() -> Watchdog | None:
@@ -609,9 +635,11 @@ def _leave_at_exit() -> None:
 
 def _leave_all() -> None:
     """Stop all watchdog threads. One that returned from the store during finalization would abort the process."""
+    note_end(getattr(sys, "last_value", None))
     end = time.monotonic() + _STORE_SECONDS
     with _lock:  # another thread may be creating one
         current, watchdogs = list(_watchdogs.values()), list(_live)
+        failed = [each for each in _failed if each.here.at_fault]
     for watchdog in current:
         if watchdog is not None:
             watchdog.leave()
@@ -619,3 +647,12 @@ def _leave_all() -> None:
         watchdog.stop()
     for watchdog in watchdogs:
         watchdog.join(end - time.monotonic())
+    for watchdog in failed:
+        watchdog.wait_for_ranks_at_fault()
+    record_now()
+
+
+def note_end(error: BaseException | None) -> None:
+    """Note that ``error`` ends the program, perhaps by the fault of other ranks."""
+    if error is not None and any(each.here.at_fault for each in list(_failed)):
+        record_at_end(error)

@@ -29,7 +29,7 @@ from composable_fsdp._comm.shm.shm_socket import NO_BLOCK, Message, ShmSocket, l
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.running_pass import error_summary
 from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
-from composable_fsdp.errors import FSDPError
+from composable_fsdp.errors import FSDPError, PeerError
 
 __all__ = ["ShmEngine", "ShmWork"]
 
@@ -314,6 +314,8 @@ class ShmEngine:
     def _give_up(self, error: BaseException, failed: object = "") -> None:
         """Close the connection because of ``error``, raised by ``failed`` or else by the oldest operation in flight."""
         self._broken = self._broken or (str(error) if isinstance(error, FSDPError) else error_summary(error))
+        if self._watchdog is not None and isinstance(error, PeerError):
+            self._watchdog.blame(error.ranks)
         operation = failed or (self._running[0] if self._running else "an operation")
         self._socket.give_up(self._peers.failure_text(self.rank, error, operation))
         text, position = self._current_operation_text(), self._position(self.completed)

@@ -39,10 +39,12 @@ class Peers(NamedTuple):
             last_known: the last operation that ``peer`` is known to have launched, if any.
         """
         if reason:
-            return PeerError(f"{operation} over {self} cannot be done: {reason}{'' if reason.endswith('.') else '.'}")
+            end = "" if reason.endswith(".") else "."
+            return PeerError(f"{operation} over {self} cannot be done: {reason}{end}", [self.ranks[peer]])
         return PeerError(
             f"{self.name(peer)} is gone, so {operation} over {self} cannot be done. Its process has ended, or dropped "
-            f"the process group: look for the first error in its output.{self._reports_text({}, {peer: last_known})}"
+            f"the process group: look for the first error in its output.{self._reports_text({}, {peer: last_known})}",
+            [self.ranks[peer]],
         )
 
     def failure_text(self, rank: int, error: BaseException, operation: object) -> str:
@@ -65,7 +67,8 @@ class Peers(NamedTuple):
         return PeerError(
             f"{', '.join(map(self.name, last_known))} did not answer in {seconds:g} s, the timeout of the process "
             f"group, for which this rank waited in {operation} over {self}. If stuck, see where (`py-spy dump --pid "
-            f"...`); if slow, give the process group a longer timeout.{self._reports_text(reports, last_known)}"
+            f"...`); if slow, give the process group a longer timeout.{self._reports_text(reports, last_known)}",
+            [self.ranks[peer] for peer in last_known],
         )
 
     def _reports_text(self, reports: Mapping[int, RankReport], last_known: Mapping[int, str]) -> str:
