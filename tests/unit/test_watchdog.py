@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -67,6 +68,7 @@ def test_reports_survive_the_store() -> None:
         WAITING,
         RankReport(2, last=OWN, failure="raised X", left=True),
         RankReport(1, verdict="why", diverged=True),
+        RankReport(1, verdict="why", at_fault=(2, 3)),
     ):
         assert RankReport.decoded(report.encoded()) == report
 
@@ -648,6 +650,63 @@ def test_an_operation_on_a_device_is_aborted_if_the_store_is_gone(
     with store.cut_off():
         text = operation.wait_for_end()
     assert "The store of the job does not answer, so the rank that hosts it may be gone." in text
+
+
+# The end of a rank by another's fault
+
+
+def test_an_error_has_the_ranks_at_fault() -> None:
+    """Also if another rank has found them."""
+    others = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0))
+    failed = others | reports(c=RankReport(2, 3, failure="raised X"))
+    late = others | reports(c=RankReport(2, 2))
+    verdict = others | reports(c=RankReport(2, verdict="rank 3 is gone", at_fault=(3,)))
+    assert _at_fault(diagnose(OWN, failed)) == (2,)
+    assert _at_fault(diagnose(OWN, others, lost="closed")) == (2,)
+    assert _at_fault(diagnose(OWN, late, lost="late", timed_out=True)) == (2,)
+    assert _at_fault(diagnose(OWN, verdict)) == (3,)
+
+
+def _at_fault(error: Exception | None) -> tuple[int, ...]:
+    assert isinstance(error, PeerError)
+    assert pickle.loads(pickle.dumps(error)).ranks == error.ranks
+    return error.ranks
+
+
+def test_a_rank_waits_at_exit_for_the_process_at_fault(watchdogs: Callable[[dist.Store], Watchdog]) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        start = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        store = dist.HashStore()
+        store.set("process/1", f"{process_identity().rsplit(' ', 2)[0]} {process.pid} {start}")
+        failed = watchdogs(store)
+        failed.give_up(PeerError("rank 1 raised X", [0, 1]))
+        failed.stop()
+        failed.join(60.0)
+        threading.Timer(0.5, process.kill).start()
+        failed.wait_for_ranks_at_fault()
+        assert process.poll() is not None
+
+
+def test_a_rank_waits_for_no_process_on_another_host_and_none_after_it_went_on(
+    watchdogs: Callable[[dist.Store], Watchdog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[Sequence[str]] = []
+    monkeypatch.setattr(watchdog, "wait_for_ends", waits.append)
+    store = dist.HashStore()
+    store.set("process/1", f"another-boot 1 {os.getpid()} 1")
+    failed = watchdogs(store)
+    failed.give_up(PeerError("rank 1 raised X", [1]))
+    failed.stop()
+    failed.join(60.0)
+    failed.wait_for_ranks_at_fault()
+    assert waits == []
+    unknown = watchdogs(dist.HashStore())
+    unknown.give_up(PeerError("rank 1 raised X", [1]))
+    unknown.wait_for_ranks_at_fault()
+    assert waits == [[]]  # torchrun may still have to see the end
+    unknown.go_on()
+    unknown.wait_for_ranks_at_fault()
+    assert waits == [[]]
 
 
 def test_a_process_is_not_known_to_have_ended_without_an_identity_on_this_host() -> None:
