@@ -66,15 +66,12 @@ class GradientError(FSDPError, RuntimeError):
 
 
 class PeerError(FSDPError, RuntimeError):
-    """Another rank is gone, or did not answer in time. The text names it and the operation, if known.
-
-    Attributes:
-        ranks: the global ranks whose fault it is, as far as known.
-    """
+    """Another rank is gone, or did not answer in time. The text names it and the operation, if known."""
 
     def __init__(self, text: str = "", ranks: Iterable[int] = ()) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
+        """The global ranks whose fault it is, as far as known."""
 
 
 class DivergenceError(FSDPError, RuntimeError):

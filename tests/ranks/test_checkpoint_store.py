@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import resource
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,6 @@ from composable_fsdp import (
     ErrorFeedback,
     Int8,
     fully_shard,
-    set_wait_warning,
 )
 from composable_fsdp.checkpoint import latest, load, save
 from composable_fsdp.testing import run_ranks
@@ -42,6 +41,7 @@ from tests.helpers.checkpoint_worlds import (
 )
 from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.warned import find_warning, release_after, wait_for_release, warned
 
 
 def refused(action: Any) -> str:
@@ -152,23 +152,23 @@ def missing(folder: Path) -> None:
         begin = time.monotonic()
         with pytest.raises(CheckpointError) as raised:
             save(folder, model, step=1, timeout=0.5)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 60
         assert str(raised.value).startswith(
             f"save({str(folder)!r}, step=1): rank 1 did not make this call within 0.5 s. All 2 ranks"
         )
     dist.barrier()
-    assert save(folder, model, step=2, timeout=20).step == 2
-    text = refused(lambda: save(folder, model, step=3 + rank, timeout=20))
+    assert save(folder, model, step=2, timeout=120).step == 2
+    text = refused(lambda: save(folder, model, step=3 + rank, timeout=120))
     folder_text = repr(str(folder))
     assert text == (
         f"the ranks did not make the same call: rank 0 save({folder_text}, step=3), rank 1 save({folder_text}, step=4)."
     )
     assert "rank 1 load(" in refused(
-        lambda: load(folder, model, timeout=20) if rank else save(folder, model, timeout=20)
+        lambda: load(folder, model, timeout=120) if rank else save(folder, model, timeout=120)
     )
     late(folder, model)
     for _ in range(3):
-        assert load(folder, model, timeout=20) == {}
+        assert load(folder, model, timeout=120) == {}
     dist.barrier()
     keys = [key for key in ("0/0", "0/1", "0/arrived", "0/verdict", "1/0") if _store().check([f"{PLACE}/{key}"])]
     assert not keys
@@ -180,26 +180,25 @@ def only_some(folder: Path) -> None:
     model = shard_layers(task.build(), fully_shard)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, task, range(1), 2)
-    with pytest.MonkeyPatch.context() as monkeypatch, warned() as records:
+    expected = (
+        rf"save\({re.escape(name)}, step=1\): waiting for rank 1, for \d+\.\d s so far and up to 1800 s\.\n"
+        r"  rank 1 is at work.* \(1 step done\), and executes .*"
+        r' in wait_for_release: world_store\(\)\.wait\(\["released"\]\)'
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch, warned(0.5) as records:
         for seconds in ("_ASK_AFTER", "_ASK_AGAIN"):
             monkeypatch.setattr(missing_ranks, seconds, 0.5)
-        set_wait_warning(0.5)
         if rank == 1:
-            _store().wait(["warned"])
+            wait_for_release()
         else:
-            threading.Thread(target=lambda: tell_warned(records)).start()
+            release_after(records, expected)
         save(folder, model, step=1)
         if rank == 0:
-            assert records[0].startswith(
-                f"save({name}, step=1): waiting for rank 1, for 0.5 s so far and up to 1800 s.\n"
-            )
-            assert "\n  rank 1 is at work" in records[0]
-            assert "(1 step done), and executes " in records[0]
-            assert records[0].endswith('in only_some: _store().wait(["warned"])')
+            assert find_warning(records, expected), records
             begin = time.monotonic()
             with pytest.raises(CheckpointError) as raised:
                 save(folder, model, step=2)
-            assert time.monotonic() - begin < 20
+            assert time.monotonic() - begin < 300  # not the 1800 s of the call
             text = str(raised.value)
             assert text.startswith(
                 f"save({name}, step=2): rank 1 did not make this call, and cannot any more.\n  rank 1 waits in "
@@ -215,29 +214,8 @@ def only_some(folder: Path) -> None:
             assert watchdog is not None
             watchdog.leave()  # as at the end of its program
             return
-        set_wait_warning(30.0)
         with pytest.raises(CheckpointError, match=r"more\.\n  rank 1 has come to the end of its program \(2 steps d"):
             save(folder, model, step=4)
-
-
-def tell_warned(records: list[str]) -> None:
-    while not records:
-        time.sleep(0.02)
-    _store().set("warned", "yes")
-
-
-@contextmanager
-def warned() -> Iterator[list[str]]:
-    """Return what is logged inside."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("composable_fsdp")
-    logger.addHandler(handler)
-    try:
-        yield records
-    finally:
-        logger.removeHandler(handler)
 
 
 @pytest.mark.behaviour("F-12", "H-01")
@@ -286,10 +264,10 @@ def late(folder: Path, model: nn.Module) -> None:
         with pytest.raises(CheckpointError, match="rank 1 did not make this call"):
             load(folder, model, timeout=0.2)
         dist.barrier()
-        load(folder, model, timeout=20)
+        load(folder, model, timeout=120)
     else:
         dist.barrier()
-        load(folder, model, timeout=20)
+        load(folder, model, timeout=120)
 
 
 @pytest.mark.behaviour("F-12")

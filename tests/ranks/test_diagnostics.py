@@ -177,7 +177,7 @@ def job(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = rank.communicate(timeout=30)
+    _, errors = rank.communicate(timeout=300)
     return rank.returncode, errors
 
 
