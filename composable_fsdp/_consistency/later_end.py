@@ -22,8 +22,11 @@ __all__ = ["record_at_end", "record_now", "wait_for_ends"]
 
 _MOST_SECONDS = 10.0
 """The longest wait for the end of other processes."""
-_TORCHRUN_SECONDS = 3.0
-"""The time in which torchrun sees the end of a process and sends SIGTERM. It looks ten times a second."""
+_TORCHRUN_SECONDS = 10.0
+"""The time in which torchrun sees the end of a process and sends SIGTERM.
+
+It looks ten times a second, but 3 s were too short once with 25 runnable processes per core.
+"""
 _PERIOD = 0.02
 
 _record: list[Callable[[], None]] = []
