@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 __all__ = ["main"]
 
-_EXTRA = ("typer", "rich", "psutil")
+_EXTRA = ("typer", "rich")
 
 
 def main(name: str = "composable-fsdp") -> None:
-    """Run the command line and exit. ``typer``, ``rich`` and ``psutil`` are optional, so they are imported here.
+    """Run the command line and exit. ``typer`` and ``rich`` are optional, so they are imported here.
 
     Args:
         name: the name of the command in its help.

@@ -19,7 +19,7 @@ from tests.helpers.torchrun import ROOT, torchrun
 SMALL = ("--layers", "1", "--dim", "64", "--heads", "2", "--hidden", "96", "--batch", "2", "--seq", "32")
 
 needs_extras = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("matplotlib", "psutil", "rich")),
+    not all(importlib.util.find_spec(name) for name in ("matplotlib", "rich")),
     reason="what the examples show needs the extras cli and plot",
 )
 

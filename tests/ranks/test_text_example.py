@@ -14,7 +14,7 @@ SMALL = ["--batch", "2", "--seq", "32", "--layers", "1", "--dim", "32", "--heads
 
 
 needs_extras = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("matplotlib", "psutil", "rich")),
+    not all(importlib.util.find_spec(name) for name in ("matplotlib", "rich")),
     reason="what the examples show needs the extras cli and plot",
 )
 

@@ -40,7 +40,7 @@ def test_the_console_command_is_the_main_function() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["composable-fsdp"].partition(":")
     assert getattr(import_module(module), function) is composable_fsdp.cli.main
-    for package in ("typer", "rich", "psutil"):
+    for package in ("typer", "rich"):
         assert any(each.startswith(package) for each in project["optional-dependencies"]["cli"])
 
 
@@ -53,7 +53,7 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("absent", ["typer", "rich", "psutil"])
+@pytest.mark.parametrize("absent", ["typer", "rich"])
 def test_a_missing_package_is_named(absent: str) -> None:
     done = run_program(f"import sys; sys.modules[{absent!r}] = None\nfrom composable_fsdp.cli import main\nmain()")
     assert done.returncode == 2
