@@ -161,7 +161,7 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.optimizer_params import lacking, restored
     from composable_fsdp.checkpoint._state_dict.options import Form
     from composable_fsdp.checkpoint._tools.convert import convert
-    from composable_fsdp.checkpoint._tools.sources import DcpSource, Kind, open_source
+    from composable_fsdp.checkpoint._tools.sources import Kind, open_source
     from composable_fsdp.checkpoint._tools.verify import verify
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec

@@ -140,14 +140,14 @@ def _convert(
     dtype: Annotated[
         str | None, typer.Option(help="dtype of the model's floating-point tensors: bfloat16, float32, …")
     ] = None,
-    max_file_bytes: Annotated[int, typer.Option(help="maximum bytes per file; not for torch")] = MAX_FILE_BYTES,
+    max_file_bytes: Annotated[int, typer.Option(help="maximum bytes per file of safetensors")] = MAX_FILE_BYTES,
     model_only: Annotated[bool, typer.Option("--model-only", help="leave out the optimizer and the rest")] = False,
-    force: Annotated[bool, typer.Option("--force", help="replace an existing checkpoint")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace an existing file, or safetensors")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="do not compare checksums of SOURCE first")] = False,
     trust: Annotated[bool, typer.Option("--trust", help="admit any class, which can run any code in SOURCE")] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert between directories of torch.distributed.checkpoint, files of torch.save and safetensors.
+    """Convert between directories of checkpoints, files of torch.save and safetensors, with all tensors in memory.
 
     Examples:
 

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from composable_fsdp._memory.device_capabilities import is_accelerator
 from composable_fsdp.checkpoint._dcp.contents import Contents
 
-__all__ = ["LoadPlanner", "SavePlanner", "add_aliases", "write_item"]
+__all__ = ["LoadPlanner", "SavePlanner", "add_aliases"]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -58,7 +58,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         parts = self.contents.parts
-        items = [write_item(i, block.shape, parts[i.fqn].shape, block.dtype) for i, block in self._blocks.items()]
+        items = [_write_item(i, block.shape, parts[i.fqn].shape, block.dtype) for i, block in self._blocks.items()]
         items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.contents.objects]
         return SavePlan(items, planner_data=self.contents.paths)
 
@@ -86,7 +86,7 @@ class SavePlanner(DefaultSavePlanner):
         return tensors + sum(len(self.contents.objects[key]) for key in objects)
 
 
-def write_item(index: MetadataIndex, sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> WriteItem:
+def _write_item(index: MetadataIndex, sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> WriteItem:
     """Return the item for a block of these ``sizes`` at the offset in ``index``, of a tensor of this ``shape``."""
     assert index.offset is not None
     chunk = ChunkStorageMetadata(index.offset, torch.Size(sizes))

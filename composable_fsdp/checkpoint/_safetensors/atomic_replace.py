@@ -17,7 +17,7 @@ from pathlib import Path
 
 from composable_fsdp.checkpoint._safetensors.file_layout import INDEX, SINGLE, FileLayout, TensorFiles
 
-__all__ = ["Replacement", "has_parts", "reserve", "sync"]
+__all__ = ["Replacement", "has_parts", "sync"]
 
 _INCOMPLETE = ".incomplete-"
 _PART = re.compile(r"model-([0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
@@ -54,7 +54,7 @@ class Replacement:
             with open(self.aside / file.name, "wb") as opened:
                 opened.write(file.header)
                 opened.flush()
-                reserve(opened.fileno(), file.nbytes)
+                _reserve(opened.fileno(), file.nbytes)
 
     def sees(self, file: FileLayout) -> bool:
         """Return whether a file that :meth:`begin` created on rank 0 is visible on this rank."""
@@ -90,7 +90,7 @@ class Replacement:
         shutil.rmtree(self.aside, ignore_errors=True)
 
 
-def reserve(file: int, nbytes: int) -> None:
+def _reserve(file: int, nbytes: int) -> None:
     """Allocate the disk space now, so that a full disk is an error here and not while ranks write."""
     if sys.platform == "linux":
         os.posix_fallocate(file, 0, nbytes)

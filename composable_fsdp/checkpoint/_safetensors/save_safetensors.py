@@ -32,7 +32,7 @@ from composable_fsdp.checkpoint._safetensors.keys import KeyedTensor, KeyMap, ke
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
-__all__ = ["save_safetensors"]
+__all__ = ["save_safetensors", "write_part"]
 
 BLOCK_BYTES = 16 << 20
 """The most bytes of a file that one block spans: the size of the copy that a rank may need."""
@@ -192,7 +192,7 @@ class _Save:
                 try:
                     for spec in file.tensors:
                         if spec.name in plan.own:
-                            _write_part(opened, file, spec, self._shards[spec.name])
+                            write_part(opened, file, spec, self._shards[spec.name])
                             advance(self._shards[spec.name].nbytes)
                     os.fsync(opened)
                 finally:
@@ -251,7 +251,8 @@ def _assign_writes(contributions: Sequence[Sequence[_Contribution]]) -> tuple[di
     return first, own
 
 
-def _write_part(opened: int, file: FileLayout, spec: TensorSpec, part: LocalShard) -> None:
+def write_part(opened: int, file: FileLayout, spec: TensorSpec, part: LocalShard) -> None:
+    """Write a shard of the tensor ``spec`` to its place in the open ``file``, block by block."""
     itemsize = spec.dtype.itemsize
     with ExitStack() as stack:
         try:

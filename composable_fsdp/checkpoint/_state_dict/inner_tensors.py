@@ -4,10 +4,10 @@ A subclass without ``__torch_dispatch__`` has its own memory, and a plain view o
 the *inner tensors* that ``__tensor_flatten__`` names are saved, under keys such as ``model.0.weight.scale``. A *record*
 under ``classes.model.0.weight`` stores the class, and how each inner tensor is sharded.
 
-An inner tensor can be loaded on another mesh if it is sharded like the outer tensor, or replicated. Calling the class's
-own ``chunk`` shows which: from shapes alone, a scale per row looks like a scale per column. An inner tensor that is
-sharded in any other way, such as packed blocks across rows, is saved shard by shard, under keys that end with ``@`` and
-the extent of the shard in the outer tensor. Only a rank with the same extent can load it.
+An inner tensor can be saved if it is sharded like the outer tensor, or replicated. Calling the class's own ``chunk``
+shows which: from shapes alone, a scale per row looks like a scale per column. An inner tensor that is sharded in any
+other way, such as packed blocks across rows, is refused. Earlier versions saved it shard by shard, under keys that end
+with ``@`` and the extent of the shard in the outer tensor: only a rank with the same extent can load it.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class Record:
         dtype: the dtype of the outer tensor, without ``torch.``.
         local_shape: the shape of every rank's shard, if they are equal; else ``None``, and there is no context.
         context: the plain values that belong to a shard of this shape.
-        inner: the layout of each inner tensor; ``None`` for one that is saved shard by shard.
+        inner: the layout of each inner tensor; ``None`` for one that an earlier version saved shard by shard.
     """
 
     path: tuple[str, ...]
@@ -294,7 +294,7 @@ class Agreed:
 
     local_shape: tuple[int, ...] | None
     context: Any
-    inner: Mapping[str, _InnerLayout | None]
+    inner: Mapping[str, _InnerLayout]
 
     def record(self, path: tuple[str, ...], part: LocalShard) -> Record:
         kind, dtype = class_name(part.local), dtype_name(part.value.dtype)
@@ -305,7 +305,7 @@ def agreed(contributions: Sequence[Mapping[str, InnerContribution]]) -> dict[str
     """Combine the descriptions of all ranks, by key of the outer tensor.
 
     Raises:
-        CheckpointError: ranks have different classes under one key.
+        CheckpointError: ranks have different classes under one key, or an inner tensor is sharded irregularly.
     """
     by_key: dict[str, list[InnerContribution]] = {}
     for of_rank in contributions:
@@ -320,7 +320,16 @@ def _agreed(key: str, contributions: Sequence[InnerContribution]) -> Agreed:
         raise CheckpointError(f"{key} is of another class on each rank: {', '.join(kinds)}.")
     filled = [contribution for contribution in contributions if not contribution.extent.is_empty] or list(contributions)
     names = dict.fromkeys(name for contribution in filled for name in contribution.inner)
-    layouts = {name: _layout_of(name, filled) for name in names}
+    layouts = {}
+    for name in names:
+        layout = _layout_of(name, filled)
+        if layout is None:
+            raise CheckpointError(
+                f"{key} cannot be saved: what ranks hold of the inner tensor {name!r} of its class {kinds[0]} is no "
+                "cut along one dim, nor all of it. Shard the tensor along another dim (shard_placement_fn), or leave "
+                "it out of the state dict and make it again after load()."
+            )
+        layouts[name] = layout
     first, shape = filled[0], filled[0].extent.local_shape
     if any(
         contribution.extent.local_shape != shape or contribution.context != first.context for contribution in filled
@@ -368,25 +377,21 @@ def _full_range(extent: ShardExtent, dim: int) -> Ranges:
 # -- the tensors that are saved and loaded
 
 
-def parts_of(part: LocalShard, inner: Mapping[str, _InnerLayout | None]) -> dict[str, LocalShard]:
+def parts_of(part: LocalShard, inner: Mapping[str, _InnerLayout]) -> dict[str, LocalShard]:
     """Return the inner tensors that this rank saves for ``part``, by the suffix that follows the outer tensor's key.
 
     A rank without any element of the outer tensor saves nothing: its replicated inner tensors may be stale.
     """
     if part.extent.is_empty:
         return {}
-    found = {}
-    for name, tensor in _inner_of(part.local).items():
-        layout = inner[name]
-        if layout is not None:
-            found[f".{name}"] = LocalShard(tensor, extent=layout.extent_at(part.extent))
-        else:
-            found[f".{name}{_suffix(part.extent)}"] = LocalShard(tensor)
-    return found
+    return {
+        f".{name}": LocalShard(tensor, extent=inner[name].extent_at(part.extent))
+        for name, tensor in _inner_of(part.local).items()
+    }
 
 
 def _suffix(extent: ShardExtent) -> str:
-    """Return the key suffix for a shard with this extent of the outer tensor."""
+    """Return the key suffix of an earlier version for a shard with this extent of the outer tensor."""
     return "@" + ",".join("+".join(f"{r.start}:{r.stop}" for r in ranges) for ranges in extent.ranges)
 
 

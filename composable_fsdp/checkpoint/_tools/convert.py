@@ -1,20 +1,31 @@
-"""Conversion of a checkpoint to another format, block by block. It needs neither a model nor a process group."""
+"""Conversion of a checkpoint to another format. It needs neither a model nor a process group.
+
+torch's own converters (``torch.distributed.checkpoint.format_utils``) do not serve: they unpickle any class, write tied
+tensors twice, and leave out the manifest, without which a directory has no checksums.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 
-from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
 from composable_fsdp.checkpoint._dcp import contents
-from composable_fsdp.checkpoint._safetensors.file_layout import INDEX, SINGLE
-from composable_fsdp.checkpoint._tools.convert_staging import Conversion
-from composable_fsdp.checkpoint._tools.sources import Kind, Source, Spec, kind_of, open_source
-from composable_fsdp.checkpoint._tools.to_dcp import recover_interrupted, write_dcp
-from composable_fsdp.checkpoint._tools.to_files import write_safetensors, write_torch
+from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
+from composable_fsdp.checkpoint._dcp.manifest import Manifest
+from composable_fsdp.checkpoint._dcp.planner import SavePlanner, add_aliases
+from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts, sync
+from composable_fsdp.checkpoint._safetensors.file_layout import INDEX, SINGLE, TensorFiles, TensorSpec
+from composable_fsdp.checkpoint._safetensors.save_safetensors import write_part
+from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
+from composable_fsdp.checkpoint._tools.sources import Kind, Source, Tensors, open_source
 from composable_fsdp.checkpoint._tools.verify import verify as verify_files
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -29,11 +40,8 @@ _WORDS = {
 }
 """Names for what is left out. The step is not listed: it is saved in another place, or not at all in safetensors."""
 
-_WRITERS: Mapping[Kind, Callable[[Conversion, Path, int], None]] = {
-    Kind.DCP: write_dcp,
-    Kind.TORCH: write_torch,
-    Kind.SAFETENSORS: write_safetensors,
-}
+_OURS = ("model", "optimizer", "averages", "classes", "communication", "ranks")
+"""The first keys of what a directory can have."""
 
 
 def convert(
@@ -49,7 +57,7 @@ def convert(
     weights_only: bool = True,
     progress: bool | None = None,
 ) -> list[str]:
-    """Convert the checkpoint ``source`` to the format ``to``. Only one block at a time is in memory.
+    """Convert the checkpoint ``source`` to the format ``to``, with all of its tensors in memory.
 
     The conversion is atomic: an existing target is replaced only once the new one is complete. Tied weights stay tied.
 
@@ -58,13 +66,13 @@ def convert(
         target: for safetensors a directory, in which unrelated files are kept; for DCP a directory; for torch a file.
         to: the format to write.
         dtype: dtype of the model's floating-point tensors; ``None`` keeps theirs. Optimizer state is never converted.
-        max_file_bytes: maximum bytes of tensors in one file. Does not apply to ``torch``, which writes one file.
+        max_file_bytes: maximum bytes of tensors in one file of safetensors.
         model_only: leave out everything but the model. safetensors never have anything else. A torch file then is the
             model's state dict, otherwise ``{"model": ..., "optimizer": ..., ...}``.
-        force: replace an existing checkpoint.
+        force: replace an existing file, or existing safetensors.
         verify: verify all files of ``source`` first, with :func:`~composable_fsdp.checkpoint._tools.verify.verify`.
         weights_only: as for ``torch.load``.
-        progress: show a progress bar. Default: if stderr is a terminal.
+        progress: show a progress bar of the verification. Default: if stderr is a terminal.
 
     Returns:
         Descriptions of what was left out.
@@ -80,8 +88,6 @@ def convert(
         raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
     if max_file_bytes < 1:
         raise ConfigurationError(f"max_file_bytes must be at least 1, not {max_file_bytes}.")
-    if to is Kind.DCP:
-        recover_interrupted(goal)
     opened = open_source(given, weights_only=weights_only)
     _check_target(goal, to, force)
     if goal.exists() and (goal.samefile(opened.path) or goal.samefile(given)):
@@ -89,51 +95,152 @@ def convert(
     problems = verify_files(opened.path, progress=progress).problems if verify else ()
     if problems:
         raise CheckpointError("\n".join(problems))
-    conversion, left_out = _plan(opened, to, dtype=dtype, model_only=model_only)
-    total = sum(spec.nbytes for spec in conversion.tensors.values())
-    with (
-        progress_bar(wants_progress(progress), f"converting {opened.path.name}", total) as conversion.done,
-        torch.no_grad(),
-    ):
-        _WRITERS[to](conversion, goal, max_file_bytes)
+    conversion, left_out = _read(opened, to, dtype=dtype, model_only=model_only)
+    _WRITERS[to](conversion, goal, max_file_bytes)
     return left_out
 
 
-def _plan(source: Source, to: Kind, *, dtype: torch.dtype | None, model_only: bool) -> tuple[Conversion, list[str]]:
+@dataclass(frozen=True)
+class _Conversion:
+    """The tensors and objects to write, the further paths of these tensors, and the manifest of the source."""
+
+    tensors: Tensors
+    aliases: Mapping[contents.Path, contents.Path]
+    objects: Mapping[contents.Path, Any]
+    manifest: Manifest | None
+
+
+def _read(source: Source, to: Kind, *, dtype: torch.dtype | None, model_only: bool) -> tuple[_Conversion, list[str]]:
     """Return the tensors and objects of ``source`` to write, and descriptions of what is left out."""
 
     def stays(path: contents.Path) -> bool:
-        is_record = path[0] == "classes" and path[1].startswith("model.") and to is Kind.DCP
-        return path[0] == "model" or is_record or not (model_only or to is Kind.SAFETENSORS)
+        if path[0] == "model" or (path[0] == "classes" and path[1].startswith("model.") and to is Kind.DCP):
+            return True
+        return not model_only and to is not Kind.SAFETENSORS and (to is Kind.TORCH or path[0] in (*_OURS, "step"))
 
-    def spec(path: contents.Path, own: Spec) -> Spec:
-        converts = dtype is not None and path[0] == "model" and own.dtype.is_floating_point
-        return Spec(own.shape, dtype) if converts and dtype else own
-
-    tensors = {path: spec(path, own) for path, own in source.tensors.items() if stays(path)}
-    if not any(path[0] == "model" for path in tensors):
-        raise CheckpointError(f"{source.path} has no model.")
+    paths = [path for path in source.tensors if stays(path)]
+    if not any(path[0] == "model" for path in paths):
+        raise CheckpointError(
+            f"{source.path} has no model: neither a state dict under the key 'model' nor tensors at the top level. "
+            "Save its state dict as a file of its own."
+        )
+    tensors = source.read(paths)
+    for path, value in tensors.items():
+        if dtype is not None and path[0] == "model" and value.is_floating_point():
+            tensors[path] = value.to(dtype)
     takes_objects = to is not Kind.SAFETENSORS
-    objects = {p: source.value(p) for p in source.object_paths if takes_objects and stays(p)}
+    objects = {path: source.value(path) for path in source.object_paths if takes_objects and stays(path)}
     aliases = {alias: of for alias, of in source.aliases.items() if stays(alias)}
     left = [path for path in (*source.tensors, *source.object_paths) if path not in tensors and path not in objects]
     left_out = sorted({_WORDS.get(path[0], path[0]) for path in left if path != ("step",)})
-    return Conversion(source, tensors, aliases, objects), left_out
+    return _Conversion(tensors, aliases, objects, source.manifest), left_out
 
 
 def _check_target(target: Path, to: Kind, force: bool) -> None:
-    """Raise if ``target`` exists, unless it is a checkpoint of the same kind and ``force`` is set."""
+    """Raise if ``target`` exists, unless it is a file or safetensors, and ``force`` is set."""
+    if to is Kind.DCP:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise CheckpointError(f"{target} exists already, and --force replaces no directory. Delete it first.")
+        return
     if to is Kind.SAFETENSORS:
         if target.suffix == ".safetensors" or (target.exists() and not target.is_dir()):
             raise ConfigurationError(f"{target} must be a directory: there may be several files of safetensors.")
         exists = (target / SINGLE).exists() or (target / INDEX).exists()
-    elif to is Kind.TORCH:
+    else:
         exists = target.exists()
         if target.is_dir():
             raise ConfigurationError(f"{target} is a directory. Name a file.")
-    else:
-        exists = target.exists() and not (target.is_dir() and not any(target.iterdir()))
-        if exists and not (target.is_dir() and kind_of(target) is Kind.DCP):
-            raise ConfigurationError(f"{target} exists and is not a checkpoint of this kind. Name another target.")
     if exists and not force:
         raise CheckpointError(f"{target} exists already. Pass --force to replace it.")
+
+
+# -- writers
+
+
+def _incomplete(target: Path) -> Path:
+    """Return the path of incomplete output, on the target's disk. Output of killed conversions is deleted."""
+    path = target.parent / f".{target.name}.incomplete"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+    return path
+
+
+def _write_dcp(conversion: _Conversion, target: Path, max_file_bytes: int) -> None:
+    """Write a directory in the format of ``save``."""
+    state = contents.Contents()
+    for path, tensor in conversion.tensors.items():
+        state.add_tensor(path, LocalShard(tensor))
+    for alias, of in conversion.aliases.items():
+        state.add_alias(alias, of)
+    for path, value in conversion.objects.items():
+        if path != ("step",):
+            state.add_object(tuple(map(str, path)), value)  # DCP's own paths have indices
+    manifest, step = conversion.manifest, conversion.objects.get(("step",))
+    ranks = {path[1] for path in conversion.objects if path[0] == "ranks"}
+    folder = _incomplete(target)
+    try:
+        folder.mkdir()
+        planner, writer = SavePlanner(state), ChecksummingWriter(folder)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        writer.set_up_storage_writer(is_coordinator=True)
+        (plan,) = writer.prepare_global_plan(plans)
+        written = writer.write_data(plan, planner)
+        written.wait()
+        results = [written.value()]
+        add_aliases(metadata, results, state.aliases)
+        writer.finish(metadata, results)
+        if manifest is not None:
+            step = manifest.step
+        Manifest.of(step if type(step) is int else 0, max(len(ranks), 1), writer.records, metadata).write(folder)
+        sync(folder)
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    sync(target.parent)
+
+
+def _write_safetensors(conversion: _Conversion, target: Path, max_file_bytes: int) -> None:
+    specs = [TensorSpec(path[1], each.dtype, tuple(each.shape)) for path, each in conversion.tensors.items()]
+    aliases = {alias[1]: of[1] for alias, of in conversion.aliases.items()}
+    token = secrets.token_hex(4)
+    files = TensorFiles.of(specs, aliases, max_file_bytes, token if has_parts(target) else "")
+    replacement = Replacement(target, token)
+    try:
+        replacement.begin(files)
+        for file in files.files:
+            with open(replacement.aside / file.name, "r+b") as opened:
+                for spec in file.tensors:
+                    write_part(opened.fileno(), file, spec, LocalShard(conversion.tensors["model", spec.name]))
+                os.fsync(opened.fileno())
+        replacement.commit(files)
+    except BaseException:
+        replacement.abandon()
+        raise
+
+
+def _write_torch(conversion: _Conversion, target: Path, max_file_bytes: int) -> None:
+    tree: dict[str, Any] = {}
+    values = conversion.tensors | {alias: conversion.tensors[of] for alias, of in conversion.aliases.items()}
+    for path, value in (*values.items(), *conversion.objects.items()):
+        set_element(tree, path, value)
+    is_model_only = tree.keys() == {"model"}
+    if conversion.manifest is not None:
+        tree["step"] = conversion.manifest.step
+    file = _incomplete(target)
+    try:
+        torch.save(tree["model"] if is_model_only else tree, file)
+        sync(file)
+        os.replace(file, target)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    sync(target.parent)
+
+
+_WRITERS: Mapping[Kind, Callable[[_Conversion, Path, int], None]] = {
+    Kind.DCP: _write_dcp,
+    Kind.TORCH: _write_torch,
+    Kind.SAFETENSORS: _write_safetensors,
+}

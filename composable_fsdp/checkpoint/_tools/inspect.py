@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from composable_fsdp.checkpoint._coordination.mismatch import dtype_name
 from composable_fsdp.checkpoint._dcp import directory as folder
 from composable_fsdp.checkpoint._dcp.intact import problems_of, read_manifest
-from composable_fsdp.checkpoint._tools.sources import Kind, Source, Spec, open_source
+from composable_fsdp.checkpoint._tools.sources import Kind, Source, open_source
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["Description", "FolderDescription", "FolderRow", "OptimizerSummary", "Tensor", "describe", "describe_folder"]
@@ -117,8 +119,8 @@ def _name(path: tuple[str, ...]) -> str:
     return ".".join(map(str, path))
 
 
-def _tensor(path: tuple[str, ...], spec: Spec, same_as: str | None = None) -> Tensor:
-    return Tensor(_name(path), spec.shape, dtype_name(spec.dtype), spec.nbytes, same_as)
+def _tensor(path: tuple[str, ...], spec: torch.Tensor, same_as: str | None = None) -> Tensor:
+    return Tensor(_name(path), tuple(spec.shape), dtype_name(spec.dtype), spec.nbytes, same_as)
 
 
 def _optimizer(source: Source) -> OptimizerSummary | None:

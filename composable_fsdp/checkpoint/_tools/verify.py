@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from composable_fsdp.checkpoint._dcp.directory import MANIFEST, candidates
 from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
 from composable_fsdp.checkpoint._dcp.manifest import Manifest, check_file
 from composable_fsdp.checkpoint._safetensors.reader import StoredTensors
-from composable_fsdp.checkpoint._tools.sources import Kind, archive_in, kind_of
+from composable_fsdp.checkpoint._tools.sources import Kind, kind_of
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["VerifyResult", "verify"]
@@ -108,7 +109,8 @@ def _check_archives(path: Path, spans: list[tuple[int, int]]) -> None:
         raise CheckpointError(f"{path} has {size} bytes instead of {_end(spans)}: it is truncated or overwritten.")
     with path.open("rb") as file:
         for offset, length in spans:
-            _check_archive(path, archive_in(file, offset, length), f" at byte {offset}")
+            file.seek(offset)
+            _check_archive(path, io.BytesIO(file.read(length)), f" at byte {offset}")
 
 
 def _check_archive(path: Path, archive: Path | IO[bytes], where: str = "") -> None:
