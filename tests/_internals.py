@@ -135,7 +135,6 @@ if TYPE_CHECKING:
     from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
     from composable_fsdp._sharding.strategy import StrategyName, resolve_strategy
     from composable_fsdp._torch_compat.fsdp_state import ClientState
-    from composable_fsdp._torch_compat.replaced_functions import log_replaced_functions
     from composable_fsdp._torch_compat.torch_types import as_strategy, as_wrap_policy
     from composable_fsdp.checkpoint._coordination import rank_group
     from composable_fsdp.checkpoint._coordination.mismatch import (

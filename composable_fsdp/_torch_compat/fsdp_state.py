@@ -4,9 +4,8 @@ Pipelining ends gradient accumulation itself, and the memory tracker wraps our h
 torch's ``fully_shard.state(module)`` or ``module._get_fsdp_state()``; other libraries use torch's
 ``_get_module_fsdp_state(module)`` too. These functions return a view that reads everything from the FSDP state and
 stores only the handles of hooks that clients replace. It has the names that ``torch.distributed.pipelining``,
-``FSDPMemTracker``, torch's ``register_fsdp_forward_method`` and ``share_comm_ctx`` use, and those that
-``tests/unit/test_interop_state.py`` uses as other libraries do. Reading or setting any other name is an error that says
-what to use instead.
+``FSDPMemTracker``, torch's ``register_fsdp_forward_method`` and ``share_comm_ctx``, verl and TransformerEngine use.
+Reading or setting any other name is an error that says what to use instead.
 """
 
 from __future__ import annotations
@@ -15,25 +14,19 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._memory.streams import CommStreams
-from composable_fsdp._runtime.groups.state import Accumulation, ForwardCall, FSDPState, ModuleReference
-from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, ParameterState
+from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, ModuleReference
+from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS
 from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.root.iteration import Pass
-from composable_fsdp._torch_compat.replaced_functions import log_replaced_functions
 from composable_fsdp._torch_compat.torch_types import (
-    ParamModuleInfo,
-    ShardedState,
     TorchFSDPMeshInfo,
     TorchFSDPState,
     TrainingState,
@@ -48,23 +41,54 @@ from composable_fsdp.policies import AUTO_RESHARD, Reshard, ReshardKind
 __all__ = ["ClientState", "client_state", "register_client_states"]
 
 
-def _setting(name: str) -> Any:
-    """Return a property for the setting ``name`` of the view's FSDP state."""
-    return property(attrgetter(f"_state.{name}"), lambda view, value: setattr(view._state, name, value))
-
-
+_POLICY = "the mp_policy that was passed to fully_shard"
+_SHARD = "the DTensor of the module: its shape, dtype and to_local()"
 _INSTEAD = {
+    "_all_gather_process_group": "get_group() of the mesh that was passed to fully_shard",
     "_all_gather_result": "reshard() of the module frees what was gathered too early",
+    "_all_reduce_hook": "set_all_reduce_hook() of the module",
+    "_init_mp_dtypes": "nothing: a change of requires_grad is noticed",
+    "_is_hsdp": "the mesh that was passed to fully_shard",
+    "_lazy_init": "a forward of the model",
+    "_modules_to_run_forward": "forward hooks of the modules",
+    "_mp_policy": _POLICY,
+    "_orig_dtype": _SHARD,
+    "_orig_size": _SHARD,
+    "_param_fqn": "named_parameters() of the model",
+    "_module_info": "named_parameters() of the model",
+    "_reduce_dtype": _POLICY,
+    "_reduce_scatter_process_group": "get_group() of the mesh that was passed to fully_shard",
+    "_sharded_param_data": _SHARD,
+    "_sharded_state": "parameters() of the module, which are DTensors while it is sharded",
     "_states_to_backward_prefetch": "set_modules_to_backward_prefetch(modules) of the module; "
     "set_prefetch_limit(0) of the model prefetches nothing",
     "_states_to_forward_prefetch": "set_modules_to_forward_prefetch(modules) of the module",
+    "accumulate_unsharded_grad_if_needed": "nothing: post_backward() finds the gradients",
     "all_gather_outputs": "unsharded_param of the parameter, while the module is unsharded",
+    "all_reduce_grads": "set_requires_all_reduce() of the module",
     "finalize_backward": "finalize_backward() of the model",
+    "force_sum_reduction_for_comms": "set_force_sum_reduction_for_comms() of the module",
+    "gradient_divide_factor": "set_gradient_divide_factor() of the module",
+    "is_last_backward": "set_is_last_backward() of the model",
+    "is_sharded": "parameters() of the module, which are DTensors while it is sharded",
+    "is_sharded_post_forward": "parameters() of the module, which are DTensors while it is sharded",
+    "is_unsharded": "parameters() of the module, which are DTensors while it is sharded",
     "lazy_hsdp_allreduce": "set_requires_all_reduce(False) of the module, until the last microbatch",
-    "padded_sharded_param_size": "sharded_size of the parameter, which has no padding",
+    "lazy_init": "a forward of the model",
+    "mp_policy": _POLICY,
+    "orig_dtype": _SHARD,
+    "padded_sharded_param_size": _SHARD,
+    "param_dtype": _POLICY,
+    "reduce_grads": "set_requires_gradient_sync() of the module",
+    "reshard": "reshard() of the module",
+    "reshard_after_backward": "set_reshard_after_backward() of the module",
+    "sharded_size": _SHARD,
+    "to_accumulated_grad_if_needed": "nothing: post_backward() finds the gradients",
     "to_sharded": "reshard() of the module",
     "to_unsharded": "unshard() of the module",
+    "unshard": "unshard() of the module",
     "unsharded_accumulated_grad": "get_pending_gradients() and zero_grad() of the module",
+    "wait_for_unshard": "wait() of the handle that unshard(async_op=True) of the module returns",
 }
 """The remedies for names of torch's states, groups and parameters that public code uses and these views lack."""
 
@@ -146,9 +170,6 @@ class ClientState:
         register_state(clone._module, clone)
         return clone
 
-    _modules = property(attrgetter("_state.modules"))
-    _device = property(attrgetter("_state.group.axes.device"))
-    _mp_policy = property(attrgetter("_state.precision"))
     _comm_ctx = _streams_view
 
     @property
@@ -166,10 +187,6 @@ class ClientState:
         )
 
     @property
-    def _training_state(self) -> TrainingState:
-        return _training_state(self._state)
-
-    @property
     def _auto_reshard_after_forward(self) -> bool:
         """True if the user passed no ``reshard_after_forward``."""
         return self._state.reshard.kind is ReshardKind.AUTO
@@ -180,16 +197,6 @@ class ClientState:
             self._state.reshard = AUTO_RESHARD
         elif self._auto_reshard_after_forward:
             self._state.reshard = Reshard(ReshardKind.ALWAYS)
-
-    @property
-    def _modules_to_run_forward(self) -> set[nn.Module]:
-        """The modules of the group that the running forward has yet to run; empty for a group of one module."""
-        remaining = (self._state.run.remaining if self._state.run is not None else None) or ()
-        return {module for module in self._state.modules if id(module) in remaining}
-
-    def _lazy_init(self) -> None:
-        """Build the runtime with this state as the root, if there is none yet."""
-        iteration_of(self._state)
 
     @property
     def _module(self) -> nn.Module:
@@ -206,11 +213,6 @@ class ClientState:
         states = iteration_of(self._state).states.values()
         found = [client_state(module) for state in states for module in state.modules[:1]]
         return [each for each in found if each is not None]
-
-    @property
-    def is_last_backward(self) -> bool:
-        """The value set with ``set_is_last_backward``."""
-        return iteration_of(self._state).is_last_backward
 
     @property
     def _fsdp_param_groups(self) -> list[ClientGroup]:
@@ -262,19 +264,7 @@ class ClientGroup:
     def __hash__(self) -> int:
         return hash(self._state)
 
-    modules = property(attrgetter("_state.modules"))
-    device = property(attrgetter("_state.group.axes.device"))
-    mp_policy = property(attrgetter("_state.precision"))
-    reshard_after_backward = _setting("reshard_after_backward")
-    all_reduce_grads = _setting("all_reduce")
     comm_ctx = _streams_view
-    _all_reduce_hook = property(attrgetter("_state.group.gradients.all_reduce_hook"))
-    gradient_divide_factor = property(attrgetter("_state.group.gradients.divide_factor"))
-    force_sum_reduction_for_comms = property(attrgetter("_state.group.gradients.sum_only"))
-    _reduce_dtype = property(attrgetter("_state.precision.reduce_dtype"))
-
-    # -- properties
-
     @property
     def _module_fqn(self) -> str | None:
         """The names of the modules from the root, "" for the root; ``None`` before the first forward, as with torch."""
@@ -284,64 +274,26 @@ class ClientGroup:
         return "" if iteration.root is self._state else self._state.name
 
     @property
-    def _orig_dtype(self) -> torch.dtype | None:
-        """The dtype of the trainable parameters; ``None`` if there are none, or several dtypes."""
-        dtypes = {each.dtype for each in self._state.group.parameters if each.sharded.requires_grad}
-        return dtypes.pop() if len(dtypes) == 1 else None
-
-    @property
     def mesh_info(self) -> Any:
         """Torch's ``FSDPMeshInfo``, ``HSDPMeshInfo`` or ``DDPMeshInfo``."""
         return mesh_info_of(self._state.group.axes)
 
     @property
-    def _is_hsdp(self) -> bool:
-        return self._state.group.axes.mesh.ndim > 1
-
-    @property
-    def _all_gather_process_group(self) -> dist.ProcessGroup:
-        return self._state.group.axes.shard_mesh.get_group()
-
-    @property
-    def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
-        scatter = self._state.group.process_groups[0].exchange
-        return scatter.group if isinstance(scatter, GroupCommunicator) else self._all_gather_process_group
-
-    # -- state
-
-    @property
     def _training_state(self) -> TrainingState:
-        return _training_state(self._state)
+        """The current pass in torch's terms, without the ends of a module's own forward and backward."""
+        state, iteration = self._state, known_iteration(self._state)
+        if iteration is None or iteration.current_pass is Pass.IDLE:
+            return TrainingState.IDLE
+        computes = bool(state.calls_under_way)  # includes recomputation in backward under activation checkpointing
+        return (
+            TrainingState.FORWARD if computes or iteration.current_pass is Pass.FORWARD else TrainingState.PRE_BACKWARD
+        )
 
     @_training_state.setter
     def _training_state(self, state: TrainingState) -> None:
         """Accept ``IDLE``, which clients set before ``reshard()``, without effect: ``reshard()`` needs no state."""
         if state is not TrainingState.IDLE:
             raise UnsupportedError(f"_training_state cannot be set to {state.name} here; it follows the passes.")
-
-    @property
-    def _sharded_state(self) -> ShardedState:
-        return _SHARDED_STATES[self._state.group.parameter_state]
-
-    is_sharded = property(lambda view: view._sharded_state is ShardedState.SHARDED)
-    is_sharded_post_forward = property(lambda view: view._sharded_state is ShardedState.SHARDED_POST_FORWARD)
-    is_unsharded = property(lambda view: view._sharded_state is ShardedState.UNSHARDED)
-
-    def lazy_init(self) -> None:
-        """Update the group after changes of its sharded parameters."""
-        self._state.group.refresh()
-
-    _init_mp_dtypes = lazy_init
-
-    def unshard(self, async_op: bool = False) -> None:
-        cast(Any, self._state.modules[0]).unshard(async_op)
-
-    def wait_for_unshard(self) -> None:
-        if self._state.group.parameter_state is ParameterState.UNSHARDING:
-            self._state.group.wait()
-
-    def reshard(self) -> None:
-        self._state.group.reshard()
 
     # -- options
 
@@ -377,14 +329,6 @@ class ClientGroup:
             self._state.reshard = Reshard(ReshardKind.ALWAYS)
         else:
             self._state.reshard = Reshard.parse(info.shard_mesh_size, shard_size)
-
-    @property
-    def reduce_grads(self) -> bool:
-        return self._state.accumulation is not Accumulation.UNSHARDED
-
-    @reduce_grads.setter
-    def reduce_grads(self, value: bool) -> None:
-        self._state.accumulation = Accumulation.REDUCE if value else Accumulation.UNSHARDED
 
     # -- passes
 
@@ -452,53 +396,14 @@ class ClientParameter:
     __getattr__ = _get_other
     __setattr__ = _set_known
 
-    sharded_size = property(attrgetter("_parameter.local.shape"))
-    orig_dtype = property(attrgetter("_parameter.dtype"))
     sharded_param = property(attrgetter("_parameter.sharded"))
     unsharded_param = _unsharded_param = property(attrgetter("_parameter.unsharded"))
-
-    @property
-    def _module_info(self) -> ParamModuleInfo:
-        (module, name), *shared = self._parameter.owners
-        return ParamModuleInfo(module, name, [each for each, _ in shared], [name for _, name in shared])
-
-    @property
-    def _param_fqn(self) -> str | None:
-        """The name from the root; ``None`` before the first forward, as with torch."""
-        iteration = known_iteration(self._state)
-        if iteration is None:
-            return None
-        owner, name = self._parameter.owners[0]
-        paths = (path for top in iteration.root.modules for path, each in top.named_modules() if each is owner)
-        path = next(paths, "")
-        return f"{path}.{name}" if path else name
-
-    @property
-    def _orig_size(self) -> torch.Size:
-        return torch.Size(self._parameter.shape)
-
-    @property
-    def param_dtype(self) -> torch.dtype | None:
-        """The dtype of computation; ``None`` if it is the dtype of the parameter."""
-        dtype = self._state.precision.compute_dtype(self._parameter.dtype)
-        return None if dtype == self._parameter.dtype else dtype
-
-    def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Do nothing: ``post_backward`` of the group finds the gradients itself."""
-
-    to_accumulated_grad_if_needed = accumulate_unsharded_grad_if_needed
-
-    @property
-    def _sharded_param_data(self) -> torch.Tensor:
-        """This rank's shard as a 1-d tensor, without padding (torch's has padding)."""
-        return self._parameter.local.detach().view(-1)
 
 
 def register_client_states(
     state: FSDPState, modules: Iterable[nn.Module], handles: Mapping[nn.Module, HookHandles]
 ) -> None:
     """Register a view for each of ``modules`` where torch looks for its state, and mark them as sharded."""
-    log_replaced_functions()
     for module in modules:
         set_torch_state(module, ClientState(state, module, handles.get(module)))
 
@@ -507,21 +412,3 @@ def client_state(module: nn.Module) -> ClientState | None:
     """Return what torch's ``fully_shard.state(module)`` finds, or ``None`` if this package did not shard it."""
     state = find_state(module)
     return state if isinstance(state, ClientState) else None
-
-
-_SHARDED_STATES = {
-    ParameterState.SHARDED: ShardedState.SHARDED,
-    ParameterState.UNSHARDING: ShardedState.SHARDED,
-    ParameterState.UNSHARDED: ShardedState.UNSHARDED,
-    ParameterState.SHRUNK: ShardedState.SHARDED_POST_FORWARD,
-    ParameterState.LENT: ShardedState.SHARDED,
-}
-
-
-def _training_state(state: FSDPState) -> TrainingState:
-    """Return the current pass in torch's terms, without the ends of a module's own forward and backward."""
-    iteration = known_iteration(state)
-    if iteration is None or iteration.current_pass is Pass.IDLE:
-        return TrainingState.IDLE
-    computes = bool(state.calls_under_way)  # includes recomputation in backward under activation checkpointing
-    return TrainingState.FORWARD if computes or iteration.current_pass is Pass.FORWARD else TrainingState.PRE_BACKWARD

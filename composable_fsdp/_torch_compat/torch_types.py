@@ -32,7 +32,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo as Torc
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchFSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as TorchHSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 from torch.distributed.fsdp.wrap import CustomPolicy as TorchCustomPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
@@ -47,9 +46,7 @@ from composable_fsdp.wrap._plan import Group, Scope
 from composable_fsdp.wrap.wrap_policy import Policy, as_policy, by_class
 
 __all__ = [
-    "ParamModuleInfo",
     "ParameterPlacement",
-    "ShardedState",
     "TorchFSDPMeshInfo",
     "TorchFSDPModule",
     "TorchFSDPState",

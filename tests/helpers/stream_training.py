@@ -206,9 +206,6 @@ def _read_unsharded(model: Any) -> None:
         _read_and_reshard(block)
         block.unshard()
         _read_and_reshard(block)
-        block.unshard(async_op=True)
-        block._get_fsdp_state()._fsdp_param_group.wait_for_unshard()
-        _read_and_reshard(block)
 
 
 def _read_and_reshard(block: Any) -> None:
