@@ -22,6 +22,7 @@ __all__ = [
     "PackedRun",
     "ReduceLayout",
     "aligned_bytes",
+    "aligned_piece",
     "find_runs",
     "plan_gather",
     "plan_reduce",
@@ -34,6 +35,8 @@ NEVER_ZERO_COPY = 1 << 62
 
 ALIGNMENT_BYTES = 16
 """Alignment of every tensor. Vectorised and fused kernels, and NCCL, are slow on unaligned tensors."""
+
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,12 @@ class ReduceLayout:
 def aligned_bytes(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to the next alignment boundary."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def aligned_piece(numel: int, num_pieces: int) -> int:
+    """Return the elements of each of ``num_pieces`` chunks that together hold ``numel``, aligned for fp32 vectors."""
+    step = ALIGNMENT_BYTES // _FP32_BYTES
+    return -(-numel // (num_pieces * step)) * step
 
 
 def worth_all_reducing(shards: Sequence[TensorShards], *, itemsize: int, all_reduce_bytes: int) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from composable_fsdp._comm.communicator import Communicator, Transfer, Work
-from composable_fsdp._layout.bucket_layout import ALIGNMENT_BYTES, aligned_bytes
+from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp.codecs._encoder import Encoder
 
-__all__ = ["CodecMessage", "EncodedAllReduce", "EncodedMessage", "EncodedReduceScatter", "aligned_piece"]
+__all__ = ["CodecMessage", "EncodedAllReduce", "EncodedMessage", "EncodedReduceScatter"]
 
 
 class EncodedMessage(Protocol):
@@ -141,9 +141,3 @@ class EncodedAllReduce:
         assert received is not None
         rows = received.view(self._shape[0], self._sums.row_bytes)
         self._values.copy_(self._sums.decode(rows).view(-1)[: self._values.numel()])
-
-
-def aligned_piece(numel: int, num_pieces: int) -> int:
-    """Return the elements of each of ``num_pieces`` chunks that together hold ``numel``, aligned for fp32 vectors."""
-    step = ALIGNMENT_BYTES // torch.float32.itemsize
-    return -(-numel // (num_pieces * step)) * step

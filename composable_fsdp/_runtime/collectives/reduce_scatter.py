@@ -12,16 +12,11 @@ from operator import attrgetter, is_
 import torch
 
 from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._layout.bucket_layout import split_at
+from composable_fsdp._layout.bucket_layout import aligned_piece, split_at
 from composable_fsdp._layout.grad_scaling import Reduction, divide
 from composable_fsdp._layout.pack import pack_gradient, take_shard
 from composable_fsdp._layout.plan import SMALL_BYTES, BucketPlan
-from composable_fsdp._runtime.collectives.encoded_reduce import (
-    CodecMessage,
-    EncodedAllReduce,
-    EncodedMessage,
-    aligned_piece,
-)
+from composable_fsdp._runtime.collectives.encoded_reduce import CodecMessage, EncodedAllReduce, EncodedMessage
 from composable_fsdp._runtime.collectives.grad_extension import ExtensionMessage, GradientExtension
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, take_gradients
 from composable_fsdp._sharding.process_groups import ProcessGroups
