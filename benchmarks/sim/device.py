@@ -165,6 +165,8 @@ class Device:
 class Charging(TorchDispatchMode):
     """A mode in which every operation takes time on the current stream of ``device``."""
 
+    observes_sharding = True
+
     def __init__(self, device: Device) -> None:
         super().__init__()
         self._device = device

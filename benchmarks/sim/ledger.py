@@ -32,6 +32,8 @@ class Ledger(TorchDispatchMode):
         peak: the largest number of bytes after any operation.
     """
 
+    observes_sharding = True
+
     def __init__(self, *allocators: Allocator) -> None:
         super().__init__()
         self.held = self.peak = 0

@@ -26,6 +26,7 @@ from composable_fsdp._api.group_setters import (
 )
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._consistency.order_check import order_check_from
+from composable_fsdp._runtime.groups.callers_context import runs_outside
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state_of
 from composable_fsdp._runtime.groups.state_machine import GradientState, ParameterState
 from composable_fsdp._runtime.groups.version_check import VersionCheck
@@ -61,6 +62,7 @@ class UnshardHandle(TorchUnshardHandle):
     def __init__(self, state: FSDPState) -> None:
         self._state: FSDPState | None = state
 
+    @runs_outside
     def wait(self) -> None:
         """Wait for the all-gather and make the unsharded parameters usable. Further calls have no effect."""
         if self._state is not None:
@@ -75,6 +77,7 @@ class GradientReductionHandle:
         self._iteration: Iteration | None = iteration
         self._token = iteration.finalization.begin()
 
+    @runs_outside
     def wait(self) -> None:
         """Wait for the reductions and set the sharded gradients. Further calls have no effect.
 
@@ -102,6 +105,7 @@ class FSDPModule(TorchFSDPModule):
 
     # -- unshard and reshard
 
+    @runs_outside
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather the parameters of this module's own group, without the groups of modules below it.
 
@@ -123,10 +127,12 @@ class FSDPModule(TorchFSDPModule):
         handle.wait()
         return None
 
+    @runs_outside
     def reshard(self) -> None:
         """Free this module's unsharded parameters. Has no effect if they are sharded already."""
         _state(self).group.reshard()
 
+    @runs_outside
     def reset_iter_state(self) -> None:
         """Return all ranks to a state in which a new step can begin, after an exception in forward or backward.
 
@@ -203,6 +209,7 @@ class FSDPModule(TorchFSDPModule):
         """
         iteration_of(_state(self)).finalization.set_manual(enabled)
 
+    @runs_outside
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce what is left after the backwards of a step, and set all sharded gradients. All ranks must call it.
 
@@ -228,6 +235,7 @@ class FSDPModule(TorchFSDPModule):
         handle.wait()
         return None
 
+    @runs_outside
     def get_pending_gradients(
         self, *, recurse: bool = True
     ) -> dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]]:
@@ -249,6 +257,7 @@ class FSDPModule(TorchFSDPModule):
             found |= {each.sharded: parts for each, parts in state.group.gradients.held().items()}
         return found
 
+    @runs_outside
     def synchronize_gradients(self, *, recurse: bool = True) -> None:
         """Reduce pending gradients and add them to ``grad``, also those of modules without gradient synchronization.
 
@@ -285,6 +294,7 @@ class FSDPModule(TorchFSDPModule):
         for state in _states(self, recurse):
             state.all_reduce = requires_all_reduce
 
+    @runs_outside
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether ranks may use different parameters in one step, or skip modules in forward or backward.
 
@@ -362,6 +372,7 @@ class FSDPModule(TorchFSDPModule):
         """
         return iteration_of(_state(self)).schedule()
 
+    @runs_outside
     def set_costs(self, costs: Costs | str | PathLike[str] | None) -> None:
         """Choose how collectives are divided, fused and prefetched by a table of their costs. Call it on the root.
 
@@ -493,6 +504,7 @@ class FSDPModule(TorchFSDPModule):
 
     # -- communication
 
+    @runs_outside
     def set_custom_all_gather(self, comm: object) -> None:
         """Use ``comm`` for this module's all-gathers over its shard axis.
 
@@ -512,6 +524,7 @@ class FSDPModule(TorchFSDPModule):
             pgs.customize_gather(comm)
         _state(self).group.rebuild()
 
+    @runs_outside
     def set_custom_reduce_scatter(self, comm: object) -> None:
         """Use ``comm`` for this module's reduce-scatters over its shard axis.
 
@@ -559,6 +572,7 @@ class FSDPModule(TorchFSDPModule):
         """Make the first all-gather of the next forward wait for ``event``, recorded after the optimizer's step."""
         iteration_of(_state(self)).post_optimizer_event = event
 
+    @runs_outside
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set whether reduce-scatters use a process group of their own, so that they do not queue behind all-gathers.
 
@@ -584,6 +598,7 @@ class FSDPModule(TorchFSDPModule):
         for pgs in state.group.process_groups:
             pgs.pool(enable)
 
+    @runs_outside
     def set_stable_storage(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set whether unsharded parameters and messages stay in memory, each at one address, as CUDA graphs need it.
 

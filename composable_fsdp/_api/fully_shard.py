@@ -15,6 +15,7 @@ from composable_fsdp._api.fsdp_module import sharded_class
 from composable_fsdp._api.materialize import broadcast_module_states, find_ignored, materialize_meta
 from composable_fsdp._api.param_discovery import CommunicationFunction, ParamDiscovery, PlacementFunction
 from composable_fsdp._runtime.compile import mark_managed
+from composable_fsdp._runtime.groups.callers_context import outside_callers_context
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of
 from composable_fsdp._runtime.groups.unmanaged_params import plain_places
@@ -172,39 +173,42 @@ def fully_shard(
     for each in modules:
         if param_init_fn is not None:
             materialize_meta(each, param_init_fn, ignored)
-    below = [nested for each in modules for nested in each.modules()]
-    owner_states = list(dict.fromkeys((*map(state_of, shared_from), *tied_owner_states(below))))
-    discovery = ParamDiscovery(
-        axes, full_mesh, shard_placement_fn, ignored.parameters, device is not None, owner_states
-    )
-    if comm_policy is not None:
-        discovery.communication_of = _as_function(comm_policy)
-    discovery.offload = offload
-    sources = discovery.collect(modules)
-    if any(isinstance(source.offload, CPUOffloadPolicy) for source in sources):
-        warn_without_cpu_backend(axes)
-    if sync_module_states:
-        other_meshes = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
-        for each in modules:
-            broadcast_module_states(each, axes.mesh, ignored, other_meshes)
-    if reshard.kind is ReshardKind.SMALLER:  # new process groups need all ranks, and forwards may differ between ranks
-        for each_axes in dict.fromkeys((axes, *(source.sharding.axes for source in sources))):
-            each_axes.smaller_shard_axis(reshard.mesh_size)
-    name = ", ".join(type(each).__name__ for each in modules)
-    classes = [sharded_class(type(each)) for each in modules]  # before anything changes: may raise
-    group = ParamGroup(name, sources, axes, precision)
-    for source, parameter in zip(sources, group.parameters, strict=True):
-        note_replaced(source, parameter, name)
-    state = FSDPState(_outermost(modules), group, reshard, precision, owner_states)
-    register_client_states(state, modules, install_hooks(state))
-    optimizer_hooks.keep_for(state)
-    uncaught_errors.keep_for(state)
-    _move_buffers(below, axes.device, ignored.buffers)
-    mark_managed(below)
-    for each, its_class in zip(modules, classes, strict=True):
-        state.attach(each)
-        each.__class__ = its_class
-    state.plain_places = plain_places(modules)
+    with outside_callers_context():
+        below = [nested for each in modules for nested in each.modules()]
+        owner_states = list(dict.fromkeys((*map(state_of, shared_from), *tied_owner_states(below))))
+        discovery = ParamDiscovery(
+            axes, full_mesh, shard_placement_fn, ignored.parameters, device is not None, owner_states
+        )
+        if comm_policy is not None:
+            discovery.communication_of = _as_function(comm_policy)
+        discovery.offload = offload
+        sources = discovery.collect(modules)
+        if any(isinstance(source.offload, CPUOffloadPolicy) for source in sources):
+            warn_without_cpu_backend(axes)
+        if sync_module_states:
+            other_meshes = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
+            for each in modules:
+                broadcast_module_states(each, axes.mesh, ignored, other_meshes)
+        if (
+            reshard.kind is ReshardKind.SMALLER
+        ):  # new process groups need all ranks, and forwards may differ between ranks
+            for each_axes in dict.fromkeys((axes, *(source.sharding.axes for source in sources))):
+                each_axes.smaller_shard_axis(reshard.mesh_size)
+        name = ", ".join(type(each).__name__ for each in modules)
+        classes = [sharded_class(type(each)) for each in modules]  # before anything changes: may raise
+        group = ParamGroup(name, sources, axes, precision)
+        for source, parameter in zip(sources, group.parameters, strict=True):
+            note_replaced(source, parameter, name)
+        state = FSDPState(_outermost(modules), group, reshard, precision, owner_states)
+        register_client_states(state, modules, install_hooks(state))
+        optimizer_hooks.keep_for(state)
+        uncaught_errors.keep_for(state)
+        _move_buffers(below, axes.device, ignored.buffers)
+        mark_managed(below)
+        for each, its_class in zip(modules, classes, strict=True):
+            state.attach(each)
+            each.__class__ = its_class
+        state.plain_places = plain_places(modules)
     return module
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._runtime.compile import DynamoDisabled, calling_frame, frame_of_call
+from composable_fsdp._runtime.groups.callers_context import runs_outside
 from composable_fsdp._runtime.groups.param_group_buckets import shard_full_tensor
 from composable_fsdp._runtime.groups.state import (
     ForwardCall,
@@ -36,7 +37,6 @@ from composable_fsdp._runtime.lazy_init import assemble
 from composable_fsdp._runtime.mixed_tensor_errors import explain
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part, without_torch_function
 from composable_fsdp._runtime.pytree import CallInputs, map_tensors, tensors_in
-from composable_fsdp._sharding.typed_params import without_type_checks
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = [
@@ -166,11 +166,6 @@ def is_being_called(state: FSDPState) -> bool:
     return False
 
 
-def _assemble(state: FSDPState) -> PassHooks:
-    with without_type_checks():
-        return assemble(state)
-
-
 class _ModuleHooks:
     """The hooks of the modules of one FSDP state, which keeps the stack of open calls. Final.
 
@@ -204,7 +199,7 @@ class _ModuleHooks:
     def begin(self, caller: FrameType) -> None:
         """Begin a call that the frame ``caller`` runs."""
         state = self._state
-        iteration: PassHooks = state.iteration or _assemble(state)
+        iteration: PassHooks = state.iteration or assemble(state)
         iteration.check_thread(state)
         calls = state.calls_under_way
         is_inner = bool(calls) and is_being_called(state)
@@ -248,10 +243,12 @@ class _ModuleHooks:
 
     # -- state dicts, which hold sharded parameters
 
+    @runs_outside
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._state.group.reshard()
         self._state.group.check_data()
 
+    @runs_outside
     def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Replace full plain tensors in the state dict by this rank's shards."""
         self._state.group.reshard()
@@ -261,11 +258,13 @@ class _ModuleHooks:
             if parameter is not None and _is_full_tensor(value, parameter.sharding.shape):
                 state_dict[prefix + name] = shard_full_tensor(parameter, value)
 
+    @runs_outside
     def after_load_state_dict(self, *_: Any) -> None:
         self._state.drain_before_changes()
         self._state.group.refresh()
 
 
+@runs_outside
 def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Make the values of a state dict work with ``copy.deepcopy``, which e.g. weight averaging calls.
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from composable_fsdp._memory.streams import CommStreams
+from composable_fsdp._runtime.groups.callers_context import outside_callers_context, runs_outside
 from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
 from composable_fsdp._runtime.groups.late_tied_weights import tie_weights
 from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, find_state, state_of_parameter
@@ -58,6 +59,7 @@ def iteration_of(state: FSDPState) -> Iteration:
     return iteration
 
 
+@runs_outside
 def assemble(root: FSDPState) -> Iteration:
     """Build the iteration of ``root`` and name the states below it by their qualified names.
 
@@ -109,14 +111,14 @@ def name_states(places: Mapping[FSDPState, Sequence[str]]) -> dict[str, FSDPStat
 
 def _install_optimizer_hooks() -> Callable[[], None]:
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        with optimizer_hooks:
+        with optimizer_hooks, outside_callers_context():
             _check_optimizer(optimizer)
             _check_gradients(optimizer)
             check_results(lambda: {state for _, state in _sharded_parameters(optimizer)})
             _wait_for_readers(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        with optimizer_hooks:
+        with optimizer_hooks, outside_callers_context():
             _note_step(optimizer)
 
     handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)

@@ -34,6 +34,8 @@ def peak_above_idle(model: nn.Module, x: Tensor) -> int:
 class Peak(TorchDispatchMode):
     """Measures the peak bytes of plain tensors that are made while this mode is active."""
 
+    observes_sharding = True
+
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0

@@ -282,7 +282,7 @@ def measure_collective(communicator: Communicator, kind: str, sizes: Sequence[in
 
 def measure_copies(nbytes: int, clock: Clock) -> float:
     """Return the bytes per second at which the device copies half of ``nbytes`` in its memory."""
-    source = torch.zeros(nbytes // 8, device=clock.device)
+    source = torch.zeros(nbytes // 8, dtype=torch.float32, device=clock.device)
     copy = partial(torch.empty_like(source).copy_, source)
     return source.nbytes / max(_NANOSECOND, min(clock.time(copy) for _ in range(_REPEATS)))
 

@@ -28,6 +28,13 @@ from composable_fsdp._comm.communicator import AliasingCommunicator, Communicato
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._memory.streams import CommStreams, Work
 from composable_fsdp._runtime.groups import profiling
+from composable_fsdp._runtime.groups.callers_context import (
+    dispatch_modes,
+    function_modes,
+    in_autocast,
+    in_transform,
+    runs_outside,
+)
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.state import Accumulation, ForwardCall, FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import (
@@ -55,7 +62,6 @@ from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.passes import GroupSpec
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
 from composable_fsdp._runtime.schedule.simulate import Timeline
-from composable_fsdp._sharding.typed_params import without_type_checks
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 
 __all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass", "known_iterations"]
@@ -174,6 +180,7 @@ class Iteration:
             run.record, run.position = ForwardRecord(), 0
         return has_grad
 
+    @runs_outside
     def abort_forward(self, state: FSDPState, error: BaseException | None) -> None:
         """Reshard ``state``, whose forward raised. Return to IDLE if it is the outermost one."""
         if error is not None:
@@ -221,22 +228,24 @@ class Iteration:
         if self._pass is Pass.IDLE:
             profiling.look_for_readers()
         actions = ACTIONS_OF_HOOKS[self._pass, hook]
-        if self.autotuner.observer is not None or profiling.active or "spmd_types" in sys.modules:
+        is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
+        if is_in_context or self.autotuner.observer is not None or profiling.active or "spmd_types" in sys.modules:
             self._run_observed(hook, subject, actions)
             return
         for action in actions:
             action(self, subject)
 
+    @runs_outside
     def _run_observed(self, hook: Hook, subject: Any, actions: Iterable[Callable[[Iteration, Any], None]]) -> None:
-        """Run ``actions`` with their label in profiles, and measure the computation before them for a calibration.
+        """Run ``actions`` outside of the caller's context, with their label in profiles.
 
-        The package ``spmd_types`` does not check their operations.
+        Measure the computation before them for a calibration.
         """
         if self.autotuner.observer is not None and not self._evaluates:
             in_backward, waited = self._pass is Pass.BACKWARD, self._streams.seconds_waited
             self.autotuner.observer.enter(hook, subject.name, in_backward=in_backward, waited=waited)
         has_label = profiling.active and hook in _LABELS
-        with without_type_checks(), profiling.label(_LABELS[hook], subject.name) if has_label else nullcontext():
+        with profiling.label(_LABELS[hook], subject.name) if has_label else nullcontext():
             for action in actions:
                 action(self, subject)
         if self.autotuner.observer is not None and not self._evaluates:
