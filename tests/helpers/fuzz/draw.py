@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from tests.helpers.fuzz.programs import (
     FINISHES,
     HIDDEN,
     HOLDS,
+    INSIDE,
     KEEPS,
     LEAVES,
     MODES,
@@ -58,7 +59,8 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
     steps = draw(st.lists(_steps(), min_size=1, max_size=STEPS))
     if not _is_sharded(tree):  # the last backward may not reach every root, which would then keep its gradients
         steps = [replace(step, hold="none") for step in steps]
-    steps = [_varied(step, len(repr(tree)), mesh) for step in steps]
+    number = len(repr(tree))  # for what is not drawn, because additional draws would change all programs
+    steps = [_varied(step, number, mesh) for step in steps]
     return Program(
         tree=tree,
         width=draw(st.sampled_from([2, 1, 3, 4, 5, 7])),
@@ -67,9 +69,9 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
         optimizer=draw(st.sampled_from(["sgd", *OPTIMIZERS])),
         feedback=_maybe(draw, st.just(True), False),
         steps=tuple(steps[i % len(steps)] for i in range(STEPS)),
-        # Not drawn, because an additional draw would change all programs.
-        by_seed=len(repr(tree)) % 3 == 0,
-        hidden=(*HIDDEN, *["none"] * 3)[len(repr(tree)) // 3 % 6],
+        by_seed=number % 3 == 0,
+        hidden=(*HIDDEN, *["none"] * 3)[number // 3 % 6],
+        inside=_inside(repr(tree), steps),
     )
 
 
@@ -186,6 +188,15 @@ def _steps(draw: Draw) -> Step:
         fails_at=draw(st.integers(0, 4)),
         generate=_maybe(draw, st.just(True), False, 10),
     )
+
+
+def _inside(tree: str, steps: Sequence[Step]) -> str:
+    """Return the context of a program. A selective checkpoint allows one backward."""
+    has_two = any({"twice", "first, then second"}.intersection(step.backwards) for step in steps)
+    if "kind='checkpoint'" in tree and not has_two and len(tree) % 4:
+        return "selective checkpoints"
+    others = [each for each in INSIDE if each != "selective checkpoints"]
+    return others[len(tree) // 3 % len(others)]
 
 
 def _varied(step: Step, number: int, mesh: tuple[int, ...]) -> Step:

@@ -13,6 +13,7 @@ from tests.helpers.fuzz.programs import (
     FINISHES,
     HIDDEN,
     HOLDS,
+    INSIDE,
     KEEPS,
     LEAVES,
     MODES,
@@ -112,6 +113,14 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     **{f"hidden states in {kind}": (lambda p, k=kind: p.hidden == k) for kind in HIDDEN},  # type: ignore[misc]
     "hidden states that are cast": lambda p: (
         p.hidden != "none" and any(u.precision.param and u.precision.cast_inputs for u in groups(p.tree).values())
+    ),
+    **{f"inside {kind}": (lambda p, k=kind: p.inside == k) for kind in INSIDE},  # type: ignore[misc]
+    "selective checkpoint of groups": lambda p: (
+        p.inside == "selective checkpoints"
+        and any(
+            isinstance(info.node, Block) and info.node.kind == "checkpoint" and info.state != info.root
+            for info in node_infos(p.tree)
+        )
     ),
     "initialised by seed": lambda p: p.by_seed,
     "two threads": lambda p: p.beside is not None,

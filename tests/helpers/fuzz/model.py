@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, borrowed, groups, node_infos
 
@@ -49,6 +50,8 @@ class Clock:
     step: int = 0
     fails: str = "never"
     countdown: int = 0
+    is_selective: bool = False
+    """True if checkpoints keep the results of products."""
 
     def run(self, where: str) -> None:
         """Count the run of a part, and raise once when the countdown reaches zero."""
@@ -264,13 +267,22 @@ class BlockModule(Part):
             case "checkpoint" | "reentrant checkpoint" as kind:
                 # The reentrant kind gives no gradients at all if no input needs one.
                 reentrant = kind.startswith("reentrant") and x.requires_grad
+                if self.clock.is_selective and not reentrant:
+                    contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+                    return checkpoint(self.all_parts, x, use_reentrant=False, context_fn=contexts), None
                 return checkpoint(self.all_parts, x, use_reentrant=reentrant), None
             case _:
                 return self.all_parts(x, hidden), None
 
 
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def build(program: Program, clock: Clock) -> Part:
     """Build the unsharded module."""
+    clock.is_selective = program.inside == "selective checkpoints"
     found, unit_at = node_infos(program.tree), groups(program.tree)
     built: dict[tuple[int, ...], Part] = {}
     for number, info in reversed(list(enumerate(found))):  # children before their parents

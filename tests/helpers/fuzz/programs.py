@@ -21,6 +21,7 @@ __all__ = [
     "FINISHES",
     "HIDDEN",
     "HOLDS",
+    "INSIDE",
     "KEEPS",
     "LEAVES",
     "MODES",
@@ -54,6 +55,7 @@ BACKWARDS = ("all", "twice", "first", "second", "first, then second")
 ORDERS = ("in turn", "late", "late, reversed", "joined")
 HOLDS = ("none", "all", "roots", "no_sync", "no_sync, sharded", "no_sync of a part", "all-reduce")
 HIDDEN = ("none", "list", "dict")
+INSIDE = ("nothing", "selective checkpoints", "autocast", "dispatch mode", "function mode")
 FINISHES = ("backward", "synchronize", "finalize", "finalize, async")
 KEEPS = ("never", "until last", "always")
 WHENS = ("before", "between", "after")
@@ -233,6 +235,7 @@ class Program(_Short):
         feedback: if true, gradients are sent as bf16 with error feedback.
         hidden: the container that parts get, read and write hidden states into, except those in checkpoints. It begins
             with the input, and the second output of a step depends on what is in it.
+        inside: the context in which its steps run; with ``"selective checkpoints"``, non-reentrant ones keep products.
         beside: a program that another thread of each rank trains at the same time, over its own process groups. No step
             of either fails then, because ranks report failures per process, not per thread.
     """
@@ -245,6 +248,7 @@ class Program(_Short):
     by_seed: bool = False
     feedback: bool = False
     hidden: str = "none"
+    inside: str = "nothing"
     steps: tuple[Step, ...] = field(default=(Step(),) * STEPS)
     beside: Program | None = None
 

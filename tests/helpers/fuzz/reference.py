@@ -42,6 +42,7 @@ from tests.helpers.fuzz.run import (
     construct_in_order,
     dtype_of,
     has_dim,
+    inside,
     mesh_of,
     play,
     train_sharded,
@@ -178,7 +179,8 @@ def train_reference(program: Program) -> list[Run]:
         freeze(reference.model, clock.step)
         for rank, run in enumerate(runs):
             reference.begin(rank)
-            play(reference.model, program, step, 100 * clock.step + rank, reference, run)
+            with inside(program):
+                play(reference.model, program, step, 100 * clock.step + rank, reference, run)
         reference.finish()
         for rank, run in enumerate(runs):
             for name, master in reference.masters.items():
@@ -205,8 +207,8 @@ def tolerance(program: Program) -> tuple[float, float]:
     for state in groups(program.tree).values():
         precision = state.precision
         used |= {name for name in (precision.param, precision.reduce, precision.output) if name is not None}
-    if program.feedback:
-        used.add("bfloat16")  # the dtype in which gradients are sent
+    if program.feedback or program.inside == "autocast":
+        used.add("bfloat16")  # the dtype in which gradients are sent, or modules compute
     return TOLERANCES[next(name for name in reversed(TOLERANCES) if name in used)]
 
 

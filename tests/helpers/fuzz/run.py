@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from composable_fsdp import (
     Cast,
@@ -55,6 +57,7 @@ __all__ = [
     "construct_in_order",
     "dtype_of",
     "has_dim",
+    "inside",
     "mesh_of",
     "play",
     "train_sharded",
@@ -97,6 +100,27 @@ class Driver:
     def before_backward(self, step: Step, is_last: bool) -> None: ...
     def after_backward(self, step: Step, is_last: bool) -> None: ...
     def before_optimizer(self, step: Step) -> None: ...
+
+
+class _Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def inside(program: Program) -> Iterator[None]:
+    """The context in which the steps of ``program`` run. All of its modes must be there at the end."""
+    contexts: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "autocast": partial(torch.autocast, "cpu", torch.bfloat16),
+        "dispatch mode": _Dispatched,
+        "function mode": BaseTorchFunctionMode,
+    }
+    with contexts.get(program.inside, nullcontext)() as mode:
+        yield
+        if program.inside == "dispatch mode":
+            assert _get_current_dispatch_mode() is mode
+        if program.inside == "function mode":
+            assert _get_current_function_mode() is mode
 
 
 def play(model: Part, program: Program, step: Step, seed: int, driver: Driver, run: Run) -> None:
@@ -426,7 +450,7 @@ class Training:
             seed = 100 * clock.step + rank
             if step.fails != "never":
                 clock.fails, clock.countdown = step.fails, step.fails_at
-                with suppress(ArithmeticError):
+                with suppress(ArithmeticError), inside(program):
                     play(model, program, step, seed, driver, Run())
                 clock.fails = "never"
                 driver.reset()
@@ -434,7 +458,8 @@ class Training:
             if step.generate:
                 forwards = rank if program.placing is None else 1  # tensor-parallel ones communicate by themselves
                 driver.generate(torch.ones(BATCH, program.width, dtype=torch.float64), forwards)
-            play(model, program, step, seed, driver, run)
+            with inside(program):
+                play(model, program, step, seed, driver, run)
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                     assert parameter.grad.placements == parameter.placements, name
