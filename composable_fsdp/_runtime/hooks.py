@@ -2,7 +2,8 @@
 
 A gradient of an output is seen by a pre-hook on the *node* that made the output and, for a view, on the node of its
 base: hooks on tensors are lost when a view is changed in place. A gradient of an input is seen on a view of the input
-that is made for this call, so that other uses of the input do not count.
+that is made for this call, so that other uses of the input do not count. A gradient of an input may have a graph
+itself, of which a later backward enters the call through the gradient's node, and not through an output.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._runtime.compile import DynamoDisabled, calling_frame, frame_of_call
-from composable_fsdp._runtime.groups.callers_context import runs_outside
+from composable_fsdp._runtime.groups.callers_context import in_transform, runs_outside
 from composable_fsdp._runtime.groups.param_group_buckets import shard_full_tensor
 from composable_fsdp._runtime.groups.state import (
     ForwardCall,
@@ -37,6 +38,7 @@ from composable_fsdp._runtime.lazy_init import assemble
 from composable_fsdp._runtime.mixed_tensor_errors import explain
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part, without_torch_function
 from composable_fsdp._runtime.pytree import CallInputs, map_tensors, tensors_in
+from composable_fsdp._runtime.transforms import dual_numbers, layers_of
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = [
@@ -215,8 +217,10 @@ class _ModuleHooks:
         dtype = state.input_dtype
         device = state.group.axes.device if state is call.iteration.root else None
         watched = torch.is_grad_enabled() and not call.is_inner
+        if watched:
+            call.in_transform = in_transform() or dual_numbers._current_level >= 0
         if watched or dtype is not None or device is not None or state.precision.output_dtype is not None:
-            take = call.inputs = CallInputs(device, dtype, watched=watched)
+            take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=call.in_transform)
             args = map_tensors(take, args, take.container)
             if kwargs:
                 kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
@@ -297,21 +301,27 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -
 
     Gradients also enter through what the module wrote into containers of the caller. If an input was changed in place,
     its gradient is ready before the module's backward is done. Then, and for inputs without gradients, no hook shows
-    the end. The hooks own the call, and it owns the FSDP state and the iteration, so that backward works after the
-    model was dropped.
+    the end. In a transform none does either: the backwards of its levels end apart. The hooks own the call, and it owns
+    the FSDP state and the iteration, so that backward works after the model was dropped.
     """
-    views = () if inputs is None or inputs.views is None else inputs.views
+    views: Sequence[InputView] = () if inputs is None or inputs.views is None else inputs.views
+    if call.in_transform:
+        for view, _ in views:
+            for layer in layers_of(view):
+                if layer.grad_fn is not None:
+                    layer.grad_fn.register_hook(functools.partial(_enter_by_gradients, call))
+        views = ()
     input_nodes = [node for view, version in views if view._version == version and (node := view.grad_fn) is not None]
     if len(input_nodes) < len(views):
         input_nodes.clear()
     if inputs is not None and inputs.containers:
         output = inputs.map_output(_with_grad_fn, output, and_written=True)
-        nodes, bases = _nodes_of(inputs.outputs(output))
+        nodes, bases = _nodes_of(inputs.outputs(output), in_transform=call.in_transform)
     else:
-        nodes, bases = _nodes_of(output)
+        nodes, bases = _nodes_of(output, in_transform=call.in_transform)
         if None in nodes:
             output = map_tensors(_with_grad_fn, output)
-            nodes, bases = _nodes_of(output)
+            nodes, bases = _nodes_of(output, in_transform=call.in_transform)
     if not nodes and not input_nodes:
         return output
 
@@ -322,7 +332,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -
         input_nodes[0].register_hook(call.on_last_input_gradient)
     else:
         call.await_inputs()
-        counter = _InputGradientCounter(len(input_nodes), call.on_last_input_gradient)
+        counter = _InputGradientCounter(len(input_nodes), call)
         for node in input_nodes:
             node.register_hook(counter.on_input)
         for node in nodes.difference(input_nodes, bases):
@@ -334,11 +344,16 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -
     return output
 
 
+def _enter_by_gradients(call: ForwardCall, gradients: Sequence[torch.Tensor | None], _: object) -> None:
+    """Let a later backward enter ``call`` by ``gradients`` of its inputs, in all levels; a hook for input nodes."""
+    call.enter_by([layer for gradient in gradients if gradient is not None for layer in layers_of(gradient)])
+
+
 _NO_NODES: frozenset[Any] = frozenset()
 
 
 class _InputGradientCounter:
-    """Calls ``last`` when the gradients of all inputs of a call are ready. Final.
+    """Calls ``call.on_last_input_gradient`` when the gradients of all inputs of ``call`` are ready. Final.
 
     ``torch.autograd.graph.register_multi_grad_hook`` does this too, but its hooks own the nodes that own the hooks, and
     only Python's garbage collector can free such a graph. Here only hooks of later nodes, which own the inputs' nodes
@@ -346,14 +361,14 @@ class _InputGradientCounter:
 
     Args:
         number: the number of inputs.
-        last: the hook to call.
+        call: the call.
     """
 
-    __slots__ = ("_awaited", "_counter", "_last", "_number", "_run")
+    __slots__ = ("_awaited", "_call", "_counter", "_number", "_run")
 
-    def __init__(self, number: int, last: Callable[..., None]) -> None:
+    def __init__(self, number: int, call: ForwardCall) -> None:
         self._number = number
-        self._last = last
+        self._call = call
         self._run = -1
         """The autograd run that ``_awaited`` and ``_counter`` belong to."""
         self._awaited = 0
@@ -368,11 +383,13 @@ class _InputGradientCounter:
 
         return on_output_gradient
 
-    def on_input(self, *_: Any) -> None:
+    def on_input(self, gradients: Sequence[torch.Tensor | None], _: object) -> None:
         """Count one input; the hook for input nodes."""
         self._begin()
         if next(self._counter) == self._awaited:
-            self._last()
+            self._call.on_last_input_gradient(gradients)
+        elif torch.is_grad_enabled():
+            self._call.enter_by(gradients)
 
     def _begin(self) -> None:
         run = torch._C._current_graph_task_id()
@@ -380,14 +397,17 @@ class _InputGradientCounter:
             self._run, self._awaited, self._counter = run, self._number, count(1)
 
 
-def _nodes_of(output: Any) -> tuple[set[Any], AbstractSet[Any]]:
+def _nodes_of(output: Any, *, in_transform: bool) -> tuple[set[Any], AbstractSet[Any]]:
     """Return the nodes of the tensors in ``output``, with ``None`` for leaves, and the nodes of the bases of views.
 
     The node of a base may be older than the call, if the call returns a view of an input.
     """
     nodes: set[Any] = set()
     bases: AbstractSet[Any] = _NO_NODES
-    for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+    tensors: Sequence[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+    if in_transform:
+        tensors = [layer for tensor in tensors for layer in layers_of(tensor)]
+    for tensor in tensors:
         if tensor.requires_grad:
             nodes.add(tensor.grad_fn)
             base = tensor._base
@@ -398,4 +418,5 @@ def _nodes_of(output: Any) -> tuple[set[Any], AbstractSet[Any]]:
 
 def _with_grad_fn(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a leaf that needs a gradient, else ``tensor``. Hooks on the leaf would outlive the call."""
-    return tensor.view_as(tensor) if tensor.requires_grad and tensor.grad_fn is None else tensor
+    is_leaf = any(layer.requires_grad and layer.grad_fn is None for layer in layers_of(tensor))
+    return tensor.view_as(tensor) if is_leaf else tensor

@@ -269,9 +269,24 @@ class CallInputs:
     cast; then its tensors are not watched, and no hook shows the end of the call's backward.
     """
 
-    __slots__ = ("_casts", "_device", "_dtype", "_known", "_mapped", "_originals", "_untouched", "containers", "views")
+    __slots__ = (
+        "_casts",
+        "_device",
+        "_dtype",
+        "_known",
+        "_mapped",
+        "_originals",
+        "_untouched",
+        "_watches_all",
+        "containers",
+        "views",
+    )
 
-    def __init__(self, device: torch.device | None, dtype: torch.dtype | None, *, watched: bool) -> None:
+    def __init__(
+        self, device: torch.device | None, dtype: torch.dtype | None, *, watched: bool, watches_all: bool = False
+    ) -> None:
+        self._watches_all = watches_all
+        """True in a transform, where an input hides the gradients that other levels need."""
         self._device = device
         self._dtype = dtype
         self._mapped: dict[int, torch.Tensor] = {}
@@ -297,7 +312,7 @@ class CallInputs:
             mapped = mapped.to(self._device, non_blocking=True)
         if self._dtype is not None and tensor.is_floating_point():
             mapped = mapped.to(self._dtype)
-        if self.views is not None and mapped.requires_grad:
+        if self.views is not None and (mapped.requires_grad or self._watches_all):
             if mapped is tensor:
                 mapped = mapped.view_as(mapped)
                 self._originals[id(mapped)] = tensor

@@ -265,6 +265,7 @@ class ClientGroup:
         return hash(self._state)
 
     comm_ctx = _streams_view
+
     @property
     def _module_fqn(self) -> str | None:
         """The names of the modules from the root, "" for the root; ``None`` before the first forward, as with torch."""

@@ -145,6 +145,8 @@ class ForwardCall:
     """True if the call is inside another call of the same state, e.g. ``forward`` in a registered ``generate``."""
     thread: int = field(default_factory=threading.get_ident)
     inputs: CallInputs | None = None
+    in_transform: bool = False
+    """True if it ran in a transform of ``torch.func`` or in a level of dual numbers, and a backward may come back."""
 
     # Of the run, in its first call.
 
@@ -197,9 +199,17 @@ class ForwardCall:
         pre_backward = state.client_pre_backward or (state._iteration() or self.iteration).pre_backward
         pre_backward(self)
 
-    def on_last_input_gradient(self, *_: object) -> None:
+    def on_last_input_gradient(self, gradients: Sequence[torch.Tensor | None] = (), _: object = None) -> None:
         """End the backward of this call; the hook for the nodes of its inputs."""
+        if torch.is_grad_enabled():  # with create_graph
+            self.enter_by(gradients)
         (self.state._iteration() or self.iteration).post_backward(self)
+
+    def enter_by(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Let a later backward, as of a gradient penalty, enter this call by ``gradients`` of its inputs."""
+        for gradient in gradients:
+            if gradient is not None and gradient.grad_fn is not None:
+                gradient.grad_fn.register_prehook(self.on_output_gradient)
 
     def end_unseen(self) -> None:
         """Note that no hook will report the gradients of this call's inputs."""

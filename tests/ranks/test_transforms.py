@@ -1,0 +1,267 @@
+"""Test the transforms of ``torch.func``, dual numbers and second derivatives, with losses that train the parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from composable_fsdp import fully_shard
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Recorder
+from tests.helpers.transports import TRANSPORTS
+
+WIDTH = 4
+
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], Any]
+
+
+class Mix(nn.Module):
+    """A module of two inputs and two outputs, one of which is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"product": torch.tanh(self.left(a)) * b, "sum": (self.right(a).sin() + b).view(*b.shape)}
+
+
+class Net(nn.Module):
+    """Ends in a linear module: the derivative of its output does not depend on the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix, self.last = nn.Linear(WIDTH, WIDTH), Mix(), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.mix(torch.tanh(self.first(x)), x)
+        out: torch.Tensor = self.last(mixed["product"] * mixed["sum"]) * self.scale
+        return out
+
+
+def energy(model: nn.Module) -> Callable[[torch.Tensor], Any]:
+    return lambda x: model(x).square().sum()
+
+
+def total(model: nn.Module) -> Callable[[torch.Tensor], Any]:
+    return lambda x: model(x).sum()
+
+
+def tangent_of_jvp(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return jvp(model, (x,), (t,))[1].square().mean()
+
+
+def both_of_jvp(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    out, slope = jvp(model, (x,), (t,))[:2]
+    return (out - slope.detach()).square().mean() + (out * slope).mean()
+
+
+def jvp_of_jvp(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return jvp(lambda x: jvp(model, (x,), (t,))[1], (x,), (t,))[1].square().mean()
+
+
+def tangent_of_dual(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, t))).tangent.square().mean()
+
+
+def both_of_dual(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(model(forward_ad.make_dual(x, t)))
+        return (out.primal * out.tangent).mean()
+
+
+def backward_inside_a_dual_level(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(model(forward_ad.make_dual(x, t)))
+        loss = (out.primal.detach() * out.tangent).mean()
+        loss.backward()
+    return loss.detach()
+
+
+def jacobian_forwards(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return (jacfwd(model)(x[0]) @ t[0]).square().mean()
+
+
+def jacobian_backwards(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return (jacrev(model)(x[0]) @ t[0]).square().mean()
+
+
+def jacobian_backwards_in_chunks(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return (jacrev(model, chunk_size=1)(x[0]) @ t[0]).square().mean()
+
+
+def samples(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return vmap(model)(x).square().mean()
+
+
+def samples_of_jvp(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return vmap(lambda x, t: jvp(model, (x,), (t,))[1])(x, t).square().mean()
+
+
+def samples_of_gradients(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return vmap(grad(energy(model)))(x).square().mean()
+
+
+def gradient(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return grad(energy(model))(x).square().mean()
+
+
+def gradient_of_the_total(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return grad(total(model))(x).square().mean()
+
+
+def gradient_of_samples(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return grad(lambda x: vmap(model)(x).sum())(x).square().mean()
+
+
+def gradient_of_gradient(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return grad(lambda x: (grad(total(model))(x) * t).sum())(x).square().mean()
+
+
+def gradient_of_tangent(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return grad(lambda x: jvp(model, (x,), (t,))[1].sum())(x).square().mean()
+
+
+def tangent_of_gradient(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return jvp(grad(total(model)), (x,), (t,))[1].square().mean()
+
+
+def hessian_of_one_sample(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return hessian(total(model))(x[0]).square().mean()
+
+
+def vjp_called_afterwards(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    out, pull = vjp(model, x)[:2]
+    return (pull(t)[0] * t).sum() + out.mean()
+
+
+def second_derivative(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(energy(model)(x), x, create_graph=True)[0].square().mean()
+
+
+def second_derivative_of_the_total(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(total(model)(x), x, create_graph=True)[0].square().mean()
+
+
+def together_with_ordinary_losses(model: nn.Module, x: torch.Tensor, t: torch.Tensor) -> Any:
+    first = energy(model)(x)
+    return tangent_of_jvp(model, x, t) + first + gradient_of_the_total(model, t, x) + energy(model)(t)
+
+
+LOSSES: tuple[Loss, ...] = (
+    tangent_of_jvp,
+    both_of_jvp,
+    jvp_of_jvp,
+    tangent_of_dual,
+    both_of_dual,
+    backward_inside_a_dual_level,
+    jacobian_forwards,
+    jacobian_backwards,
+    jacobian_backwards_in_chunks,
+    samples,
+    samples_of_jvp,
+    samples_of_gradients,
+    gradient,
+    gradient_of_the_total,
+    gradient_of_samples,
+    gradient_of_gradient,
+    gradient_of_tangent,
+    tangent_of_gradient,
+    hessian_of_one_sample,
+    vjp_called_afterwards,
+    second_derivative,
+    second_derivative_of_the_total,
+    together_with_ordinary_losses,
+)
+
+
+def inputs_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, t = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return x, t
+
+
+def shard(model: nn.Module, *, groups: str, reshard: bool) -> nn.Module:
+    if groups == "several":
+        for part in model.children():
+            fully_shard(part, reshard_after_forward=reshard)
+    return fully_shard(model, reshard_after_forward=reshard)
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(3)
+    return Net().double()
+
+
+def check_same(what: str, actual: Any, expected: torch.Tensor | None) -> None:
+    """Check that both are ``None``, or close once ``actual`` is complete."""
+    if actual is None or expected is None:
+        assert actual is expected, what
+        return
+    actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+    torch.testing.assert_close(actual, expected, msg=lambda text: f"{what}: {text}")
+
+
+def backward(loss: torch.Tensor) -> None:
+    if loss.requires_grad:
+        loss.backward()
+
+
+def load_forward_mode() -> None:
+    """Load what torch loads for the first dual number, which warns that ``torch.jit.script`` is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import_module("torch._decomp.decompositions_for_jvp")
+
+
+def train_through(groups: str, reshard: bool) -> None:
+    load_forward_mode()
+    ranks = range(dist.get_world_size())
+    for loss_of in LOSSES:
+        model, reference = shard(new_model(), groups=groups, reshard=reshard), new_model()
+        with Recorder() as recorder:
+            for step, needs_gradient in enumerate((False, True)):
+                what = f"{loss_of.__name__}, inputs that need gradients: {needs_gradient}"
+                own = [each.requires_grad_(needs_gradient) for each in inputs_of(step, dist.get_rank())]
+                loss = loss_of(model, *own)
+                backward(loss)
+                for rank in ranks:
+                    x, t = (each.requires_grad_(needs_gradient) for each in inputs_of(step, rank))
+                    expected = loss_of(reference, x, t)
+                    backward(expected)
+                    if rank == dist.get_rank():
+                        check_same(what, loss, expected)
+                        for mine, same in zip(own, (x, t), strict=True):
+                            check_same(f"{what}, gradient of the inputs", mine.grad, same.grad)
+                for (name, parameter), same in zip(model.named_parameters(), reference.parameters(), strict=True):
+                    mean = None if same.grad is None else same.grad / len(ranks)
+                    check_same(f"{what}, {name}", parameter.grad, mean)
+                model.zero_grad()
+                reference.zero_grad()
+        assert recorder.allocated == {}, loss_of.__name__
+
+
+@pytest.mark.parametrize(
+    ("transport", "groups", "reshard"),
+    [
+        ("in common", "one", True),
+        ("sockets", "one", False),
+        ("in common", "several", False),
+        ("sockets", "several", True),
+    ],
+)
+def test_losses_in_transforms_train_like_the_unsharded_model(transport: str, groups: str, reshard: bool) -> None:
+    run_ranks(train_through, 2, groups, reshard, environment=TRANSPORTS[transport])
