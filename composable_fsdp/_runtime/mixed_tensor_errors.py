@@ -7,7 +7,7 @@ import traceback
 from torch import nn
 
 from composable_fsdp._runtime.groups.state import state_of_parameter
-from composable_fsdp._runtime.params.sharded_param import find_parameter
+from composable_fsdp._runtime.params.sharded_param import find_parameter, in_functional_call
 from composable_fsdp.errors import LifecycleError
 
 __all__ = ["explain", "explanation_of", "is_mixed"]
@@ -43,6 +43,8 @@ def explanation_of(error: BaseException) -> str | None:
     """
     if not is_mixed(error):
         return None
+    if in_functional_call():
+        return "If functional_call was given sharded values, give full ones: value.full_tensor(), called by all ranks."
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name != "<module>"]
     values = [value for frame in reversed(frames) for value in frame.f_locals.values()]
     texts = (explain_value(value) for explain_value in (_explain_value, _explain_below) for value in values)

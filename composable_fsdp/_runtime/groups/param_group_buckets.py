@@ -416,6 +416,8 @@ class ParamGroupBuckets:
     def refresh(self, before_build: Callable[[], None]) -> None:
         """Update after changes of the sharded parameters. To be called if the registration is no longer current.
 
+        Values that ``functional_call`` was given stay registered, until the sharded parameters are shown.
+
         Args:
             before_build: called before tensors are rebuilt; may raise.
 
@@ -423,23 +425,30 @@ class ParamGroupBuckets:
             ParameterError: a parameter was replaced by a tensor with another sharding. The error names it.
         """
         with torch.inference_mode(False), torch.no_grad():
-            for parameter in self.parameters:
-                parameter.adopt_replacement()
-            locals_ = self._locals()
-            are_kept = all(local is p.local for local, p in zip(locals_, self.parameters, strict=True))
-            if are_kept and not self.registration.replaced_local_data() and self._sync_requires_grad():
-                return
-            self.are_on_rest_device = not self._misplaced(locals_)
-            if len({local.is_meta for local in locals_}) > 1:
-                return  # some parameters are not materialized yet
-            before_build()
-            for local, parameter in zip(locals_, self.parameters, strict=True):
-                lost = self._hooks.get(parameter, frozenset()) - hooks_of(local)
-                if lost and local is not parameter.local:
-                    how = "it was replaced after fully_shard (to_empty, to or load_state_dict(assign=True)) by"
-                    warn_of_lost_hooks(parameter.name, parameter.local, local, lost, how)
-                parameter.local = local
-            self.build()
+            given = [parameter for parameter in self.parameters if parameter.adopt_replacement()]
+            places = [(module._parameters, name) for parameter in given for module, name in parameter.owners]
+            values = [registered[name] for registered, name in places]
+            self._follow_changes(before_build)
+            for (registered, name), value in zip(places, values, strict=True):
+                registered[name] = value
+            self.registration.keeps_given = bool(given)
+
+    def _follow_changes(self, before_build: Callable[[], None]) -> None:
+        locals_ = self._locals()
+        are_kept = all(local is p.local for local, p in zip(locals_, self.parameters, strict=True))
+        if are_kept and not self.registration.replaced_local_data() and self._sync_requires_grad():
+            return
+        self.are_on_rest_device = not self._misplaced(locals_)
+        if len({local.is_meta for local in locals_}) > 1:
+            return  # some parameters are not materialized yet
+        before_build()
+        for local, parameter in zip(locals_, self.parameters, strict=True):
+            lost = self._hooks.get(parameter, frozenset()) - hooks_of(local)
+            if lost and local is not parameter.local:
+                how = "it was replaced after fully_shard (to_empty, to or load_state_dict(assign=True)) by"
+                warn_of_lost_hooks(parameter.name, parameter.local, local, lost, how)
+            parameter.local = local
+        self.build()
 
     def _locals(self) -> list[torch.Tensor]:
         return [local_part(p.sharded) for p in self.parameters]

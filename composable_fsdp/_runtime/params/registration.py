@@ -54,6 +54,8 @@ class Registration:
         self._parameters = tuple(parameters)
         self._created_by_gather = created_by_gather
         self._shows_unsharded = self._is_hidden = False
+        self.keeps_given = False
+        """True if values that ``functional_call`` was given stay registered until the sharded parameters are shown."""
         self._collect_tensors()
         self._counted = [*self._sharded, *memory]
         self._stored = [*self._sharded, *self._locals]
@@ -80,15 +82,19 @@ class Registration:
         self._owners = tuple(owners.values())
 
     def show_sharded(self) -> None:
-        """Register the sharded parameters. A change of ``requires_grad`` of the unsharded ones is applied to them."""
+        """Register the sharded parameters. A change of ``requires_grad`` of the unsharded ones is applied to them.
+
+        Tensors that a user has registered stay, and the next all-gather raises.
+        """
         if list(map(_requires_grad, self._unsharded)) != self._trainable:
             for parameter in self._parameters:
                 if parameter.unsharded.requires_grad != parameter.trainable:
                     parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
         if self._shows_unsharded:
-            self._shows_unsharded = False
+            self._shows_unsharded = self.keeps_given = False
             if not all(map(is_, map(dict.get, self._registered, self._names), self._shown_unsharded)):
-                self._show_sharded_around_replacements()
+                for place, name, parameter in self._owned:
+                    _replace(place, name, parameter.unsharded, parameter.sharded)
                 return
         for owner in self._owners:
             owner.registered.update(owner.sharded)
@@ -96,12 +102,9 @@ class Registration:
             if (module := known()) is not None:
                 setattr(module, name, parameter.sharded)
 
-    def _show_sharded_around_replacements(self) -> None:
-        """Register the sharded parameters, but keep tensors that a user registered. The next all-gather raises."""
-        owned = [(module, name, p) for p in self._parameters for module, name in p.owners]
-        for module, name, parameter in owned:
-            if module._parameters.get(name) is parameter.unsharded:
-                setattr(module, name, parameter.sharded)
+    @property
+    def _owned(self) -> Iterator[tuple[nn.Module, str, ShardedParameter]]:
+        return ((module, name, p) for p in self._parameters for module, name in p.owners)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -124,6 +127,10 @@ class Registration:
         if self._created_by_gather:
             self._collect_tensors()
         self._shows_unsharded = True
+        if self.keeps_given:
+            for place, name, parameter in self._owned:
+                _replace(place, name, parameter.sharded, parameter.unsharded)
+            return
         for owner in self._owners:
             owner.registered.update(owner.unsharded)
         for known, name, parameter in self._with_setattr:
@@ -174,6 +181,12 @@ class Registration:
             )
             if local.untyped_storage() is not storage
         ]
+
+
+def _replace(module: nn.Module, name: str, shown: nn.Parameter, new: nn.Parameter) -> None:
+    """Register ``new`` if ``shown`` is registered, and not a tensor of the user."""
+    if module._parameters.get(name) is shown:
+        setattr(module, name, new)
 
 
 def _overrides_setattr(module: nn.Module) -> bool:

@@ -14,9 +14,11 @@ The tensors of one parameter of shape ``(S0, S1, ...)`` in a step, in order (doc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from types import FrameType
 from typing import Any, cast
 from weakref import WeakValueDictionary, ref
 
@@ -24,6 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp._consistency.starting_values import Start
@@ -47,6 +50,7 @@ __all__ = [
     "find_parameter",
     "find_replaced",
     "find_unsharded",
+    "in_functional_call",
     "local_part",
     "note_replaced",
     "take_gradients",
@@ -64,6 +68,17 @@ class ParameterSource:
     sharding: ParameterSharding
     communication: CommunicationPolicy = field(default_factory=CommunicationPolicy)
     offload: OffloadPolicy = OffloadPolicy()  # noqa: RUF009 (frozen)
+
+
+_FUNCTIONAL_CALL = stateless._functional_call.__code__
+
+
+def in_functional_call() -> bool:
+    """Return whether ``torch.func.functional_call`` is on the Python stack."""
+    running: FrameType | None = sys._getframe(1)
+    while running is not None and running.f_code is not _FUNCTIONAL_CALL:
+        running = running.f_back
+    return running is not None
 
 
 class ShardedParameter:
@@ -257,29 +272,34 @@ class ShardedParameter:
     @property
     def local_now(self) -> torch.Tensor:
         """The local tensor of the registered parameter, which may have replaced the one that the group knows."""
-        registered = self._registered()
-        return self.local if registered is None or registered is self.unsharded else local_part(registered)
+        registered: Any = self._registered()
+        return local_part(registered) if isinstance(registered, DTensor) else self.local
 
     @property
     def was_flipped(self) -> bool:
         """True if a user changed ``requires_grad`` of either form since the group last read it."""
         return not (self.sharded.requires_grad == self.unsharded.requires_grad == self.trainable)
 
-    def adopt_replacement(self) -> None:
+    def adopt_replacement(self) -> bool:
         """Take over a parameter or local tensor that a user put in place of the group's, e.g. by ``to_empty``.
+
+        Returns True if the registered tensor is a value that ``functional_call`` was given, which stays registered.
 
         Raises:
             ParameterError: the registered tensor is not a DTensor with the sharding of this parameter.
         """
         registered: Any = self._registered()
         if registered is self.unsharded:
-            return
+            return False
         if registered is self.sharded:
             # ``to`` and ``to_empty`` swap tensors, and with them their attributes and ``grad_dtype``.
             self._carry_attributes(registered)
             if self._gradient_dtype is not _SAME_DTYPE and registered.grad is None:
                 registered.grad_dtype = self._gradient_dtype
-            return
+            return False
+        if in_functional_call():
+            self._check_given(registered)
+            return True
         old, new = cast(Any, self.sharded), registered
         if not isinstance(new, DTensor) or not isinstance(new, nn.Parameter):
             raise ParameterError(
@@ -303,6 +323,20 @@ class ShardedParameter:
             )
         self.sharded = new
         self._mark(new)
+        return False
+
+    def _check_given(self, value: Any) -> None:
+        """Raise a ``ParameterError`` if ``value``, which ``functional_call`` was given, is not a full one."""
+        functorch: Any = torch._C._functorch
+        while functorch.is_functorch_wrapped_tensor(value):
+            value = functorch.get_unwrapped(value)
+        inner = self.sharding.inner
+        if isinstance(value, DTensor) and (inner is None or value.device_mesh != inner.mesh):
+            raise ParameterError(
+                f"functional_call was given a sharded value for parameter {self.name!r}, a DTensor on "
+                f"{value.device_mesh}. Modules compute with full values, so give value.full_tensor(), which all ranks "
+                "must call."
+            )
 
     def build_unsharded(self, data: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Create the unsharded parameter, with the hook ``on_gradient``, from a view of the unsharded buffer."""
@@ -326,7 +360,8 @@ class ShardedParameter:
         self.trainable = self.sharded.requires_grad
         if self.unsharded is self.sharded:  # it was never all-gathered
             return
-        self.unsharded.requires_grad_(self.trainable)
+        if self.unsharded.requires_grad != self.trainable:  # torch.func forbids the call in a transform
+            self.unsharded.requires_grad_(self.trainable)
         if self.trainable and not cast(Any, self.unsharded)._post_accumulate_grad_hooks:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
 

@@ -312,6 +312,8 @@ class Iteration:
             return
         state.run = None
         self._runner.after_forward(state, run.after, leads_to_backward=leads_to_backward)
+        if state.group.tensors.registration.keeps_given:
+            state.group.reshard()  # functional_call will register the sharded parameters again
         if is_outermost:
             self._run(Hook.END_FORWARD, state)
 
