@@ -106,7 +106,7 @@ class DrawnPrograms:
 
 def beside(program: Program, second: Program) -> Program:
     """Return a program that runs both programs in two threads of each rank."""
-    return replace(program.undisturbed, beside=second.undisturbed)
+    return replace(program.for_threads, beside=second.for_threads)
 
 
 drawn = lru_cache(DrawnPrograms.programs)

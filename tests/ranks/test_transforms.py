@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
+from tests.helpers.forward_mode import load_forward_mode
 from tests.helpers.transports import TRANSPORTS
 
 WIDTH = 4
@@ -218,13 +217,6 @@ def check_same(what: str, actual: Any, expected: torch.Tensor | None) -> None:
 def backward(loss: torch.Tensor) -> None:
     if loss.requires_grad:
         loss.backward()
-
-
-def load_forward_mode() -> None:
-    """Load what torch loads for the first dual number, which warns that ``torch.jit.script`` is deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import_module("torch._decomp.decompositions_for_jvp")
 
 
 def train_through(groups: str, reshard: bool) -> None:

@@ -60,7 +60,8 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
     if not _is_sharded(tree):  # the last backward may not reach every root, which would then keep its gradients
         steps = [replace(step, hold="none") for step in steps]
     number = len(repr(tree))  # for what is not drawn, because additional draws would change all programs
-    steps = [_varied(step, number, mesh) for step in steps]
+    may_use_tangents = placing is None and "checkpoint" not in repr(tree)
+    steps = [_varied(step, number, mesh, may_use_tangents=may_use_tangents) for step in steps]
     return Program(
         tree=tree,
         width=draw(st.sampled_from([2, 1, 3, 4, 5, 7])),
@@ -199,7 +200,7 @@ def _inside(tree: str, steps: Sequence[Step]) -> str:
     return others[len(tree) // 3 % len(others)]
 
 
-def _varied(step: Step, number: int, mesh: tuple[int, ...]) -> Step:
+def _varied(step: Step, number: int, mesh: tuple[int, ...], *, may_use_tangents: bool) -> Step:
     """Return ``step`` with settings that are not drawn, because additional draws would change all programs."""
     number += len(repr(step))
     finish, in_flight = number % 16, (0, 2, 0, 100)[number // 16 % 4]
@@ -209,4 +210,5 @@ def _varied(step: Step, number: int, mesh: tuple[int, ...]) -> Step:
         hold="all-reduce" if holds else step.hold,
         finish=FINISHES[finish] if finish < len(FINISHES) else FINISHES[0],
         in_flight=in_flight,
+        tangents=may_use_tangents and number % 5 == 0,
     )

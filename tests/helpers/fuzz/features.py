@@ -135,6 +135,7 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "several microbatches": _any_step(lambda s: len(s.backwards) > 1),
     "inputs with gradient": _any_step(lambda s: s.input_grad),
     "inputs without gradient": _any_step(lambda s: not s.input_grad),
+    "losses with tangents": _any_step(lambda s: s.tangents),
     "abandoned forward": _any_step(lambda s: s.abandoned),
     "all outputs used": _any_node(lambda n: n.uses_all and n.returns not in ("tensor", "view")),
     "output not used": _any_node(lambda n: not n.uses_all and n.returns not in ("tensor", "view")),

@@ -189,6 +189,7 @@ class Step(_Short):
         reshard: the argument of ``set_reshard_after_forward`` of all groups, called before the forward.
         fails: the pass in which the step first fails on all ranks. It is then repeated from its first microbatch.
         fails_at: the number of the module that fails, in the order of execution. If fewer modules run, none fails.
+        tangents: if true, the losses have their derivatives along a direction in the space of inputs, by dual numbers.
         generate: if true, the step first unshards all groups, runs as many forwards as the rank's number, and reshards.
     """
 
@@ -207,6 +208,7 @@ class Step(_Short):
     fails: str = "never"
     fails_at: int = 0
     generate: bool = False
+    tangents: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -256,6 +258,11 @@ class Program(_Short):
     def undisturbed(self) -> Program:
         """The program without steps that fail."""
         return replace(self, steps=tuple(replace(step, fails="never") for step in self.steps))
+
+    @property
+    def for_threads(self) -> Program:
+        """The program without steps that fail or use dual numbers, whose level is one for all threads."""
+        return replace(self, steps=tuple(replace(step, fails="never", tangents=False) for step in self.steps))
 
     @property
     def threads(self) -> list[Program]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -32,6 +33,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.trace import Recorder, TraceEvent, listeners
 from tests._internals import state_of
+from tests.helpers.forward_mode import load_forward_mode
 from tests.helpers.fuzz.model import (
     BlockModule,
     Clock,
@@ -167,6 +169,15 @@ def play(model: Part, program: Program, step: Step, seed: int, driver: Driver, r
                 root.backward(retain_graph=root is not roots[-1] or i < len(roots) - 1)
                 driver.after_backward(step, ends)
 
+    def forward_with_tangents(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not step.tangents:
+            return forward(x)
+        load_forward_mode()
+        with forward_ad.dual_level():
+            both = map(forward_ad.unpack_dual, forward(forward_ad.make_dual(x, x.detach().cos())))
+            first, second = (primal if tangent is None else primal + tangent for primal, tangent in both)
+        return first, second
+
     evaluate("before")
     if step.abandoned:
         forward(batch())
@@ -176,14 +187,14 @@ def play(model: Part, program: Program, step: Step, seed: int, driver: Driver, r
     if step.order == "in turn":
         for i in order:
             driver.before_forward(step)
-            losses = [forward(inputs[i])]
+            losses = [forward_with_tangents(inputs[i])]
             run.note(f"loss {i}", torch.stack(losses[0]))
             if i == 0:
                 evaluate("between")
             backward(step.backwards[i], losses[0], is_last=i == number - 1)
     else:
         driver.before_forward(step)
-        losses = [forward(x) for x in inputs]
+        losses = [forward_with_tangents(x) for x in inputs]
         evaluate("between")
         run.note("losses", torch.stack([torch.stack(pair) for pair in losses]))
         if step.order == "joined":

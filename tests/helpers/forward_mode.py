@@ -1,0 +1,15 @@
+"""Loads torch's forward mode of autograd."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+
+__all__ = ["load_forward_mode"]
+
+
+def load_forward_mode() -> None:
+    """Load what torch loads for the first dual number, which warns that ``torch.jit.script`` is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import_module("torch._decomp.decompositions_for_jvp")
