@@ -37,7 +37,7 @@ from composable_fsdp._runtime.groups.state import (
 from composable_fsdp._runtime.lazy_init import assemble
 from composable_fsdp._runtime.mixed_tensor_errors import explain
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part, without_torch_function
-from composable_fsdp._runtime.pytree import CallInputs, map_tensors, tensors_in
+from composable_fsdp._runtime.pytree import CallInputs, InputView, map_tensors, tensors_in
 from composable_fsdp._runtime.transforms import dual_numbers, layers_of
 from composable_fsdp.errors import ConfigurationError
 

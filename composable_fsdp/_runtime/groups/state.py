@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 from composable_fsdp._consistency.order_check import order_check_from
