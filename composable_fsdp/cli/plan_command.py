@@ -22,7 +22,7 @@ from composable_fsdp.wrap import every_module, transformer_blocks
 
 __all__ = ["plan_model"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POLICIES: dict[str, Callable[[], Any]] = {"blocks": transformer_blocks, "modules": every_module, "none": lambda: None}
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -46,6 +46,17 @@ def plan_model(
     gbit: Annotated[float | None, typer.Option(help="in place of the device's", show_default=False)] = None,
     gib: Annotated[float | None, typer.Option(help="in place of the device's", show_default=False)] = None,
     dtype: Annotated[str, typer.Option(help="the dtype of computation: bf16, fp16 or fp32")] = "bf16",
+    param_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="the dtype of the shards and of the optimizer state: bf16, fp16 or fp32; by default fp32 for a "
+            "config.json, and what FUNCTION returns",
+            show_default=False,
+        ),
+    ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="build the model with config.use_cache = False, as for training")
+    ] = False,
     policy: Annotated[str, typer.Option(help="the groups: blocks, modules, or none for one group")] = "blocks",
     reshard: Annotated[str, typer.Option(help="reshard after forward: auto, true or false")] = "auto",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
@@ -66,7 +77,10 @@ def plan_model(
 
     composable-fsdp plan config.json --mesh 1024 --recompute --out plan.html
     """
-    build, is_transformers = builder_of(model)
+    if is_sharded and param_dtype is not None:
+        raise ConfigurationError("--param-dtype is for unsharded models: with --sharded, FUNCTION chooses the dtype.")
+    shards = None if param_dtype is None else _choice("--param-dtype", param_dtype, _DTYPES)
+    build = builder_of(model, param_dtype=shards, keeps_cache=not no_cache)
     given = {"tflops": tflops, "gbit": gbit, "gib": gib}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     accelerator: Accelerator = replace(as_accelerator(device), **changes)
@@ -79,9 +93,8 @@ def plan_model(
         "optimizer": _choice("--optimizer", optimizer, _OPTIMIZERS),
         **options,
     }
-    inputs: Any = {"input_ids": batch, "labels": batch} if is_transformers else batch
     if not sweeps:
-        made = plan(build, inputs, recompute=recompute, **arguments)
+        made = plan(build, batch, recompute=recompute, **arguments)
         _report(made, out)
         if as_json:
             print_json(made.as_dict())
@@ -92,7 +105,7 @@ def plan_model(
     if not is_sharded:
         settings["reshard_after_forward"] = [True, False]
         arguments.pop("reshard_after_forward", None)
-    found = sweep(build, inputs, settings, **arguments)
+    found = sweep(build, batch, settings, **arguments)
     _report(found[0][1], out)
     if as_json:
         print_json([{"settings": each, **made.as_dict()} for each, made in found])
@@ -105,8 +118,7 @@ def _options(dtype: str, policy: str, reshard: str, *, offload: bool) -> dict[st
     chosen, groups = _choice("--dtype", dtype, _DTYPES), _choice("--policy", policy, _POLICIES)()
     resharding = _choice("--reshard", reshard, {"auto": None, "true": True, "false": False})
     options: dict[str, Any] = {"policy": groups, "reshard_after_forward": resharding}
-    if chosen is not None:
-        options["mp_policy"] = MixedPrecisionPolicy(chosen, torch.float32)
+    options["mp_policy"] = MixedPrecisionPolicy(chosen, torch.float32)
     if offload:
         options["offload_policy"] = CPUOffloadPolicy()
     return {name: value for name, value in options.items() if value is not None}
@@ -124,7 +136,9 @@ def _report(made: Plan, out: Path | None) -> None:
 
 
 def _show(found: Sequence[tuple[dict[str, Any], Plan]]) -> None:
-    table = Table("settings", "fits", title=f"{found[0][1].model} on {found[0][1].mesh} ranks", title_justify="left")
+    best = found[0][1]
+    title = f"{best.model} on {best.mesh} ranks: {best.summary()['dtypes']}"
+    table = Table("settings", "fits", title=title, title_justify="left")
     for column in ("memory", "step", "exposed"):
         table.add_column(column, justify="right")
     for settings, made in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plan.known_accelerators import Accelerator, KnownAccelerator, as_accelerator
 from composable_fsdp.plan.memory_ledger import KINDS
-from composable_fsdp.plan.model_inputs import Batch, as_loss
+from composable_fsdp.plan.model_inputs import Batch, as_loss, without_cache
 from composable_fsdp.plan.plan_advice import CHANGES, PERSISTENT, advise, offload_seconds
 from composable_fsdp.plan.plan_values import Plan, Row
 from composable_fsdp.plan.rehearsal import rehearse
@@ -43,7 +44,8 @@ def plan(
     Args:
         build: returns the model, unsharded, or sharded by ``fully_shard`` on the default mesh.
         batch: the batch of one rank: a tensor, a shape such as ``"4x4096"`` (int64) or ``"8x512:bfloat16"``, a
-            sequence or mapping of these with the arguments of the model, or a function that returns one.
+            sequence or mapping of these with the arguments of the model, or a function that returns one. A shape alone
+            is also the ``labels`` of a model that takes ``input_ids`` and ``labels``.
         mesh: the ranks, such as ``"64"``, or replicas x shards, such as ``"8x64"``.
         device: the accelerator of each rank, or the name of a known one: "a100", "h100", "h200", "b200", "mi300x",
             "cpu".
@@ -75,9 +77,9 @@ def plan(
         name = type(model).__name__.removeprefix("FSDP")
         return model
 
-    rehearsal = rehearse(
-        build_named,
-        batch,
+    run = partial(
+        rehearse,
+        batch=batch,
         mesh=mesh,
         accelerator=accelerator,
         optimizer=optimizer,
@@ -88,6 +90,8 @@ def plan(
         # The device of the simulated job is the host: what is offloaded is counted by its kind.
         options={key: value for key, value in options.items() if not offloads or key != "offload_policy"},
     )
+    rehearsal = run(build_named)
+    uncached = run(partial(without_cache, build)) if rehearsal.keeps_cache else None
     peak, timeline = rehearsal.peak, rehearsal.timeline
     on_host = sum(peak.largest[kind] for kind in PERSISTENT) if offloads else 0
     rows = [
@@ -103,6 +107,8 @@ def plan(
         mesh=mesh,
         device=accelerator,
         settings={key: str(value) for key, value in settings.items()},
+        dtypes=rehearsal.dtypes,
+        keeps_cache=rehearsal.keeps_cache,
         rows=tuple(rows),
         peak_bytes=sum(row.bytes for row in rows[:-1]),
         peak_place=peak.place,
@@ -110,7 +116,7 @@ def plan(
         seconds=seconds,
         exposed=timeline.exposed + copies,
         mfu=rehearsal.flops / (seconds * accelerator.tflops * 1e12) if seconds else 0.0,
-        advice=advise(rehearsal, accelerator, mesh, options, recompute=recompute),
+        advice=advise(rehearsal, uncached, accelerator, mesh, options, recompute=recompute),
         spans=timeline.spans,
         curve=peak.curve,
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -16,15 +18,18 @@ from torch import nn
 
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 
-__all__ = ["Batch", "as_loss", "builder_of", "make_batch"]
+__all__ = ["Batch", "as_loss", "builder_of", "make_batch", "without_cache"]
 
 Batch: TypeAlias = torch.Tensor | str | Sequence[Any] | Mapping[str, Any] | Callable[[], Any]
 
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
-def make_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the model for ``batch``, with new tensors like those in it.
+def make_batch(batch: Batch, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``model`` for ``batch``, with new tensors like those in it.
+
+    A single shape is the ``labels``, too, of a model that takes ``input_ids`` and ``labels``, as those of transformers
+    do, so that its own loss is counted.
 
     Raises:
         ConfigurationError: it is no batch.
@@ -35,6 +40,8 @@ def make_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), {name: _new(value) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
         return tuple(map(_new, batch)), {}
+    if isinstance(batch, str) and inspect.signature(model.forward).parameters.keys() >= {"input_ids", "labels"}:
+        return (), {"input_ids": _new(batch), "labels": _new(batch)}
     if isinstance(batch, torch.Tensor | str):
         return (_new(batch),), {}
     raise ArgumentTypeError(
@@ -74,19 +81,24 @@ def as_loss(output: Any) -> torch.Tensor:
     return first.float().mean() if first.dim() else first
 
 
-def builder_of(text: str) -> tuple[Callable[[], nn.Module], bool]:
-    """Return the function that builds the model that ``text`` names, and whether it is a transformers model.
+def builder_of(
+    text: str, *, param_dtype: torch.dtype | None = None, keeps_cache: bool = True
+) -> Callable[[], nn.Module]:
+    """Return the function that builds the model that ``text`` names.
 
     Args:
         text: ``file.py:function``, ``package.module:function``, or the path of a ``config.json`` of transformers or of
             a directory with one.
+        param_dtype: the dtype of the floating-point parameters. By default fp32 for a config, whose own dtype is that
+            of a checkpoint, and the dtypes of the function.
+        keeps_cache: False builds a model of transformers without its key/value cache.
 
     Raises:
         ConfigurationError: there is no such function or config.
     """
     path, _, name = text.rpartition(":")
     if path and not Path(text).exists():
-        return _function(path, name), False
+        return partial(_built, _function(path, name), param_dtype, keeps_cache=keeps_cache)
     config = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     if not config.is_file() or config.suffix != ".json":
         raise ConfigurationError(
@@ -94,7 +106,24 @@ def builder_of(text: str) -> tuple[Callable[[], nn.Module], bool]:
         )
     if importlib.util.find_spec("transformers") is None:
         raise ConfigurationError(f"{text} needs transformers, which is not installed: pip install transformers.")
-    return _from_config(config), True
+    return partial(_built, _from_config(config), param_dtype or torch.float32, keeps_cache=keeps_cache)
+
+
+def without_cache(build: Callable[[], nn.Module]) -> nn.Module:
+    """Return what ``build`` makes, without the key/value cache of a model of transformers."""
+    model = build()
+    if hasattr(model, "config"):
+        cast("Any", model.config).use_cache = False
+    return model
+
+
+def _built(build: Callable[[], nn.Module], param_dtype: torch.dtype | None, *, keeps_cache: bool) -> nn.Module:
+    model = build() if keeps_cache else without_cache(build)
+    if param_dtype is not None and isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(param_dtype)
+    return model
 
 
 def _function(path: str, name: str) -> Callable[[], nn.Module]:
@@ -121,5 +150,4 @@ def _from_config(path: Path) -> Callable[[], nn.Module]:
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     except (ValueError, KeyError) as error:
         raise ConfigurationError(f"{path} is no config of a transformers model: {error}.") from error
-    config.use_cache = False
     return lambda: transformers.AutoModelForCausalLM.from_config(config)

@@ -70,9 +70,18 @@ def offload_seconds(rehearsal: Rehearsal, accelerator: Accelerator) -> float:
 
 
 def advise(
-    rehearsal: Rehearsal, accelerator: Accelerator, mesh: str, settings: Mapping[str, Any], *, recompute: bool
+    rehearsal: Rehearsal,
+    uncached: Rehearsal | None,
+    accelerator: Accelerator,
+    mesh: str,
+    settings: Mapping[str, Any],
+    *,
+    recompute: bool,
 ) -> tuple[Advice, ...]:
-    """Return the changes that would save memory, or time in memory that is there: the most bytes first."""
+    """Return the changes that would save memory, or time in memory that is there: the most bytes first.
+
+    Before them comes the key/value cache, if ``uncached``, the rehearsal without it, is not ``None``.
+    """
     found = [*_of_groups(rehearsal, settings), *_of_shards(rehearsal, accelerator, mesh, settings)]
     if not recompute and rehearsal.activations:
         found.append(_recomputation(rehearsal))
@@ -80,7 +89,15 @@ def advise(
     seconds, spare = rehearsal.timeline.seconds, accelerator.bytes - rehearsal.peak.fragmentation - total
     faster = [each for each in found if each.saved_seconds > _LEAST * seconds and each.saved_bytes > min(0, -spare)]
     useful = {each for each in found if each.saved_bytes > _LEAST * total}.union(faster)
-    return tuple(sorted(useful, key=lambda each: (-each.saved_bytes, -each.saved_seconds)))
+    first = [] if uncached is None else [_without_cache(rehearsal, uncached)]
+    return (*first, *sorted(useful, key=lambda each: (-each.saved_bytes, -each.saved_seconds)))
+
+
+def _without_cache(rehearsal: Rehearsal, uncached: Rehearsal) -> Advice:
+    why = "the key/value cache is for generation, and recomputation adds to it again"
+    # Without a cache transformers makes a mask for each layer of fake tensors that a run does not have.
+    saved = max(0, sum(rehearsal.peak.nbytes.values()) - sum(uncached.peak.nbytes.values()))
+    return Advice("model.config.use_cache = False", saved, rehearsal.timeline.seconds - uncached.timeline.seconds, why)
 
 
 def _of_groups(rehearsal: Rehearsal, settings: Mapping[str, Any]) -> Iterator[Advice]:

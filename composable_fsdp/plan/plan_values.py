@@ -50,6 +50,8 @@ class Plan:
         mesh: the shape of the mesh, such as ``"8x64"``.
         device: the accelerator of each rank.
         settings: the settings of ``plan`` and ``fully_shard`` that were given, as texts.
+        dtypes: those of ``"shards"``, ``"computation"`` and ``"optimizer state"``, as texts.
+        keeps_cache: the model returns a key/value cache, as those of transformers do by default.
         rows: the memory by kind. The last row is fragmentation: what torch's caching allocator needs beside the peak.
         peak_bytes: the most bytes of tensors on the device at any time.
         peak_place: where that is.
@@ -68,6 +70,8 @@ class Plan:
     mesh: str
     device: Accelerator
     settings: Mapping[str, str]
+    dtypes: Mapping[str, str]
+    keeps_cache: bool
     rows: tuple[Row, ...]
     peak_bytes: int
     peak_place: str
@@ -101,10 +105,12 @@ class Plan:
         part = f"{100 * self.reserved_bytes / limit:.0f} % of {limit / GiB:.1f} GiB"
         host = {"host memory": size_text(self.host_bytes)} if self.host_bytes else {}
         share = 100 * self.exposed / self.seconds if self.seconds else 0.0
+        dtypes = ", ".join(f"{dtype} {kind}" for kind, dtype in self.dtypes.items())
         exposed = f"{time_text(self.exposed)} ({share:.0f} %) exposed communication"
         return {
             "model": f"{self.model}, {self.parameters:,} parameters in {self.groups} groups",
             "job": f"{self.mesh} ranks of {self.device.name}",
+            "dtypes": f"{dtypes}; {'a' if self.keeps_cache else 'no'} key/value cache is kept",
             "memory": f"{verdict}: {size_text(self.reserved_bytes)}, {part}",
             "peak": f"{size_text(self.peak_bytes)} in {self.peak_place}",
             **host,

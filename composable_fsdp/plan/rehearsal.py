@@ -8,7 +8,7 @@ schedule of later steps.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -63,6 +63,8 @@ class Rehearsal:
         flops: the floating-point operations of a step of one rank.
         activations: those of the outermost groups in the model, by name.
         forward: the seconds of the forward of each group.
+        dtypes: those of the shards, of the computation and of the optimizer state, as text.
+        keeps_cache: the model returns a key/value cache, as those of transformers do.
         variants: the timelines with other settings of the groups, by the name of the change.
     """
 
@@ -74,6 +76,8 @@ class Rehearsal:
     flops: float
     activations: Mapping[str, GroupActivations]
     forward: Mapping[str, float]
+    dtypes: Mapping[str, str]
+    keeps_cache: bool
     variants: Mapping[str, Timeline] = field(default_factory=dict)
 
 
@@ -87,6 +91,7 @@ class _Observer:
     activations: dict[str, GroupActivations] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
     waited: float = 0.0
+    keeps_cache: bool = False
     _running: list[tuple[str, int]] = field(default_factory=list)
     """The groups in forward, with the bytes of activations before each."""
 
@@ -152,8 +157,14 @@ def rehearse(
             if recompute:
                 _recompute(iteration)
             ledger.kind = "activations"
-            args, kwargs = make_batch(batch)
-            compute = partial(_compute, model, ledger, lambda: loss(model(*args, **kwargs)))
+            args, kwargs = make_batch(batch, model)
+
+            def forward() -> torch.Tensor:
+                output = model(*args, **kwargs)
+                observer.keeps_cache = getattr(output, "past_key_values", None) is not None
+                return loss(output)
+
+            compute = partial(_compute, model, ledger, forward)
             compute()
             measured = observer.calibration.begin_step(0.0)
             assert measured is not None
@@ -166,6 +177,7 @@ def rehearse(
             state, optimizer_seconds = _update(model, ledger, optimizer, foreach=accelerator.has_streams)
             ledger.flops = 0.0
             compute()
+            dtypes = _dtypes(iteration, state)
             del state
             return Rehearsal(
                 sum(prod(parameter.shape) for parameter in model.parameters()),
@@ -176,6 +188,8 @@ def rehearse(
                 ledger.flops,
                 observer.activations,
                 costs.forward,
+                dtypes,
+                observer.keeps_cache,
                 {name: iteration.predict(costs, change) for name, change in changes.items()},
             )
 
@@ -266,7 +280,24 @@ def _compute(model: nn.Module, ledger: MemoryLedger, forward: Callable[[], torch
             ledger.mark(local_part(tensor.grad), "gradients")
 
 
-def _update(model: nn.Module, ledger: MemoryLedger, make: Optimizer, *, foreach: bool) -> tuple[object, float]:
+def _dtypes(iteration: Iteration, state: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the dtypes of the floating-point shards, of the computation with them, and of the optimizer state."""
+    parameters = [each for found in iteration.states.values() for each in found.group.parameters]
+    kept = [each for values in state for each in values.values() if isinstance(each, torch.Tensor) and each.dim()]
+    kinds = {
+        "shards": {each.dtype for each in parameters},
+        "computation": {each.unsharded.dtype for each in parameters},
+        "optimizer state": {each.dtype for each in kept},
+    }
+    return {
+        kind: " and ".join(sorted(str(each).removeprefix("torch.") for each in found)) or "none"
+        for kind, found in kinds.items()
+    }
+
+
+def _update(
+    model: nn.Module, ledger: MemoryLedger, make: Optimizer, *, foreach: bool
+) -> tuple[list[Mapping[str, Any]], float]:
     """Run the first step of an optimizer. Return its state, and the seconds of the step.
 
     It gets the local shards: what DTensor would do for it is neither memory nor time of the device. ``foreach`` is

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -222,6 +223,51 @@ def test_a_sweep_puts_the_fastest_plan_that_fits_first() -> None:
     assert found[0][0]["recompute"] is False
 
 
+class Returned(NamedTuple):
+    """As models of transformers return it."""
+
+    loss: torch.Tensor
+    past_key_values: object
+
+
+class Generates(Model):
+    """Keeps a cache of the inputs of its blocks, if its config says so."""
+
+    def __init__(self, *, use_cache: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=use_cache)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        kept = [x.repeat(4, 1).tanh() for _ in self.blocks] if self.config.use_cache else None
+        return Returned(super().forward(x) + sum(each.mean() for each in kept or ()), kept)
+
+
+def test_a_kept_cache_is_the_first_advice_with_what_it_takes() -> None:
+    kept, none = (planned(partial(Generates, use_cache=value), f"4096x{DIM}:float32") for value in (True, False))
+    assert (kept.keeps_cache, none.keeps_cache) == (True, False)
+    assert kept.advice[0].setting == "model.config.use_cache = False"
+    assert kept.advice[0].saved_bytes == kept.peak_bytes - none.peak_bytes > 0
+    assert kept.advice[0].saved_seconds == pytest.approx(kept.seconds - none.seconds)
+    assert "; a key/value cache is kept" in str(kept)
+    assert "; no key/value cache is kept" in str(none)
+    assert not any("use_cache" in each.setting for each in none.advice)
+
+
+def test_a_plan_tells_its_dtypes(made: Plan) -> None:
+    assert made.dtypes == {"shards": "float32", "computation": "float32", "optimizer state": "none"}
+
+    def build() -> nn.Module:
+        model: Any = Model()
+        model.blocks[0].linear = nn.Linear(DIM, DIM, bias=False, dtype=torch.bfloat16)
+        return cast("nn.Module", model)
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mixed = planned(build, f"{TOKENS}x{DIM}:bfloat16", mp_policy=policy, optimizer=torch.optim.AdamW)
+    both = "bfloat16 and float32"
+    assert mixed.dtypes == {"shards": both, "computation": "bfloat16", "optimizer state": both}
+    assert f"dtypes           {both} shards, bfloat16 computation, {both} optimizer state; no key/value" in str(mixed)
+
+
 # -- errors
 
 
@@ -340,7 +386,38 @@ def test_the_command_plans_a_program(run: Callable[..., Any], program: Path, tmp
     assert json.loads((tmp_path / "plan.json").read_text()) == found
     shown = run(f"{program}:build", *options, "--sweep")
     assert shown.exit_code == 0, shown.output
+    assert "float32 shards, bfloat16" in shown.stdout
     assert "recompute=True, reshard_after_forward=False" in shown.stdout
+
+
+def test_a_model_has_one_plan_by_its_config_and_by_a_function(run: Callable[..., Any], tmp_path: Path) -> None:
+    """The dtype and the cache of a plan are those of the options, however the model is named."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[clients]'")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=100).to_dict()
+    for dtype in ("float16", "float32"):
+        (tmp_path / f"{dtype}.json").write_text(json.dumps({**config, "dtype": dtype}))
+    lines = ["import transformers", "def build():", f"    config = transformers.LlamaConfig(**{sizes}, vocab_size=100)"]
+    lines.append("    return transformers.AutoModelForCausalLM.from_config(config)")
+    (tmp_path / "llama.py").write_text("\n".join(lines))
+    peaks = []
+    for options in ((), ("--no-cache",), ("--no-cache", "--param-dtype", "bf16"), ("--dtype", "fp32")):
+        made = []
+        for named in ("float16.json", "float32.json", "llama.py:build"):
+            done = run(tmp_path / named, "--batch", "2x128", "--recompute", *options, "--json")
+            assert done.exit_code == 0, done.output
+            made.append(json.loads(done.stdout))
+        figures = [(each["rows"], each["peak_bytes"], each["dtypes"], each["keeps_cache"]) for each in made]
+        assert figures[0] == figures[1] == figures[2]
+        assert [each["seconds"] for each in made[1:]] == pytest.approx([made[0]["seconds"]] * 2)
+        assert made[0]["keeps_cache"] is ("--no-cache" not in options)
+        shards = "bfloat16" if "bf16" in options else "float32"
+        computation = "float32" if "fp32" in options else "bfloat16"
+        assert made[0]["dtypes"] == {"shards": shards, "computation": computation, "optimizer state": shards}
+        is_advised = made[0]["advice"][0]["setting"] == "model.config.use_cache = False"
+        assert is_advised is made[0]["keeps_cache"]
+        peaks.append(made[0]["peak_bytes"])
+    assert peaks[2] < peaks[1] < peaks[0] < peaks[3]
 
 
 @pytest.mark.parametrize(
@@ -352,6 +429,8 @@ def test_the_command_plans_a_program(run: Callable[..., Any], program: Path, tmp
         (("absent.module:build",), "there is no module absent.module: No module named 'absent'."),
         (("{}",), "is neither FILE.py:FUNCTION nor a config.json of transformers, or a directory with one."),
         (("{}:build", "--dtype", "int4"), "--dtype must be one of bf16, fp16, fp32, not int4."),
+        (("{}:build", "--param-dtype", "int4"), "--param-dtype must be one of bf16, fp16, fp32, not int4."),
+        (("{}:build", "--sharded", "--param-dtype", "bf16"), "--param-dtype is for unsharded models: with --sharded"),
     ],
 )
 def test_errors_of_the_command_are_one_line(
