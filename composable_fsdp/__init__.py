@@ -49,6 +49,7 @@ from composable_fsdp.errors import (
     MeshError,
     ParameterError,
     PeerError,
+    ShardDimError,
     UnsupportedError,
 )
 from composable_fsdp.full_params import apply_to_full_params, unsharded_params
@@ -106,6 +107,7 @@ __all__ = [
     "ParameterError",
     "PeerError",
     "PlainParameterWarning",
+    "ShardDimError",
     "ShardPlacementResult",
     "ShardedEMA",
     "ShardingStrategy",

@@ -21,6 +21,7 @@ __all__ = [
     "MeshError",
     "ParameterError",
     "PeerError",
+    "ShardDimError",
     "UnsupportedError",
 ]
 
@@ -47,6 +48,10 @@ class MeshError(ConfigurationError):
 
 class ParameterError(FSDPError, ValueError):
     """A parameter cannot be sharded, or has changed since it was sharded. The text names it."""
+
+
+class ShardDimError(ParameterError, AssertionError):
+    """``shard_placement_fn`` returned a dim that the parameter does not have. FSDP2 raises ``AssertionError``."""
 
 
 class DeviceError(ParameterError, RuntimeError):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from composable_fsdp.errors import ParameterError
+from composable_fsdp.errors import ParameterError, ShardDimError
 
 __all__ = ["ShardLayout", "TensorShards", "resolve_dim"]
 
@@ -89,7 +89,7 @@ def resolve_dim(dim: int, shape: Sequence[int], name: str) -> int:
             "(for example nn.Parameter(value.reshape(1))), or pass it in ignored_params."
         )
     if not -len(shape) <= dim < len(shape):
-        raise ParameterError(
+        raise ShardDimError(
             f"parameter {name!r} of shape {tuple(shape)} has no dim {dim}: "
             f"shard_placement_fn may return Shard(d) with {-len(shape)} <= d < {len(shape)}."
         )

@@ -41,6 +41,7 @@ REMEDIES = {
     "MeshError": "Make [a mesh](how-to/hybrid-and-tensor-parallel.md) as the text says.",
     "ParameterError": "Change the parameter, or the hook that the text names, as it says.",
     "DeviceError": "Move or [initialize](conveniences.md#initialize-a-model) the parameters.",
+    "ShardDimError": "Return a dim in the range that the text names.",
     "ExtensionError": "Give the tensor [hooks of this form](extensions.md#tensor-subclasses-with-all-gather-hooks).",
     "LifecycleError": "Make the call at another time, as the text says.",
     "GradientError": "Find the gradients with `find_nonfinite`, and skip the step.",

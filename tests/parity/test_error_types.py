@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import composable_fsdp as ours
 from composable_fsdp import FSDPError
@@ -101,6 +102,55 @@ def a_placement_that_is_none(library: Any) -> None:
     library.fully_shard(linear(), shard_placement_fn=lambda _: "0")
 
 
+def shard_dim(dim: int) -> Callable[[Any], None]:
+    def case(library: Any) -> None:
+        library.fully_shard(linear(), shard_placement_fn=lambda _: Shard(dim))
+
+    case.__name__ = f"shard_dim_{dim}"
+    return case
+
+
+def a_dict_of_modules(library: Any) -> None:
+    library.fully_shard(nn.ModuleDict({"one": linear()}))
+
+
+def no_mesh_dims(library: Any) -> None:
+    library.DataParallelMeshDims()
+
+
+def mesh_dims(names: tuple[str, ...] | None, **dims: str) -> Callable[[Any], None]:
+    def case(library: Any) -> None:
+        mesh = init_device_mesh("cpu", (1,) * len(names or "1"), mesh_dim_names=names)
+        library.fully_shard(linear(), mesh=mesh, dp_mesh_dims=library.DataParallelMeshDims(**dims))
+
+    case.__name__ = f"mesh_dims_{names}_{'_'.join(dims.values())}"
+    return case
+
+
+def placed_on(placement: Placement, names: tuple[str, str]) -> Callable[[Any], None]:
+    """A parameter that is placed on a mesh of these names, and sharded on dims of the mesh ("a", "b")."""
+
+    def case(library: Any) -> None:
+        meshes = {each: init_device_mesh("cpu", (1, 1), mesh_dim_names=each) for each in (("a", "b"), names)}
+        module = linear()
+        for name, parameter in list(module.named_parameters()):
+            placed = distribute_tensor(parameter.detach(), meshes[names], [placement, Replicate()])
+            setattr(module, name, nn.Parameter(placed))
+        dims = library.DataParallelMeshDims(shard="a")
+        library.fully_shard(module, mesh=meshes["a", "b"], dp_mesh_dims=dims)
+
+    case.__name__ = f"placed_by_{placement}_on_{'_'.join(names)}"
+    return case
+
+
+def weights_tied_between_groups(library: Any) -> None:
+    model = nn.Sequential(linear(), linear())
+    model[0].weight = model[1].weight
+    for module in (model[0], model[1], model):
+        library.fully_shard(module)
+    model(torch.ones(2, 4))
+
+
 def one_hook_of_two(library: Any) -> None:
     module = library.fully_shard(linear())
     module.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: None
@@ -185,6 +235,16 @@ CASES = [
     reshard_to_no_factor,
     a_scalar_parameter,
     a_placement_that_is_none,
+    *map(shard_dim, (1, 2, -3)),
+    a_dict_of_modules,
+    no_mesh_dims,
+    mesh_dims(None, shard="a"),
+    mesh_dims(("a",), shard="b"),
+    mesh_dims(("a",), shard="a", replicate="b"),
+    mesh_dims(("a", "b"), shard="a"),
+    placed_on(Shard(0), ("a", "b")),
+    placed_on(Replicate(), ("a", "c")),
+    weights_tied_between_groups,
     one_hook_of_two,
     a_hook_with_too_few_arguments,
     custom_all_gather_and_pool,
