@@ -511,3 +511,79 @@ def lines_of_the_log(library: Library, mesh: DeviceMesh) -> str:
         log.setLevel(level)
         log.removeHandler(handler)
     return ", ".join(sorted(words))
+
+
+# -- what only torch refuses
+
+
+@row(
+    SECTION,
+    "A parameter that is not contiguous, such as the weight of a convolution in `channels_last`",
+    torch="`NotImplementedError`",
+    torch_reports=r"^NotImplementedError: FSDP does not support non-contiguous parameters",
+    here="trains; the parameter is contiguous from then on",
+    reason="Sharding copies the values anyway.",
+)
+def not_contiguous(library: Library, mesh: DeviceMesh) -> str:
+    def build() -> nn.Module:
+        return nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    def loss(module: nn.Module, rank: int) -> torch.Tensor:
+        output: torch.Tensor = module(batch(0, rank, 48).view(3, 3, 4, 4))
+        return output.square().sum()
+
+    model, reference = seeded(build), seeded(build)
+    library.fully_shard(model, mesh=mesh)
+    loss(model, dist.get_rank()).backward()
+    return compare_gradients(model, reference, loss)
+
+
+def trained_twice(model: nn.Module, first: nn.Module) -> str:
+    """Return the comparison of the gradients of ``model`` after a forward of ``first``, a part of it."""
+    rank, reference = dist.get_rank(), seeded(two_layers)
+    with torch.no_grad():
+        first(batch(1, rank))
+    model(batch(0, rank)).square().sum().backward()
+    return compare_gradients(model, reference, lambda m, r: m(batch(0, r)).square().sum())
+
+
+@row(
+    SECTION,
+    "A mesh of two dims without names",
+    torch="`AssertionError`",
+    torch_reports=r"^AssertionError: Please init the 2D mesh for HSDP with mesh_dim_names",
+    here="trains; the first dim replicates",
+    reason="The order of the dims has one meaning.",
+)
+def mesh_without_names(library: Library, mesh: DeviceMesh) -> str:
+    model = seeded(two_layers)
+    return trained_twice(library.fully_shard(model, mesh=init_device_mesh("cpu", (1, 2))), model)
+
+
+@row(
+    SECTION,
+    "A part of the model runs forward before the whole model does so for the first time",
+    torch="`RuntimeError` at the forward of the model",
+    torch_reports=r"^RuntimeError: FSDP state has already been lazily initialized for 0",
+    here="trains; the model is the root from then on",
+    reason="An encoder may compute embeddings before training.",
+)
+def part_runs_first(library: Library, mesh: DeviceMesh) -> str:
+    model = seeded(two_layers)
+    for module in (model[0], model):
+        library.fully_shard(module, mesh=mesh)
+    return trained_twice(model, model[0])
+
+
+@row(
+    SECTION,
+    "A list of modules in one group, without a sharded module around them",
+    torch="`RuntimeError`: it requires a single root module",
+    torch_reports=r"^RuntimeError: FSDP requires a single root module",
+    here="trains",
+    reason="The end of a backward needs no module around the group.",
+)
+def list_without_a_root(library: Library, mesh: DeviceMesh) -> str:
+    model = seeded(two_layers)
+    library.fully_shard([model[0], model[1]], mesh=mesh)
+    return trained_twice(model, model[0])
