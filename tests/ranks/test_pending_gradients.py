@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+import composable_fsdp
 from composable_fsdp import CPUOffloadPolicy, LifecycleError, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from composable_fsdp.testing import BACKEND, run_ranks, simulated_accelerator
 from tests.helpers.transports import SOCKETS
@@ -203,6 +204,37 @@ def split(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> None:
     for total, parameter in zip(sums, parameters, strict=True):
         dist.all_reduce(total)
         assert torch.equal(full(parameter.grad), total.float() / 2)
+
+
+def sum_of_split_backwards(impl: Any, reduce_dtype: torch.dtype | None, ordinary: Sequence[int] = ()) -> float:
+    """Return the gradient of weights of 256 + 1 + 1 + 1, each set after the backward of its input, as pipelines do.
+
+    The backwards with the numbers ``ordinary`` are not split.
+    """
+    layer = nn.Linear(4, 4, bias=False)
+    policy = impl.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    model = impl.fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
+    weight = model.weight
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(False)
+    for number, value in enumerate((256.0, 1.0, 1.0, 1.0)):
+        x = inputs(value)
+        output = model(x)
+        if number in ordinary:
+            output.backward(torch.ones_like(output))
+            continue
+        _, groups = stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
+        stage_backward_weight(model.parameters(), groups)
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    state = model._get_fsdp_state()
+    state._fsdp_param_groups[0].post_backward()
+    state._root_post_backward_final_callback()
+    found = weight.grad.to_local().unique().item()
+    assert isinstance(found, float)
+    return found
 
 
 def tensor_parallel(policy: OffloadPolicy, shards: int) -> None:
@@ -476,7 +508,13 @@ def on_two_ranks() -> None:
         tensor_parallel(policy, 1)
     divide()
     split(BF16, torch.bfloat16)
-    split(MixedPrecisionPolicy(torch.bfloat16, torch.float32, grad_dtype=torch.float32), torch.float32)
+    for grad_dtype in (None, torch.float32):
+        split(MixedPrecisionPolicy(torch.bfloat16, torch.float32, grad_dtype=grad_dtype), torch.float32)
+    for impl in (composable_fsdp, torch.distributed.fsdp):
+        assert sum_of_split_backwards(impl, torch.float32) == 259
+        assert sum_of_split_backwards(impl, None) == 256, "the dtype of the reduction is bf16"
+    for ordinary in ([0], [1], [2, 3], [1, 3], [3]):
+        assert sum_of_split_backwards(composable_fsdp, torch.float32, ordinary) == 259
     finish()
     finish_without_synchronization()
     synchronize_a_part()

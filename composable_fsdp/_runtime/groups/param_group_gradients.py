@@ -26,6 +26,7 @@ from composable_fsdp._runtime.groups.profiling import describe_groups, labelled
 from composable_fsdp._runtime.groups.state_machine import (
     GRADIENT_TRANSITIONS,
     HELD_GRADIENTS,
+    LOCAL_GRADIENTS,
     GradientOperation,
     GradientState,
     advance,
@@ -96,6 +97,8 @@ class ParamGroupGradients:
         self._launched = 0
         self.were_summed = False
         """True if any rank may hold sums of several microbatches."""
+        self._are_set = False
+        """True if gradients were ever set without autograd's accumulation."""
         self._partial: InFlight[list[ReducedBucket]] | None = None
         """The partial reduction over the shard axis, in flight or done, whose sum the next reduction includes."""
         self.version_before_step: int | None = None
@@ -163,10 +166,21 @@ class ParamGroupGradients:
             self._advance(GradientOperation.READY)
 
     def notice(self) -> None:
-        """Take part in the next reduction if a gradient was set without autograd's accumulation."""
+        """Take part in the next reduction if a gradient was set without autograd's accumulation.
+
+        Pipelines that split backward add the gradients of weights to ``grad`` themselves.
+        """
         parameters = (p for p in self._tensors.parameters if p.unsharded is not p.sharded)
         if any(parameter.unsharded.grad is not None for parameter in parameters):
+            self._are_set = True
             self.contribute()
+
+    def hold_set(self) -> None:
+        """Keep gradients that were set since the last backward, before autograd adds to them in their own dtype."""
+        if self.state not in LOCAL_GRADIENTS:
+            self.notice()
+        if self._are_set:
+            self._accumulate()
 
     def note_sums(self) -> None:
         """Record the end of a backward without gradient synchronization, on this rank or on others."""
@@ -177,6 +191,9 @@ class ParamGroupGradients:
         self._reset_counters()
         if self.state is GradientState.ARRIVING:
             self._advance(GradientOperation.READY)
+        self._accumulate()
+
+    def _accumulate(self) -> None:
         for bucket in self._tensors.buckets:
             for parameter in bucket.parameters:
                 parameter.accumulate_gradient(bucket.plan.sum_dtype)
@@ -188,6 +205,8 @@ class ParamGroupGradients:
         """
         if self._partial is not None:
             self._partial.wait()
+        if self.state is not GradientState.ARRIVING:
+            self._accumulate()  # what was set since the last backward
         sums: dict[ShardedParameter, torch.Tensor] = {}
         for bucket in self._tensors.buckets:
             sums |= bucket.scatter.partial_shards()

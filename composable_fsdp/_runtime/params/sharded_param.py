@@ -383,7 +383,7 @@ class ShardedParameter:
         share memory, to which autograd would write twice. They are copied.
         """
         gradient = self.unsharded.grad
-        if gradient is None:
+        if gradient is None or self.unsharded is self.sharded:  # the latter if it was never all-gathered
             return
         if gradient.dtype == dtype and self.accumulated is None and self.sharding.inner is None:
             return

@@ -370,6 +370,9 @@ class Iteration:
         Variable._execution_engine.queue_callback(self._passes.begin_backward(self.end_backward))
         self._runner.begin_backward()
         self._reductions.begin_backward()
+        for state in self.states.values():
+            if state.group.gradients.were_summed:
+                state.group.gradients.hold_set()
 
     def _enter_backward(self, call: ForwardCall) -> None:
         """Unshard the group of ``call``."""

@@ -99,7 +99,7 @@ class ReductionQueue:
         if any(each.launch.partial for each in self._in_flight):
             self.drain()  # the sums are held only then
         for state in states:
-            state.group.gradients.notice()  # pipelines that split backward set gradients by hand
+            state.group.gradients.notice()
             for launch in reduce_together([state.group.gradients], self.streams):
                 self._make_room(launch)
                 self._add(launch.run())

@@ -36,6 +36,8 @@ from tests.helpers.fuzz.programs import (
     ShardCall,
     Step,
     completed,
+    groups,
+    node_infos,
 )
 
 __all__ = ["programs"]
@@ -62,6 +64,9 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
     number = len(repr(tree))  # for what is not drawn, because additional draws would change all programs
     may_use_tangents = placing is None and "checkpoint" not in repr(tree)
     steps = [_varied(step, number, mesh, may_use_tangents=may_use_tangents) for step in steps]
+    hidden, context = (*HIDDEN, *["none"] * 3)[number // 3 % 6], _inside(repr(tree), steps)
+    if placing is None and (hidden, context) == ("none", "nothing") and _can_be_split(tree):
+        steps = [_split(step) for step in steps]
     return Program(
         tree=tree,
         width=draw(st.sampled_from([2, 1, 3, 4, 5, 7])),
@@ -71,8 +76,8 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
         feedback=_maybe(draw, st.just(True), False),
         steps=tuple(steps[i % len(steps)] for i in range(STEPS)),
         by_seed=number % 3 == 0,
-        hidden=(*HIDDEN, *["none"] * 3)[number // 3 % 6],
-        inside=_inside(repr(tree), steps),
+        hidden=hidden,
+        inside=context,
     )
 
 
@@ -198,6 +203,39 @@ def _inside(tree: str, steps: Sequence[Step]) -> str:
         return "selective checkpoints"
     others = [each for each in INSIDE if each != "selective checkpoints"]
     return others[len(tree) // 3 % len(others)]
+
+
+def _can_be_split(tree: Node) -> bool:
+    """Return whether torch's pipelining can split a backward: each parameter is used once, and nothing recomputed."""
+    nodes = [info.node for info in node_infos(tree)]
+    blocks = [node for node in nodes if isinstance(node, Block)]
+    return (
+        not any(isinstance(node, Again) or (isinstance(node, Leaf) and node.borrows) for node in nodes)
+        and not any(block.kind not in ("chain", "residual", "fork", "dead") for block in blocks)
+        and not any(block.kind == "fork" and len(block.children) == 1 for block in blocks)
+        and not any(call.tied for call in groups(tree).values())
+    )
+
+
+def _split(step: Step) -> Step:
+    """Return ``step`` with split backwards if it holds gradients, and what they need. Not drawn, as in :func:`_varied`.
+
+    Parameters must be unsharded, and stay so, when the gradients of weights are computed.
+    """
+    if step.hold not in ("all", "no_sync") or len(step.backwards) == 1:
+        return step
+    return replace(
+        step,
+        split=True,
+        tangents=False,
+        backwards=("all",) * len(step.backwards),
+        order="in turn",
+        keep="until last",
+        input_grad=True,
+        by_hand="nothing",
+        reshard=False,
+        fails="never",
+    )
 
 
 def _varied(step: Step, number: int, mesh: tuple[int, ...], *, may_use_tangents: bool) -> Step:

@@ -132,6 +132,7 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "different numbers of forwards": _any_step(lambda s: s.generate),
     "several reductions in flight": _any_step(lambda s: s.in_flight > 1),
     "set_is_last_backward": _any_step(lambda s: s.is_last),
+    "split backward": _any_step(lambda s: s.split),
     "several microbatches": _any_step(lambda s: len(s.backwards) > 1),
     "inputs with gradient": _any_step(lambda s: s.input_grad),
     "inputs without gradient": _any_step(lambda s: not s.input_grad),

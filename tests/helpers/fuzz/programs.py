@@ -191,6 +191,8 @@ class Step(_Short):
         fails_at: the number of the module that fails, in the order of execution. If fewer modules run, none fails.
         tangents: if true, the losses have their derivatives along a direction in the space of inputs, by dual numbers.
         generate: if true, the step first unshards all groups, runs as many forwards as the rank's number, and reshards.
+        split: if true, backwards before the last one compute gradients of inputs, and then those of weights, as
+            zero-bubble pipelines do.
     """
 
     backwards: tuple[str, ...] = ("all",)
@@ -209,6 +211,7 @@ class Step(_Short):
     fails_at: int = 0
     generate: bool = False
     tangents: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode
@@ -96,10 +97,13 @@ class Run:
 
 
 class Driver:
-    """Hooks around the passes of ``play``. These do nothing."""
+    """Hooks around the passes of ``play``, which do nothing here, and the backward."""
 
     def before_forward(self, step: Step) -> None: ...
     def before_backward(self, step: Step, is_last: bool) -> None: ...
+    def backward(self, loss: torch.Tensor, x: torch.Tensor, step: Step, is_last: bool, *, retain_graph: bool) -> None:
+        loss.backward(retain_graph=retain_graph)
+
     def after_backward(self, step: Step, is_last: bool) -> None: ...
     def before_optimizer(self, step: Step) -> None: ...
 
@@ -153,7 +157,7 @@ def play(model: Part, program: Program, step: Step, seed: int, driver: Driver, r
                     values = torch.stack(forward(x))
                 run.note(f"evaluation {when}", values.clone())
 
-    def backward(kind: str, losses: tuple[torch.Tensor, torch.Tensor], *, is_last: bool) -> None:
+    def backward(i: int, losses: tuple[torch.Tensor, torch.Tensor], *, is_last: bool) -> None:
         first, second = losses
         roots = {
             "all": [first + second],
@@ -161,12 +165,12 @@ def play(model: Part, program: Program, step: Step, seed: int, driver: Driver, r
             "first": [first],
             "second": [second],
             "first, then second": [first, second],
-        }[kind]
-        for i, root in enumerate(roots):
-            ends = is_last and i == len(roots) - 1
+        }[step.backwards[i]]
+        for number, root in enumerate(roots, 1):
+            ends = is_last and number == len(roots)
             if root.requires_grad:
                 driver.before_backward(step, ends)
-                root.backward(retain_graph=root is not roots[-1] or i < len(roots) - 1)
+                driver.backward(root, inputs[i], step, ends, retain_graph=number < len(roots))
                 driver.after_backward(step, ends)
 
     def forward_with_tangents(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +195,7 @@ def play(model: Part, program: Program, step: Step, seed: int, driver: Driver, r
             run.note(f"loss {i}", torch.stack(losses[0]))
             if i == 0:
                 evaluate("between")
-            backward(step.backwards[i], losses[0], is_last=i == number - 1)
+            backward(i, losses[0], is_last=i == number - 1)
     else:
         driver.before_forward(step)
         losses = [forward_with_tangents(x) for x in inputs]
@@ -200,12 +204,12 @@ def play(model: Part, program: Program, step: Step, seed: int, driver: Driver, r
         if step.order == "joined":
             first, second = zip(*losses, strict=True)
             joined = torch.stack(first).sum(), torch.stack(second).prod()
-            backward(step.backwards[0], joined, is_last=True)
+            backward(0, joined, is_last=True)
         else:
             if step.order == "late, reversed":
                 order.reverse()
             for i in order:
-                backward(step.backwards[i], losses[i], is_last=i == order[-1])
+                backward(i, losses[i], is_last=i == order[-1])
     for x in inputs:
         if step.input_grad:
             run.note("gradient of inputs", x.grad)
@@ -260,6 +264,13 @@ class Sharded(Driver):
         if step.by_hand == "reshard between":
             for module in self.modules:
                 module.reshard()
+
+    def backward(self, loss: torch.Tensor, x: torch.Tensor, step: Step, is_last: bool, *, retain_graph: bool) -> None:
+        if is_last or not step.split:
+            super().backward(loss, x, step, is_last, retain_graph=retain_graph)
+            return
+        _, found = stage_backward_input([loss], [torch.ones_like(loss)], [x], self.model.parameters())
+        stage_backward_weight(self.model.parameters(), found)
 
     def after_backward(self, step: Step, is_last: bool) -> None:
         self.contexts.close()
