@@ -14,6 +14,7 @@ from composable_fsdp._api.fully_shard import fully_shard
 from composable_fsdp._api.materialize import allocate_meta
 from composable_fsdp._comm.verify_ranks import verify_same_lines
 from composable_fsdp._runtime.params.param_places import registered_buffers, registered_parameters
+from composable_fsdp._runtime.params.sharded_param import has_grad_dtype
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
 from composable_fsdp._runtime.shard_extent import shardings_of, states_below
 from composable_fsdp.checkpoint._coordination.mismatch import tensor_text
@@ -94,7 +95,7 @@ def _take_values(model: nn.Module) -> dict[str, torch.Tensor]:
         real = parameter.parameter
         blank = as_parameter(real.detach().to("meta"), parameter_class(real), real.requires_grad)
         vars(blank).update(vars(real))
-        if real.grad_dtype != real.dtype:
+        if has_grad_dtype(real):
             blank.grad_dtype = real.grad_dtype
         parameter.put(blank)
     for places in registered_buffers(model):

@@ -256,6 +256,7 @@ class _ModuleHooks:
     def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Replace full plain tensors in the state dict by this rank's shards."""
         self._state.group.reshard()
+        self._state.group.check_grad_dtypes()
         parameters = {id(p.sharded): p for p in self._state.group.parameters}
         for name, registered in module.named_parameters(remove_duplicate=False):
             parameter, value = parameters.get(id(registered)), cast(Any, state_dict.get(prefix + name))

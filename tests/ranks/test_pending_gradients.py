@@ -244,6 +244,7 @@ def tensor_parallel(policy: OffloadPolicy, shards: int) -> None:
     model: Any = parallelize_module(copy.deepcopy(reference), mesh["tp"], ColwiseParallel())
     fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False, offload_policy=policy)
     model.set_requires_gradient_sync(False)
+    known = None
     for value in (1.0, 2.0):
         reference(torch.full((2, 4), value)).sum().backward()
         model(torch.full((2, 4), value)).sum().backward()
@@ -252,6 +253,9 @@ def tensor_parallel(policy: OffloadPolicy, shards: int) -> None:
         assert isinstance(unreduced, DTensor)
         assert unreduced.device_mesh == mesh["tp"]
         assert unreduced.placements == (Shard(0),)
+        assert pending(model)[model.weight][0] is unreduced
+        assert known is None or known is unreduced
+        known = unreduced
         assert torch.equal(full(unreduced), torch.as_tensor(reference.weight.grad))
     model.synchronize_gradients()
     assert pending(model) == {}
@@ -275,6 +279,7 @@ def hybrid(policy: OffloadPolicy, cleared: bool | None, dim: int) -> None:
     assert found[first][0] is not None
     assert found[second][0] is None
     for parameter, (_, partial) in found.items():
+        assert pending(model)[parameter][1] is partial
         assert not isinstance(partial, DTensor)
         assert partial.dtype == torch.bfloat16
         assert partial.shape == parameter.to_local().shape
@@ -467,16 +472,102 @@ def convert_with_a_dtype_of_gradients() -> list[str]:
     model: Any = fully_shard(layer)
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     texts = []
-    for conversion in (model.cpu, model.half, model.float):
+    for conversion in (model.cpu, model.half, lambda: model._apply(torch.clone)):
         texts.append(refused(conversion))
         assert model.weight.dtype == torch.bfloat16
         assert model.weight.grad_dtype == model.weight.grad.dtype == torch.float32
+    model.float()  # the only dtype in which torch can set the gradient
+    assert model.weight.grad_dtype == model.weight.grad.dtype == model.weight.dtype == torch.float32
     model.zero_grad()
     model.half()
     assert model.weight.grad_dtype == torch.float32
     model(torch.ones(1, 4, dtype=torch.half)).sum().backward()
     assert model.weight.grad.dtype == torch.float32
     return texts
+
+
+def convert_with_the_same_dtype_of_gradients(grad_dtype: torch.dtype | None, sets: bool, has_grad: bool) -> str:
+    """Compare conversions of a sharded layer, whose ``grad_dtype`` may be set, with those of a plain one."""
+    reference = nn.Linear(4, 4)
+    model: Any = copy.deepcopy(reference)
+    for layer in (reference, model):
+        if sets:
+            layer.weight.grad_dtype = grad_dtype
+        layer.bias.requires_grad_(False)
+    fully_shard(model)
+    text = ""
+    if has_grad:
+        for layer in (reference, model):
+            layer.weight.grad = torch.ones_like(layer.weight)
+        if grad_dtype is not None:
+            weight, gradient = model.weight, model.weight.grad
+            text = refused(model.bfloat16)
+            assert (model.weight, model.weight.grad) == (weight, gradient)
+            model.cpu()  # converts nothing
+            assert model.weight.grad_dtype == torch.float32
+            assert torch.equal(full(model.weight.grad), torch.ones(4, 4))
+            model.zero_grad()
+            reference.zero_grad()
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        for layer in (reference, model):
+            layer.to(dtype)
+        assert model.weight.grad_dtype == reference.weight.grad_dtype
+        assert model.bias.grad_dtype == reference.bias.grad_dtype == dtype
+        if reference.weight.grad is not None:
+            assert model.weight.grad.dtype == reference.weight.grad.dtype
+            assert torch.equal(full(model.weight.grad), reference.weight.grad)
+    for layer in (reference, model):
+        layer.zero_grad()
+        layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    expected = reference.weight.grad
+    assert expected is not None
+    assert model.weight.grad.dtype == expected.dtype
+    assert torch.equal(full(model.weight.grad), expected)
+    copied = copy.deepcopy(model)
+    copied.zero_grad()
+    for layer in (reference, copied):
+        layer.zero_grad()
+        layer.half()
+    assert copied.weight.grad_dtype == reference.weight.grad_dtype
+    return text
+
+
+CHANGES: dict[str, tuple[torch.dtype | None, bool]] = {
+    "forward": (torch.float64, False),
+    "forward of any": (None, False),
+    "backward": (torch.float64, True),
+    "to": (torch.float64, True),
+    "load_state_dict": (torch.float64, True),
+}
+"""The new ``grad_dtype`` by the operation that notices it, and if a step comes before the change."""
+
+
+def change_the_dtype_of_gradients(name: str) -> str:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    values = model.state_dict()
+    changed, after_a_step = CHANGES[name]
+    if after_a_step:
+        model(torch.ones(1, 4)).sum().backward()
+        model.zero_grad()
+    model.weight.grad_dtype = changed
+    operations: dict[str, Callable[[], object]] = {
+        "backward": model(torch.ones(1, 4)).sum().backward if name == "backward" else type(None),
+        "to": model.bfloat16,
+        "load_state_dict": lambda: model.load_state_dict(values, assign=True),
+    }
+    return refused(operations.get(name, lambda: model(torch.ones(1, 4))))
+
+
+def replace_by_one_with_a_dtype_of_gradients() -> None:
+    """Assign a parameter with a ``grad_dtype`` from a state dict: the one from before ``fully_shard`` counts."""
+    model: Any = fully_shard(nn.Linear(4, 4))
+    values = model.state_dict()
+    values["weight"] = nn.Parameter(values["weight"])
+    values["weight"].grad_dtype = torch.float64
+    model.load_state_dict(values, assign=True)
+    assert model.weight is values["weight"]
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.weight.grad_dtype == model.weight.grad.dtype == torch.float32
 
 
 def without_races() -> None:
@@ -567,6 +658,29 @@ def test_a_conversion_loses_neither_a_gradient_nor_its_dtype() -> None:
         for text in texts:
             assert text.startswith("parameter 'weight' of")
             assert "has a gradient and a grad_dtype of its own, of which a conversion would lose one" in text
+
+
+@pytest.mark.parametrize("has_grad", [False, True])
+@pytest.mark.parametrize(("grad_dtype", "sets"), [(torch.float32, True), (None, True), (None, False)])
+def test_a_dtype_of_gradients_survives_conversions(grad_dtype: torch.dtype | None, sets: bool, has_grad: bool) -> None:
+    for text in run_ranks(convert_with_the_same_dtype_of_gradients, 2, grad_dtype, sets, has_grad):
+        if has_grad and grad_dtype is not None:
+            assert text.startswith("parameter 'weight' of 'Linear' has a gradient and a grad_dtype of its own, of")
+            assert text.endswith("Call model.zero_grad(set_to_none=True) first.")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_dtype_of_gradients_after_sharding_is_an_error(name: str) -> None:
+    changed, _ = CHANGES[name]
+    for text in run_ranks(change_the_dtype_of_gradients, 2, name):
+        assert text == (
+            f"grad_dtype of parameter 'weight' was changed after fully_shard, from torch.float32 to {changed}. Set it "
+            "before fully_shard, or pass mp_policy=MixedPrecisionPolicy(grad_dtype=...)."
+        )
+
+
+def test_a_replacement_gets_the_dtype_of_gradients_of_the_parameter() -> None:
+    run_ranks(replace_by_one_with_a_dtype_of_gradients, 2)
 
 
 def test_explicit_reductions_have_no_races() -> None:

@@ -45,6 +45,8 @@ class ReduceScatterBuffers:
     encoded: EncodedMessage | None = None
     added: ReduceScatterBuffers | None = None
     """An earlier reduction that is added to this one; kept alive as long as this is in flight."""
+    shards: list[torch.Tensor] | None = None
+    """The views of ``output`` that :meth:`BucketReduceScatter.partial_shards` returns, once made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,10 +370,12 @@ class BucketReduceScatter:
         """Return this rank's shards of the sum of :meth:`keep_partial`, before any division, as views of it."""
         if self._partial is None:
             return {}
-        parts = self._partial.output.split_with_sizes(self._widths)
-        shards = [parts[piece] for piece in self._pieces]
-        for k, shape in self._not_vectors:
-            shards[k] = shards[k].view(shape)
+        shards = self._partial.shards
+        if shards is None:
+            parts = self._partial.output.split_with_sizes(self._widths)
+            shards = self._partial.shards = [parts[piece] for piece in self._pieces]
+            for k, shape in self._not_vectors:
+                shards[k] = shards[k].view(shape)
         return {self._members[k]: shards[k] for k in self._present_anywhere(self._partial)}
 
     def drop_partial_of(self, parameters: Sequence[ShardedParameter]) -> None:

@@ -526,8 +526,13 @@ class PendingReduction:
         launch, begin = self.launch, trace.now() if trace.listeners else None
         offloaded = any(map(_is_offloaded, launch.members))
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
-        for bucket in reduced:
-            accept_gradients(bucket.parameters, bucket.gradients)
+        try:
+            for bucket in reduced:
+                accept_gradients(bucket.parameters, bucket.gradients)
+        except RuntimeError:
+            for parameter in (each for bucket in reduced for each in bucket.parameters):
+                parameter.check_grad_dtype()  # the cause, if that of torch's error
+            raise
         for member in launch.members:
             if launch.is_last:
                 member.end_reduction(partial=launch.partial)

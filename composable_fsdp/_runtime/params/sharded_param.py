@@ -38,7 +38,7 @@ from composable_fsdp._sharding.typed_params import ATTRIBUTES
 from composable_fsdp.codecs.communication_policy import PLAIN, CommunicationPolicy, GradientCodecs
 from composable_fsdp.codecs.error_feedback import without_feedback
 from composable_fsdp.codecs.protocol import Codec, CodecPerParameter, resolve_codec
-from composable_fsdp.errors import ParameterError
+from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "find_parameter",
     "find_replaced",
     "find_unsharded",
+    "has_grad_dtype",
     "in_functional_call",
     "local_part",
     "note_replaced",
@@ -111,7 +112,7 @@ class ShardedParameter:
         self._is_packed = self.kind is not nn.Parameter and not tensor.requires_grad
         """True if the bytes may be packed values, as in bitsandbytes' ``Params4bit``, whatever the dtype."""
         default = _SAME_DTYPE if grad_dtype is None or not tensor.is_floating_point() else grad_dtype
-        self._gradient_dtype = tensor.grad_dtype if tensor.grad_dtype != tensor.dtype else default
+        self._gradient_dtype = tensor.grad_dtype if has_grad_dtype(tensor) else default
         self.owners = source.owners
         self.state_ref: ref[Any] | None = None
         """A weak reference to the FSDP state, whose type this module does not import."""
@@ -123,6 +124,8 @@ class ShardedParameter:
         """``requires_grad`` of both forms when the group last read it."""
         self.local = local
         self.accumulated: torch.Tensor | None = None
+        self._held: ref[torch.Tensor] | None = None
+        """A weak reference to the DTensor of ``accumulated`` that was returned last."""
         self.start: Start | None = None
         """Samples of the original values. Ranks compare them in the first forward, which clears them."""
         self.set_local(local)
@@ -139,7 +142,7 @@ class ShardedParameter:
         copy.sharded = copy.unsharded = sharded
         copy.local = copy.full = cast(Any, sharded)._local_tensor
         copy.trainable, copy.accumulated = sharded.requires_grad, None
-        copy.start = copy.state_ref = None
+        copy.start = copy.state_ref = copy._held = None
         copy._mark(sharded)
         return copy
 
@@ -244,13 +247,23 @@ class ShardedParameter:
 
     @property
     def has_grad_dtype(self) -> bool:
-        """True if the user has set ``grad_dtype`` to another dtype than that of the parameter, or to ``None``."""
+        """True if the user has set ``grad_dtype``, which then stays what it is if the parameter is converted."""
         return self._gradient_dtype is not _SAME_DTYPE
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
         """The dtype of the sharded gradient, or ``None`` for that of autograd's, whichever it is."""
         return self.dtype if self._gradient_dtype is _SAME_DTYPE else self._gradient_dtype
+
+    def check_grad_dtype(self) -> None:
+        """Raise a ``LifecycleError`` if ``grad_dtype`` of the sharded parameter was changed after sharding."""
+        found, dtype = self.sharded.grad_dtype, self.sharded.dtype
+        expected = dtype if self._gradient_dtype is _SAME_DTYPE else self._gradient_dtype
+        if found != expected and cast(Any, self.sharded)._local_tensor is self.local:  # a conversion resets it
+            raise LifecycleError(
+                f"grad_dtype of parameter {self.name!r} was changed after fully_shard, from {expected} to {found}. Set "
+                "it before fully_shard, or pass mp_policy=MixedPrecisionPolicy(grad_dtype=...)."
+            )
 
     def set_local(self, local: torch.Tensor) -> None:
         """Make ``local``, a view of the shard store, the local tensor of the sharded parameter."""
@@ -294,7 +307,7 @@ class ShardedParameter:
         if registered is self.sharded:
             # ``to`` and ``to_empty`` swap tensors, and with them their attributes and ``grad_dtype``.
             self._carry_attributes(registered)
-            if self._gradient_dtype is not _SAME_DTYPE and registered.grad is None:
+            if self._gradient_dtype is not _SAME_DTYPE:
                 registered.grad_dtype = self._gradient_dtype
             return False
         if in_functional_call():
@@ -400,7 +413,11 @@ class ShardedParameter:
         held, inner = self.accumulated, self.sharding.inner
         if held is None or inner is None:
             return self.unsharded.grad if held is None else held
-        return as_dtensor(held, inner.mesh, inner.placements, inner.shape)
+        known = None if self._held is None else self._held()
+        if known is None or local_part(known).data_ptr() != held.data_ptr():  # it is a view
+            known = as_dtensor(held, inner.mesh, inner.placements, inner.shape)
+            self._held = ref(known)
+        return known
 
     def drop_gradient(self) -> None:
         """Drop gradients that were not reduced."""
@@ -422,6 +439,8 @@ class ShardedParameter:
         self._carry_attributes(parameter)
         if self._gradient_dtype is not _SAME_DTYPE:
             parameter.grad_dtype = self._gradient_dtype
+        elif parameter.grad_dtype != parameter.dtype:
+            parameter.grad_dtype = parameter.dtype
 
     def _carry_attributes(self, parameter: nn.Parameter) -> None:
         for name, value in self._attributes.items():
@@ -435,7 +454,7 @@ _with_torch_function: Any = torch._C._EnableTorchFunction
 """A context manager that enables ``__torch_function__`` again inside :data:`without_torch_function`."""
 
 _SAME_DTYPE: Any = object()
-"""A marker for a ``grad_dtype`` that equals the dtype of the parameter."""
+"""A marker for a ``grad_dtype`` that nobody has set: it is the dtype of the parameter, also after a conversion."""
 
 _by_tensor_id: WeakValueDictionary[int, ShardedParameter] = WeakValueDictionary()
 """The sharded parameters by the ``id`` of either form. Never iterated: other threads may change it meanwhile.
@@ -496,6 +515,26 @@ def _after_hooks(hooks: Mapping[int, Callable[[Any], Any]], gradient: Any) -> An
             replacement = hook(gradient)
             gradient = gradient if replacement is None else replacement
     return gradient
+
+
+def has_grad_dtype(tensor: torch.Tensor) -> bool:
+    """Return True if ``grad_dtype`` of ``tensor``, a leaf, was set, be it to the dtype that it has without.
+
+    Torch up to 2.13 does not tell, so ``tensor`` gets data of another dtype for a moment: a dtype that was set stays.
+    """
+    if tensor.grad_dtype != tensor.dtype:
+        return True
+    known = getattr(tensor, "_has_grad_dtype_override", None)
+    if known is not None:
+        return bool(known)
+    if not tensor.is_floating_point() or type(local_part(tensor)) not in (torch.Tensor, nn.Parameter):
+        return False
+    data = tensor.data
+    try:
+        tensor.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
+        return tensor.grad_dtype != tensor.dtype
+    finally:
+        tensor.data = data
 
 
 def find_parameter(tensor: object) -> ShardedParameter | None:

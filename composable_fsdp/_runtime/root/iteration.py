@@ -219,6 +219,8 @@ class Iteration:
         """Check the settings and compare the model across ranks, once, before the first collective."""
         if not self._is_verified:
             check_settings(self.root, self.states.values())
+            for state in self.states.values():
+                state.group.check_grad_dtypes()
             check_models(self.root, self.states)
             self._is_verified = True
 
