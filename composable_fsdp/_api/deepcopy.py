@@ -105,7 +105,7 @@ def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
         p.copy_onto(memo[id(p.sharded)], [(memo[id(owner)], name) for owner, name in p.owners])
         for p in group.parameters
     ]
-    copied = ParamGroup(group.name, (), group.axes, state.precision, parameters=parameters)
+    copied = ParamGroup(group.name, (), group.axes, parameters=parameters)
     copied.copy_settings(group)
     owner_states = [memo[id(owner)] for owner in state.owner_states]
     FSDPState.__init__(

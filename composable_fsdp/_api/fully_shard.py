@@ -70,7 +70,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    mp_policy: MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
@@ -112,7 +112,9 @@ def fully_shard(
             ``set_prefetch_limit`` says.
         shard_placement_fn: called with each parameter. Returns ``Shard(d)``, where ``d`` may be negative; ``None`` for
             ``Shard(0)``; or a ``ShardPlacementResult`` with another mesh, such as that of experts.
-        mp_policy: dtypes of computation, reduction and output. Our class or torch's.
+        mp_policy: dtypes of computation, reduction and output. Our class or torch's. A mapping has the policies of
+            parameters by name. Its entry ``""`` is that of the module: of its inputs and outputs, and of parameters
+            without an entry. One all-gather takes all of them, whatever their dtypes.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU. Our class or torch's.
             A mapping has the policies of parameters by name; others are not offloaded. :func:`cpu_offload_by_budget`
             makes one. ``None`` offloads nothing.
@@ -157,7 +159,12 @@ def fully_shard(
     if strategy is not None:
         resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
         mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
-    precision = as_mixed_precision_policy(mp_policy)
+    precision: MixedPrecisionPolicy | dict[str, MixedPrecisionPolicy] = (
+        {name: as_mixed_precision_policy(each) for name, each in mp_policy.items()}
+        if isinstance(mp_policy, Mapping)
+        else as_mixed_precision_policy(mp_policy)
+    )
+    own_precision = _policy_of_module(precision) if isinstance(precision, dict) else precision
     offload: OffloadPolicy | dict[str, OffloadPolicy] = (
         {name: as_offload_policy(each) for name, each in offload_policy.items()}
         if isinstance(offload_policy, Mapping)
@@ -181,7 +188,7 @@ def fully_shard(
         )
         if comm_policy is not None:
             discovery.communication_of = _as_function(comm_policy)
-        discovery.offload = offload
+        discovery.offload, discovery.precision = offload, precision
         sources = discovery.collect(modules)
         if any(isinstance(source.offload, CPUOffloadPolicy) for source in sources):
             warn_without_cpu_backend(axes)
@@ -196,10 +203,10 @@ def fully_shard(
                 each_axes.smaller_shard_axis(reshard.mesh_size)
         name = ", ".join(type(each).__name__ for each in modules)
         classes = [sharded_class(type(each)) for each in modules]  # before anything changes: may raise
-        group = ParamGroup(name, sources, axes, precision)
+        group = ParamGroup(name, sources, axes)
         for source, parameter in zip(sources, group.parameters, strict=True):
             note_replaced(source, parameter, name)
-        state = FSDPState(_outermost(modules), group, reshard, precision, owner_states)
+        state = FSDPState(_outermost(modules), group, reshard, own_precision, owner_states)
         register_client_states(state, modules, install_hooks(state))
         optimizer_hooks.keep_for(state)
         uncaught_errors.keep_for(state)
@@ -250,6 +257,16 @@ _FSDP1_ARGUMENTS = {
 def _unknown_argument(name: str) -> ArgumentTypeError:
     advice = f": it is FSDP1's. {_FSDP1_ARGUMENTS[name]}" if name in _FSDP1_ARGUMENTS else ""
     return ArgumentTypeError(f"fully_shard() got an unexpected keyword argument {name!r}{advice}.")
+
+
+def _policy_of_module(policies: Mapping[str, MixedPrecisionPolicy]) -> MixedPrecisionPolicy:
+    for name, policy in policies.items():
+        if name and (policy.output_dtype is not None or not policy.cast_forward_inputs):
+            raise ConfigurationError(
+                f"mp_policy[{name!r}] has an output_dtype or cast_forward_inputs=False. A parameter has no inputs and "
+                'outputs: pass them in mp_policy[""], the policy of the module.'
+            )
+    return policies.get("", MixedPrecisionPolicy())
 
 
 def _as_function(policy: CommunicationPolicy | CommunicationFunction) -> CommunicationFunction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,12 +21,31 @@ from composable_fsdp._sharding.param_sharding import FullMesh, ParameterSharding
 from composable_fsdp._torch_compat.torch_types import ParameterPlacement, as_placement
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.errors import ConfigurationError, ParameterError
-from composable_fsdp.policies import OffloadPolicy
+from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = ["CommunicationFunction", "ParamDiscovery", "PlacementFunction", "on_other_accelerators"]
 
 PlacementFunction = Callable[[nn.Parameter], object]
 CommunicationFunction = Callable[[nn.Parameter], CommunicationPolicy | None]
+
+
+Chosen = TypeVar("Chosen", MixedPrecisionPolicy, OffloadPolicy)
+
+
+def _by_name(
+    option: str, given: Chosen | Mapping[str, Chosen], default: Chosen, names: Sequence[str]
+) -> dict[str, Chosen]:
+    """Return the policy of each parameter of ``names``; raise if a name in a mapping is no parameter of the call."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    allowed = {*names, ""} if option == "mp_policy" else set(names)
+    unknown = sorted(set(given) - allowed)
+    if unknown:
+        raise ConfigurationError(
+            f"{option} has {unknown}, which no parameter of this call is named. Names are those of "
+            f"module.named_parameters(), without parameters that earlier calls took or that are ignored: {names}."
+        )
+    return {name: given.get(name, given.get("", default)) for name in names}
 
 
 def _no_codec(_: nn.Parameter) -> None:
@@ -45,6 +65,7 @@ class ParamDiscovery:
         owner_states: FSDP states whose parameters these modules may use too.
         communication_of: returns the codecs of each parameter.
         offload: the policy of all parameters, or those of parameters by name.
+        precision: as ``offload``; the entry ``""`` is that of parameters without one.
     """
 
     axes: DataParallelAxes
@@ -55,6 +76,7 @@ class ParamDiscovery:
     owner_states: Sequence[FSDPState] = ()
     communication_of: CommunicationFunction = _no_codec
     offload: OffloadPolicy | Mapping[str, OffloadPolicy] = OffloadPolicy()  # noqa: RUF009 (frozen)
+    precision: MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] = MixedPrecisionPolicy()  # noqa: RUF009
     _axes_of: dict[tuple[DeviceMesh, str, float | None], DataParallelAxes] = field(default_factory=dict)
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
@@ -73,7 +95,9 @@ class ParamDiscovery:
                     continue
                 found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
         self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
-        offloads = self._offloads([name for name, _, _, _ in found.values()])
+        names = [name for name, _, _, _ in found.values()]
+        offloads = _by_name("offload_policy", self.offload, OffloadPolicy(), names)
+        precisions = _by_name("mp_policy", self.precision, MixedPrecisionPolicy(), names)
         return [
             ParameterSource(
                 name,
@@ -82,21 +106,10 @@ class ParamDiscovery:
                 self._sharding(name, parameter, module_name),
                 self.communication_of(parameter) or CommunicationPolicy(),
                 offloads[name],
+                precisions[name],
             )
             for name, module_name, parameter, owners in found.values()
         ]
-
-    def _offloads(self, names: Sequence[str]) -> dict[str, OffloadPolicy]:
-        """Return the offload policy of each of ``names``; raise if a name in a mapping is no parameter of the call."""
-        if isinstance(self.offload, OffloadPolicy):
-            return dict.fromkeys(names, self.offload)
-        unknown = sorted(set(self.offload) - set(names))
-        if unknown:
-            raise ConfigurationError(
-                f"offload_policy has {unknown}, which no parameter of this call is named. Names are those of "
-                f"module.named_parameters(), without parameters that earlier calls took or that are ignored: {names}."
-            )
-        return {name: self.offload.get(name, OffloadPolicy()) for name in names}
 
     def _check_devices(self, parameters: Mapping[str, nn.Parameter], modules: Sequence[nn.Module]) -> None:
         """Raise if a parameter is on another accelerator and the user did not name the device."""

@@ -119,7 +119,8 @@ def _of_groups(rehearsal: Rehearsal, settings: Mapping[str, Any]) -> Iterator[Ad
         why = "sends about half of the bytes of 16-bit parameters and gradients; changes numbers"
         setting = "comm_policy=CommunicationPolicy(...) with Int8 codecs"
         yield Advice(setting, 0, now.seconds - variants[_INT8].seconds, why)
-    if getattr(settings.get("mp_policy"), "param_dtype", None) in (None, torch.float32):
+    policy = settings.get("mp_policy")
+    if not isinstance(policy, Mapping) and getattr(policy, "param_dtype", None) in (None, torch.float32):
         saved = (held["unsharded"] + held["activations"] + held["messages"]) // 2
         why = "computes and gathers in 16 bits, if parameters are in fp32 now"
         yield Advice("mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)", saved, 0.4 * now.seconds, why)

@@ -21,7 +21,9 @@ from composable_fsdp import (
     shard_from_rank0,
     unsharded_params,
 )
-from composable_fsdp.testing import run_ranks
+from composable_fsdp.testing import RanksError, run_ranks
+from tests._internals import state_of
+from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, seeded, shard_layers, squared_error, vectors
 from tests.helpers.training import (
     OPTIMIZERS,
@@ -32,6 +34,7 @@ from tests.helpers.training import (
     play_task,
     train,
 )
+from tests.helpers.transports import SOCKETS
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -524,3 +527,113 @@ def keep_packed(storage: torch.dtype) -> None:
 def test_a_subclass_of_parameter_keeps_its_class_and_its_packed_bytes() -> None:
     for storage in (torch.uint8, BF16, FP32):
         run_ranks(keep_packed, 2, storage)
+
+
+# -- policies by name
+
+
+class Gate(nn.Module):
+    """Computes with its matrix and its scale in the dtypes that they have, and casts between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Linear(64, 64, bias=False)
+        self.scale = nn.Parameter(torch.rand(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.matrix(x)
+        return torch.sin(y.to(self.scale.dtype) * self.scale)
+
+
+PRECISE = {"scale": MixedPrecisionPolicy(reduce_dtype=FP32)}
+BY_NAME: dict[str, dict[str, Any]] = {
+    "one reduce dtype": {"": MixedPrecisionPolicy(BF16, FP32), **PRECISE},
+    "two reduce dtypes": {"": peer.MixedPrecisionPolicy(BF16, BF16), **PRECISE},
+    "the module's is the default": {"matrix.weight": MixedPrecisionPolicy(BF16, FP32)},
+    "output": {"": MixedPrecisionPolicy(BF16, FP32, BF16), **PRECISE},
+}
+
+
+def gradients_of_all_ranks(
+    gate: Gate, batches: list[torch.Tensor], policies: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the outputs, and the gradients of the parameters of the unsharded ``gate``, averaged over the ranks."""
+    of_module = policies.get("", MixedPrecisionPolicy())
+    own = {name: policies.get(name, of_module) for name, _ in gate.named_parameters()}
+    outputs, sums = [], {name: torch.zeros(()) for name in own}
+    for x in batches:
+        used = {name: p.detach().to(own[name].param_dtype or FP32) for name, p in gate.named_parameters()}
+        for parameter in used.values():
+            parameter.requires_grad_()
+        # A module without a policy of its own does not cast its inputs: the matrix does.
+        x = x.to(of_module.param_dtype or used["matrix.weight"].dtype)
+        output = torch.func.functional_call(gate, used, (x,))
+        output = output.to(of_module.output_dtype or output.dtype)
+        outputs.append(output.detach())
+        output.float().square().mean().backward()
+        for name, parameter in used.items():
+            assert parameter.grad is not None
+            sums[name] = sums[name] + parameter.grad.to(own[name].reduce_dtype or FP32)
+    return outputs, [total.float() / len(batches) for total in sums.values()]
+
+
+def compare_policies_by_name(case: str, mode: str) -> None:
+    torch.manual_seed(0)
+    policies, rank = BY_NAME[case], dist.get_rank()
+    reference = Gate()
+    model: Any = nn.Sequential(copy.deepcopy(reference), nn.Identity())
+    casts = "" not in policies
+    if mode == "policy":
+        fully_shard(model, policy={Gate}, mp_policy={f"0.{n}" if n else n: each for n, each in policies.items()})
+    else:
+        fully_shard(model[0], mp_policy=policies)
+        fully_shard(model)
+    gate = model[0]
+    if mode == "copy":
+        model = copy.deepcopy(model)
+        gate = model[0]
+    assert [p.dtype for p in model.parameters()] == [FP32, FP32], "shards keep their dtype"
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (reference, model)]
+    for step in range(3):
+        batches = [torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+        expected, gradients = gradients_of_all_ranks(reference, batches, policies)
+        with counted_collectives() as counts:
+            output = model(batches[rank].to(BF16) if casts else batches[rank])
+            output.float().square().mean().backward()
+        assert (counts["all_gather"], counts["reduce_scatter"]) == (2, 1), str(counts)
+        assert output.dtype == expected[rank].dtype
+        assert torch.equal(output, expected[rank])
+        for sharded, parameter, gradient in zip(gate.parameters(), reference.parameters(), gradients, strict=True):
+            assert torch.equal(sharded.grad.full_tensor(), gradient)
+            parameter.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert state_of(gate).group.plan.gather_messages == 1
+    gate.unshard()
+    assert (gate.matrix.weight.dtype, gate.scale.dtype) == (BF16, FP32)
+    gate.reshard()
+    other: Any = fully_shard(Gate(), mp_policy=policies)
+    other.load_state_dict(gate.state_dict())
+    for a, b, c in zip(gate.parameters(), other.parameters(), reference.parameters(), strict=True):
+        assert a.dtype == b.dtype == FP32
+        assert torch.equal(a.full_tensor(), c)
+        assert torch.equal(b.full_tensor(), c)
+
+
+@pytest.mark.behaviour("D-01")
+@pytest.mark.parametrize("mode", ["call", "policy", "copy"])
+@pytest.mark.parametrize("case", BY_NAME)
+def test_parameters_with_policies_by_name_share_messages_and_train_as_the_unsharded_model(case: str, mode: str) -> None:
+    run_ranks(compare_policies_by_name, 2, case, mode, environment=SOCKETS)
+
+
+def shard_with_other_policies() -> None:
+    dtype = (BF16, FP16)[dist.get_rank()]
+    model = fully_shard(Gate(), mp_policy={"matrix.weight": MixedPrecisionPolicy(dtype, FP32)})
+    model(torch.randn(4, 64))
+
+
+def test_ranks_with_other_policies_by_name_are_told_the_parameter() -> None:
+    with pytest.raises(RanksError, match=r"(?s)DivergenceError: .*'matrix.weight'.*param_dtype=torch\.(b?float16)"):
+        run_ranks(shard_with_other_policies, 2, environment=SOCKETS)

@@ -62,8 +62,8 @@ def build_groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: Mix
             parameter = nn.Parameter(value)
             owner.register_parameter(name, parameter)
             sharding = shard_over_axes(parameter, axes, SHAPES[name][1])
-            sources.append(ParameterSource(name, parameter, ((owner, name),), sharding))
-        groups.append(ParamGroup("group", sources, axes, precision))
+            sources.append(ParameterSource(name, parameter, ((owner, name),), sharding, precision=precision))
+        groups.append(ParamGroup("group", sources, axes))
     return groups
 
 

@@ -374,6 +374,22 @@ def test_a_dtensor_on_an_unrelated_mesh_is_refused_with_the_remedy() -> None:
         ({"reshard_after_forward": "yes"}, r"must be True, False, None or an int, not 'yes'"),
         ({"mp_policy": torch.bfloat16}, "mp_policy must be a MixedPrecisionPolicy, not dtype"),
         ({"mp_policy": None}, "mp_policy must be a MixedPrecisionPolicy, not NoneType"),
+        ({"mp_policy": {"weight": torch.bfloat16}}, "mp_policy must be a MixedPrecisionPolicy, not dtype"),
+        (
+            {"mp_policy": {"": MixedPrecisionPolicy(), "wieght": MixedPrecisionPolicy()}},
+            r"mp_policy has \['wieght'\], which no parameter of this call is named.*: \['weight', 'bias'\]",
+        ),
+        (
+            {"mp_policy": {"0.weight": MixedPrecisionPolicy()}, "policy": {nn.Linear}},
+            r"mp_policy has \['0.weight'\], which are not among the names of model.named_parameters",
+        ),
+        *(
+            ({"mp_policy": {"weight": policy}}, r"mp_policy\['weight'\] has an output_dtype .* pass them in mp_policy")
+            for policy in (
+                MixedPrecisionPolicy(output_dtype=torch.bfloat16),
+                MixedPrecisionPolicy(cast_forward_inputs=False),
+            )
+        ),
         ({"offload_policy": True}, "offload_policy must be an OffloadPolicy or None, not bool"),
         ({"offload_policy": MixedPrecisionPolicy()}, "offload_policy must be an OffloadPolicy or None, not Mixed"),
         (

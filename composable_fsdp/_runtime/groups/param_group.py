@@ -29,7 +29,6 @@ from composable_fsdp._runtime.schedule.schedule import Event, Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import LifecycleError, ParameterError
-from composable_fsdp.policies import MixedPrecisionPolicy
 
 __all__ = ["UNSHARD_STARTED", "ParamGroup", "unshard_together"]
 
@@ -60,21 +59,19 @@ class ParamGroup:
         name: str,
         sources: Sequence[ParameterSource],
         axes: DataParallelAxes,
-        precision: MixedPrecisionPolicy,
         *,
         parameters: Sequence[ShardedParameter] | None = None,
     ) -> None:
         self.axes = axes
         is_new = parameters is None
         if parameters is None:
-            parameters = shard_parameters(sources, precision.grad_dtype)
+            parameters = shard_parameters(sources)
         used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
         self.process_groups = [ProcessGroups(each) for each in used or (axes,)]
         self.tensors = ParamGroupBuckets(
             parameters,
             self.process_groups,
             axes.device,
-            precision,
             gradient_hooks(self),
             in_common=is_new,
         )

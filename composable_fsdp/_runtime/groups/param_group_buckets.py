@@ -51,7 +51,7 @@ from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs.communication_policy import EXACT, PLAIN, GradientCodecs
 from composable_fsdp.errors import DeviceError, ParameterError
-from composable_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
 __all__ = ["ParamGroupBuckets", "rest_device", "shard_full_tensor", "shard_parameters"]
 
@@ -79,8 +79,8 @@ def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def shard_parameters(sources: Sequence[ParameterSource], grad_dtype: torch.dtype | None) -> list[ShardedParameter]:
-    """Copy this rank's shards out of the original parameters; ``grad_dtype`` is that of their precision policy."""
+def shard_parameters(sources: Sequence[ParameterSource]) -> list[ShardedParameter]:
+    """Copy this rank's shards out of the original parameters."""
     parameters = []
     is_checked = order_check_from() is not OrderCheck.OFF
     for source in sources:
@@ -89,16 +89,16 @@ def shard_parameters(sources: Sequence[ParameterSource], grad_dtype: torch.dtype
         device = torch.device("meta") if full.is_meta else rest_device(source.offload, axes.device)
         if keeps_class(full):
             local = cut_shard(source.name, full, shards, axes.shard.rank, device)
-            parameters.append(ShardedParameter(source, local, grad_dtype))
+            parameters.append(ShardedParameter(source, local))
             continue
         shape = shards.shard_shape(axes.shard.rank)
         if full.is_meta:
             local = torch.empty(shape, dtype=full.dtype, device=device)
-            parameters.append(ShardedParameter(source, local, grad_dtype))
+            parameters.append(ShardedParameter(source, local))
             continue
         padded = torch.empty(shards.padded_numel, dtype=full.dtype, device=device)
         copy_shard(source.name, full, shards, axes.shard.rank, padded)
-        parameter = ShardedParameter(source, padded[: prod(shape)].view(shape), grad_dtype)
+        parameter = ShardedParameter(source, padded[: prod(shape)].view(shape))
         if is_checked and axes.num_ranks > 1:
             parameter.start = sample_start(full, parameter.local)
         parameters.append(parameter)
@@ -124,7 +124,6 @@ class ParamGroupBuckets:
         parameters: the parameters of the group. Their local tensors are copied into the shard stores.
         process_groups: one for each pair of mesh axes that shard the parameters.
         device: the device on which modules compute.
-        precision: the dtypes for the plan.
         on_gradient: returns, for a gradient bucket, the hook that autograd calls when a full gradient is ready.
         in_common: True if memory shared between ranks may be used. All ranks must then create these tensors together.
     """
@@ -134,7 +133,6 @@ class ParamGroupBuckets:
         parameters: Sequence[ShardedParameter],
         process_groups: Sequence[ProcessGroups],
         device: torch.device,
-        precision: MixedPrecisionPolicy,
         on_gradient: Callable[[int], Callable[[torch.Tensor], None]],
         *,
         in_common: bool,
@@ -144,7 +142,6 @@ class ParamGroupBuckets:
         self.process_groups = process_groups
         self._axes = [pgs.axes for pgs in process_groups]
         self.device = device
-        self._precision = precision
         self._on_gradient = on_gradient
         self.is_offloaded = any(self.rest_device_of(p) != device for p in self.parameters)
         """True if any shard is on another device than that of the modules."""
@@ -282,9 +279,7 @@ class ParamGroupBuckets:
         """Check that all ranks have the same parameters before they share memory."""
         for pgs in process_groups:
             lines = [f"parameter {p.name!r}: {p.description}" for p in self.parameters if p.sharding.axes == pgs.axes]
-            verify_same(
-                [*lines, str(self._precision)], (pgs.axes.shard,), self.device, "a group that fully_shard makes"
-            )
+            verify_same(lines, (pgs.axes.shard,), self.device, "a group that fully_shard makes")
 
     def register(self) -> None:
         """Register the sharded parameters on their owners."""
@@ -316,7 +311,7 @@ class ParamGroupBuckets:
                 axes.shard,
                 TensorShards(parameter.shape, parameter.dim, axes.shard.size).padded_shape,
                 parameter.owners[0][0],
-                self._precision,
+                parameter.precision,
             )
             if extension is not None:
                 extensions[parameter] = extension
@@ -325,15 +320,15 @@ class ParamGroupBuckets:
     def _find_extensions(self) -> dict[ShardedParameter, GatherExtension]:
         extensions: dict[ShardedParameter, GatherExtension] = {}
         for p, hooks in self._hooks.items():
-            axes, module, dtype = p.sharding.axes, p.owners[0][0], p.compute_dtype(self._precision)
+            axes, module, dtype = p.sharding.axes, p.owners[0][0], p.compute_dtype
             is_alone = axes.shard.size == 1 and dtype == p.dtype and self.rest_device_of(p) == self.device
             may_view = is_alone and not p.sharded.requires_grad
             view = None
             if may_view and not p.local.is_meta:
-                view = find_view(p.name, p.local, axes.shard_mesh, module, self._precision)
+                view = find_view(p.name, p.local, axes.shard_mesh, module, p.precision)
             padded = TensorShards(p.shape, p.dim, axes.shard.size).padded_shape
             extension = view or find_extension(
-                p.name, p.local, axes.shard_mesh, p.shape, padded, p.dim, module, self._precision
+                p.name, p.local, axes.shard_mesh, p.shape, padded, p.dim, module, p.precision
             )
             if extension is None and VIEW_HOOK in hooks and is_wrapper(p.local) and not (may_view and p.local.is_meta):
                 raise ParameterError(
@@ -347,7 +342,7 @@ class ParamGroupBuckets:
     def follow_patches(self) -> None:
         """Rebuild if hooks were set on local tensors, or running statistics got another dtype, since the last build."""
         hooks = [hooks_of(p.local) != self._hooks.get(p, frozenset()) for p in self.parameters]
-        if any(hooks) or self._compute_dtypes != [p.compute_dtype(self._precision) for p in self.parameters]:
+        if any(hooks) or self._compute_dtypes != [p.compute_dtype for p in self.parameters]:
             self.build()
 
     def plan_with(self, sizes: MessageSizes) -> GroupPlan:
@@ -355,8 +350,8 @@ class ParamGroupBuckets:
         return plan_group(self.plan.specs, tuple(pgs.plan_options(sizes) for pgs in self.process_groups))
 
     def _make_plan(self) -> GroupPlan:
-        precision, encodable = self._precision, self._encodable()
-        self._compute_dtypes = [p.compute_dtype(precision) for p in self.parameters]
+        encodable = self._encodable()
+        self._compute_dtypes = [p.compute_dtype for p in self.parameters]
         stages = self._codecs_by_axes(encodable)
         specs = []
         for p, compute_dtype in zip(self.parameters, self._compute_dtypes, strict=True):
@@ -366,9 +361,9 @@ class ParamGroupBuckets:
                 codecs = codecs.alongside(stages[p.sharding.axes])
             if extended:  # the tensor's hooks replace the codec
                 codecs = replace(codecs, shard=None)
-            reduce_dtype = precision.gradient_reduce_dtype(compute_dtype, p.grad_dtype)
+            reduce_dtype = p.precision.gradient_reduce_dtype(compute_dtype, p.grad_dtype)
             if p.sharded.requires_grad:
-                precision.note_reduce_dtype(compute_dtype, p.grad_dtype)
+                p.precision.note_reduce_dtype(compute_dtype, p.grad_dtype)
             specs.append(
                 ParameterSpec(
                     name=p.name,
@@ -377,7 +372,7 @@ class ParamGroupBuckets:
                     dtype=p.dtype,
                     compute_dtype=compute_dtype,
                     reduce_dtype=reduce_dtype,
-                    gradient_dtype=p.grad_dtype or precision.reduce_dtype,
+                    gradient_dtype=p.grad_dtype or p.precision.reduce_dtype,
                     trainable=p.sharded.requires_grad,
                     axes=self._axes.index(p.sharding.axes),
                     extended=p in self._extensions,
@@ -390,7 +385,7 @@ class ParamGroupBuckets:
                     autograd_dtype=p.grad_dtype or reduce_dtype if p.has_grad_dtype else None,
                 )
             )
-        specs = _promoted(specs) if precision.promotes else specs
+        specs = _promoted(specs) if all(p.precision.promotes for p in self.parameters) else specs
         return plan_group(tuple(specs), tuple(pgs.plan_options() for pgs in self.process_groups))
 
     def _encodable(self) -> set[ShardedParameter]:

@@ -69,6 +69,7 @@ class ParameterSource:
     sharding: ParameterSharding
     communication: CommunicationPolicy = field(default_factory=CommunicationPolicy)
     offload: OffloadPolicy = OffloadPolicy()  # noqa: RUF009 (frozen)
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
 
 
 _FUNCTIONAL_CALL = stateless._functional_call.__code__
@@ -96,21 +97,21 @@ class ShardedParameter:
     Args:
         source: the original parameter.
         local: this rank's shard.
-        grad_dtype: that of the precision policy, for a parameter without one of its own.
     """
 
-    def __init__(self, source: ParameterSource, local: torch.Tensor, grad_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, source: ParameterSource, local: torch.Tensor) -> None:
         tensor = source.tensor
         self.name = source.name
         self.sharding = source.sharding
         self.communication = source.communication
-        self.offload = source.offload
+        self.offload, self.precision = source.offload, source.precision
         self.shape = tuple(local_part(tensor).shape)
         self._attributes = {name: value for name, value in vars(tensor).items() if name not in ATTRIBUTES}
         self.kind = parameter_class(tensor)
         """The class of the original parameter. Modules may check it, e.g. for bitsandbytes' ``Params4bit``."""
         self._is_packed = self.kind is not nn.Parameter and not tensor.requires_grad
         """True if the bytes may be packed values, as in bitsandbytes' ``Params4bit``, whatever the dtype."""
+        grad_dtype = source.precision.grad_dtype
         default = _SAME_DTYPE if grad_dtype is None or not tensor.is_floating_point() else grad_dtype
         self._gradient_dtype = tensor.grad_dtype if has_grad_dtype(tensor) else default
         self.owners = source.owners
@@ -135,7 +136,7 @@ class ShardedParameter:
         """Return a copy for ``sharded``, a copy of this one's parameter that is registered on copied modules."""
         copy = object.__new__(ShardedParameter)
         copy.name, copy.sharding, copy.shape = self.name, self.sharding, self.shape
-        copy.communication, copy.offload = self.communication, self.offload
+        copy.communication, copy.offload, copy.precision = self.communication, self.offload, self.precision
         copy._attributes, copy._gradient_dtype = dict(self._attributes), self._gradient_dtype
         copy.kind, copy._is_packed = self.kind, self._is_packed
         copy.owners = owners
@@ -167,6 +168,7 @@ class ShardedParameter:
             "" if self.sharding.axes.divide is None else f"divided by {self.sharding.axes.divide}",
             "" if self.communication == CommunicationPolicy() else str(self.communication),
             "" if self.offload == OffloadPolicy() else str(self.offload),
+            "" if self.precision == MixedPrecisionPolicy() else str(self.precision),
         ]
         return ", ".join(filter(None, map(str.rstrip, parts)))
 
@@ -228,8 +230,9 @@ class ShardedParameter:
         is_number = self.dtype.is_floating_point and not self._is_packed
         return is_number and prod(self.shape) >= self.communication.min_numel
 
-    def compute_dtype(self, precision: MixedPrecisionPolicy) -> torch.dtype:
-        """Return the dtype of the all-gather and of the unsharded parameter.
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the all-gather and of the unsharded parameter.
 
         It is the dtype of ``precision`` with two exceptions. Packed bytes are never cast. Parameters of a normalization
         with running statistics get the dtype of the statistics if it is wider: torch's kernels take 16-bit inputs with
@@ -237,8 +240,8 @@ class ShardedParameter:
         """
         if self._is_packed:
             return self.dtype
-        dtype = precision.compute_dtype(self.dtype)
-        if precision.param_dtype is not None and dtype.is_floating_point:
+        dtype = self.precision.compute_dtype(self.dtype)
+        if self.precision.param_dtype is not None and dtype.is_floating_point:
             for module, _ in self.owners:
                 if isinstance(module, _NormBase) and module.running_mean is not None:
                     statistics = module.running_mean.dtype
