@@ -214,6 +214,8 @@ class _ModuleHooks:
             call.iteration.pre_forward(state)
             if state.group.typed:
                 state.group.restore_types()
+            if state.group.tensors.registration.keeps_given:
+                call.given = state.group.tensors.gather_given()
         dtype = state.input_dtype
         device = state.group.axes.device if state is call.iteration.root else None
         watched = torch.is_grad_enabled() and not call.is_inner

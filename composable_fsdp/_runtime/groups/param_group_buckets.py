@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import compress
 from math import prod
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_fsdp._comm.communicator import AliasingCommunicator
@@ -36,6 +37,7 @@ from composable_fsdp._runtime.collectives.bucket import AnyBucket, Bucket
 from composable_fsdp._runtime.collectives.extension import GatherExtension, PlainExtension, find_extension, find_view
 from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
 from composable_fsdp._runtime.collectives.grad_extension import GradientExtension, find_gradient_extension
+from composable_fsdp._runtime.groups.callers_context import runs_outside
 from composable_fsdp._runtime.params.registration import Registration
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
 from composable_fsdp._runtime.params.tensor_subclass import (
@@ -423,10 +425,32 @@ class ParamGroupBuckets:
             given = [parameter for parameter in self.parameters if parameter.adopt_replacement()]
             places = [(module._parameters, name) for parameter in given for module, name in parameter.owners]
             values = [registered[name] for registered, name in places]
+            was_unsharded = self.registration.was_unsharded
             self._follow_changes(before_build)
             for (registered, name), value in zip(places, values, strict=True):
                 registered[name] = value
-            self.registration.keeps_given = bool(given)
+            self.registration.was_unsharded = was_unsharded and bool(given)
+
+    @runs_outside
+    def gather_given(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Register the full values of sharded ones that ``functional_call`` was given. Return these with their places.
+
+        All ranks must call this together.
+        """
+        given: list[tuple[dict[str, Any], str, Any]] = []
+        fulls: dict[int, Any] = {}  # tied weights have one value
+        for parameter, dtype in zip(self.parameters, self._compute_dtypes, strict=True):
+            for module, name in parameter.owners:
+                value = module._parameters.get(name)
+                if value is None or value is parameter.unsharded:
+                    continue
+                if id(value) not in fulls:
+                    with temporarily_clear_interpreter_stack():  # DTensor's functions refuse to run in transforms
+                        fulls[id(value)] = parameter.full_of_given(value, dtype, self.device)
+                if fulls[id(value)] is not value:
+                    given.append((module._parameters, name, value))
+                    module._parameters[name] = fulls[id(value)]
+        return given
 
     def _follow_changes(self, before_build: Callable[[], None]) -> None:
         locals_ = self._locals()

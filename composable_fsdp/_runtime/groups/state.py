@@ -146,6 +146,8 @@ class ForwardCall:
     """True if the call is inside another call of the same state, e.g. ``forward`` in a registered ``generate``."""
     thread: int = field(default_factory=threading.get_ident)
     inputs: CallInputs | None = None
+    given: Sequence[tuple[dict[str, Any], str, Any]] = ()
+    """The values that ``functional_call`` was given, with their places, where full ones are registered."""
     in_transform: bool = False
     """True if it ran in a transform of ``torch.func`` or in a level of dual numbers, and a backward may come back."""
 
@@ -190,6 +192,8 @@ class ForwardCall:
         self.caller = self.handled_exception = None
         if inputs is not None and inputs.containers:
             inputs.give_back()
+        for registered, name, value in self.given:
+            registered[name] = value
         return inputs
 
     # -- backward

@@ -16,7 +16,12 @@ from weakref import ref
 import torch
 from torch import nn
 
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part, without_torch_function
+from composable_fsdp._runtime.params.sharded_param import (
+    ShardedParameter,
+    in_functional_call,
+    local_part,
+    without_torch_function,
+)
 
 __all__ = ["Registration"]
 
@@ -55,7 +60,9 @@ class Registration:
         self._created_by_gather = created_by_gather
         self._shows_unsharded = self._is_hidden = False
         self.keeps_given = False
-        """True if values that ``functional_call`` was given stay registered until the sharded parameters are shown."""
+        """True if values that ``functional_call`` was given stay registered while modules compute."""
+        self.was_unsharded = False
+        """True if ``functional_call`` will register the unsharded parameters again, and not the sharded ones."""
         self._collect_tensors()
         self._counted = [*self._sharded, *memory]
         self._stored = [*self._sharded, *self._locals]
@@ -91,8 +98,10 @@ class Registration:
                 if parameter.unsharded.requires_grad != parameter.trainable:
                     parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
         if self._shows_unsharded:
-            self._shows_unsharded = self.keeps_given = False
+            kept_given, self.keeps_given = self.keeps_given, False
+            self._shows_unsharded = self.was_unsharded = False
             if not all(map(is_, map(dict.get, self._registered, self._names), self._shown_unsharded)):
+                self.was_unsharded = not kept_given and in_functional_call()
                 for place, name, parameter in self._owned:
                     _replace(place, name, parameter.unsharded, parameter.sharded)
                 return
@@ -123,11 +132,12 @@ class Registration:
                 owner.registered.update(owner.sharded)
 
     def show_unsharded(self) -> None:
-        """Register the unsharded parameters."""
+        """Register the unsharded parameters. Tensors that were registered in place of the sharded ones stay."""
         if self._created_by_gather:
             self._collect_tensors()
         self._shows_unsharded = True
-        if self.keeps_given:
+        if not all(map(is_, map(dict.get, self._registered, self._names), self._shown)):
+            self.keeps_given = in_functional_call()
             for place, name, parameter in self._owned:
                 _replace(place, name, parameter.sharded, parameter.unsharded)
             return
@@ -136,6 +146,12 @@ class Registration:
         for known, name, parameter in self._with_setattr:
             if (module := known()) is not None:
                 setattr(module, name, parameter.unsharded)
+
+    def find_given(self) -> None:
+        """Set ``keeps_given`` for parameters that were unsharded before ``functional_call`` registered its values."""
+        if self._shows_unsharded:
+            is_shown = all(map(is_, map(dict.get, self._registered, self._names), self._shown_unsharded))
+            self.keeps_given = self.was_unsharded = not is_shown and in_functional_call()
 
     @property
     def is_current(self) -> bool:

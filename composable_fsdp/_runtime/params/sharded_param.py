@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
@@ -289,7 +289,8 @@ class ShardedParameter:
     def local_now(self) -> torch.Tensor:
         """The local tensor of the registered parameter, which may have replaced the one that the group knows."""
         registered: Any = self._registered()
-        return local_part(registered) if isinstance(registered, DTensor) else self.local
+        is_given = registered is not self.sharded and in_functional_call()
+        return local_part(registered) if isinstance(registered, DTensor) and not is_given else self.local
 
     @property
     def was_flipped(self) -> bool:
@@ -314,7 +315,6 @@ class ShardedParameter:
                 registered.grad_dtype = self._gradient_dtype
             return False
         if in_functional_call():
-            self._check_given(registered)
             return True
         old, new = cast(Any, self.sharded), registered
         if not isinstance(new, DTensor) or not isinstance(new, nn.Parameter):
@@ -341,18 +341,37 @@ class ShardedParameter:
         self._mark(new)
         return False
 
-    def _check_given(self, value: Any) -> None:
-        """Raise a ``ParameterError`` if ``value``, which ``functional_call`` was given, is not a full one."""
+    def full_of_given(self, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        """Return what to compute with for ``value``, which ``functional_call`` was given: its full value if sharded.
+
+        That has ``dtype`` and is on ``device``. The gradient of a sharded value is the mean over the data-parallel
+        ranks. All ranks must call this together.
+
+        Raises:
+            ParameterError: ``value`` is a DTensor on another mesh, or wrapped by a transform of ``torch.func``.
+        """
         functorch: Any = torch._C._functorch
-        while functorch.is_functorch_wrapped_tensor(value):
-            value = functorch.get_unwrapped(value)
-        inner = self.sharding.inner
-        if isinstance(value, DTensor) and (inner is None or value.device_mesh != inner.mesh):
+        known: Any = value
+        while functorch.is_functorch_wrapped_tensor(known):
+            known = functorch.get_unwrapped(known)
+        inner, mesh = self.sharding.inner, self.sharding.axes.mesh
+        if not isinstance(known, DTensor) or (inner is not None and known.device_mesh == inner.mesh):
+            return value
+        is_alike = known.device_mesh == self.sharding.mesh and (inner is None or not inner.data_axes)
+        if known is not value or not is_alike:
             raise ParameterError(
                 f"functional_call was given a sharded value for parameter {self.name!r}, a DTensor on "
-                f"{value.device_mesh}. Modules compute with full values, so give value.full_tensor(), which all ranks "
+                f"{known.device_mesh}, of which no full one can be computed here: it must be on the mesh of the "
+                "parameter, and no argument of a transform of torch.func. Give value.full_tensor(), which all ranks "
                 "must call."
             )
+        own = () if inner is None else inner.placements
+        moved = cast(DTensor, value.to(device=device, dtype=dtype))
+        gathered = moved.redistribute(placements=[*[Replicate()] * mesh.ndim, *own])
+        full = gathered.to_local(grad_placements=[*[Partial()] * mesh.ndim, *own])
+        if full.requires_grad:
+            full.register_hook(lambda gradient: gradient / mesh.size())
+        return full if inner is None else DTensor.from_local(full, inner.mesh, own, run_check=False)
 
     def build_unsharded(self, data: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Create the unsharded parameter, with the hook ``on_gradient``, from a view of the unsharded buffer."""

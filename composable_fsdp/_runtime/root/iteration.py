@@ -313,9 +313,13 @@ class Iteration:
         if run.remaining and not is_outermost:
             return
         state.run = None
-        self._runner.after_forward(state, run.after, leads_to_backward=leads_to_backward)
-        if state.group.tensors.registration.keeps_given:
-            state.group.reshard()  # functional_call will register the sharded parameters again
+        registration = state.group.tensors.registration
+        if registration.keeps_given and registration.was_unsharded:
+            state.note_kept(self._runner.seen_steps)  # functional_call will register the unsharded parameters again
+        else:
+            self._runner.after_forward(state, run.after, leads_to_backward=leads_to_backward)
+            if registration.keeps_given:
+                state.group.reshard()
         if is_outermost:
             self._run(Hook.END_FORWARD, state)
 

@@ -188,6 +188,7 @@ class ScheduleRunner:
                 self._drop_stale(state, steps)
             if state.group.parameter_state in UNSHARD_STARTED:
                 unsharded.append(name)
+                state.group.tensors.registration.find_given()
         self._refresh_options()
         candidate = self._candidate_fusions()
         if leads_to_backward:
