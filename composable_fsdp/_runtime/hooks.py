@@ -302,10 +302,10 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -> Any:
     """Register hooks on the nodes where gradients enter ``call`` and leave it, and return the output to use.
 
-    Gradients also enter through what the module wrote into containers of the caller. If an input was changed in place,
-    its gradient is ready before the module's backward is done. Then, and for inputs without gradients, no hook shows
-    the end. In a transform none does either: the backwards of its levels end apart. The hooks own the call, and it owns
-    the FSDP state and the iteration, so that backward works after the model was dropped.
+    Gradients also enter through what the module wrote into tensors and containers of the caller. If an input was
+    changed in place, its gradient is ready before the module's backward is done. Then, and for inputs without
+    gradients, no hook shows the end. In a transform none does either: the backwards of its levels end apart. The hooks
+    own the call, and it owns the FSDP state and the iteration, so that backward works after the model was dropped.
     """
     views: Sequence[InputView] = () if inputs is None or inputs.views is None else inputs.views
     if call.in_transform:
@@ -325,6 +325,9 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -
         if None in nodes:
             output = map_tensors(_with_grad_fn, output)
             nodes, bases = _nodes_of(output, in_transform=call.in_transform)
+    if inputs is not None and len(inputs.mapped) != len(input_nodes) and (written := inputs.written()):
+        more, bases_of_more = _nodes_of(written, in_transform=call.in_transform)
+        nodes, bases = nodes | more, bases | bases_of_more
     if not nodes and not input_nodes:
         return output
 

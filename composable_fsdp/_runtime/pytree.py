@@ -274,11 +274,11 @@ class CallInputs:
         "_device",
         "_dtype",
         "_known",
-        "_mapped",
         "_originals",
         "_untouched",
         "_watches_all",
         "containers",
+        "mapped",
         "views",
     )
 
@@ -289,7 +289,8 @@ class CallInputs:
         """True in a transform, where an input hides the gradients that other levels need."""
         self._device = device
         self._dtype = dtype
-        self._mapped: dict[int, torch.Tensor] = {}
+        self.mapped: dict[int, torch.Tensor] = {}
+        """What the module gets, by the id of the caller's tensor."""
         self._originals: dict[int, torch.Tensor] = {}
         """The caller's tensors, by the id of the view, or of the cast in a container, that stands for them."""
         self.views: list[InputView] | None = [] if watched else None
@@ -304,7 +305,7 @@ class CallInputs:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the module gets for ``tensor``, each time the same."""
-        known = self._mapped.get(id(tensor))
+        known = self.mapped.get(id(tensor))
         if known is not None:
             return known
         mapped = tensor
@@ -317,7 +318,7 @@ class CallInputs:
                 mapped = mapped.view_as(mapped)
                 self._originals[id(mapped)] = tensor
             self.views.append((mapped, mapped._version))
-        self._mapped[id(tensor)] = mapped
+        self.mapped[id(tensor)] = mapped
         return mapped
 
     def container(self, tree: Any) -> Any:
@@ -364,6 +365,16 @@ class CallInputs:
         return mapped
 
     # -- the end of the call
+
+    def written(self) -> list[torch.Tensor]:
+        """Return the caller's tensors that need a gradient since the module changed them in place."""
+        tensors = [self._originals.get(id(mapped), mapped) for mapped in self.mapped.values()]
+        changed = {id(view) for view, version in self.views or () if view._version != version} - self._casts.keys()
+        return [
+            tensor
+            for tensor, mapped in zip(tensors, self.mapped.values(), strict=True)
+            if tensor.requires_grad and tensor.grad_fn is not None and (mapped is tensor or id(mapped) in changed)
+        ]
 
     def give_back(self) -> None:
         """Write what the module wrote into the caller's containers, and the caller's tensors in place of views."""

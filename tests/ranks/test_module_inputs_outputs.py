@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -256,6 +257,64 @@ def train_with_all_ways_to_return() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_views_partly_used_outputs_and_returned_inputs_train(transport: str) -> None:
     run_ranks(train_with_all_ways_to_return, 2, environment=TRANSPORTS[transport])
+
+
+class Filling(nn.Module):
+    """Has layers that write their outputs into a tensor of the caller, and return none."""
+
+    class Layer(nn.Module):
+        def __init__(self, row: int) -> None:
+            super().__init__()
+            self.linear, self.row = nn.Linear(WIDTH, WIDTH), row
+
+        def forward(self, x: torch.Tensor, filled: torch.Tensor) -> None:
+            filled[self.row] = torch.tanh(self.linear(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(row) for row in range(3))
+
+    def forward(self, x: torch.Tensor, filled: torch.Tensor) -> None:
+        for layer in self.layers:
+            layer(x, filled)
+            x = torch.tanh(x)
+
+
+def _needs_gradient() -> Pair:
+    filled = torch.ones(3, 2, WIDTH, requires_grad=True) * 1
+    return filled, filled
+
+
+def _view() -> Pair:
+    base = torch.zeros(2, 3, 2, WIDTH)
+    return base[1], base
+
+
+FILLED: Mapping[str, Callable[[], Pair]] = {
+    "plain": lambda: (filled := torch.zeros(3, 2, WIDTH), filled),
+    "needs a gradient": _needs_gradient,
+    "view": _view,
+}
+"""Make a tensor for layers to write into, and the tensor that the loss reads."""
+
+
+def train_by_filled_tensors() -> None:
+    for kind, needs_gradient in product(FILLED, (False, True)):
+
+        def play(model: nn.Module, step: int, rank: int, kind: str = kind, *, needs: bool = needs_gradient) -> Any:
+            filled, used = FILLED[kind]()
+            model(inputs_of(step, rank)[:2].requires_grad_(needs), filled)
+            loss = used.square().sum()
+            loss.backward()
+            return loss.detach()
+
+        check_parity(seeded(Filling), play, what=f"{kind}, {needs_gradient}", reshard_after_forward=True)
+
+
+@pytest.mark.behaviour("C-06")
+@pytest.mark.parametrize("transport", ["sockets", "copies"])
+def test_modules_train_by_what_they_wrote_into_tensors(transport: str) -> None:
+    run_ranks(train_by_filled_tensors, 2, environment=TRANSPORTS[transport])
 
 
 class ReturningWeight(nn.Module):
