@@ -101,8 +101,8 @@ DIFFERENCES: dict[str, tuple[Callable[[], nn.Sequential], str, str]] = {
     "one more": (add_parameter, r"parameter 'up\.weight'", r"parameter 'scale'.*: float32 \(8,\)"),
     "precision": (
         change_precision,
-        r"group 'root' of Sequential: MixedPrecisionPolicy\(\), |MixedPrecisionPolicy\(param_dtype=None",
-        r"(group 'root' of Sequential: )?MixedPrecisionPolicy\(param_dtype=torch\.bfloat16",
+        r"group 'root' of Sequential: MixedPrecisionPolicy\(\), |parameter 'up\.weight': float32 .*, placed .*\)\n",
+        r"(group 'root' of Sequential: |parameter 'up\.weight'.*, )MixedPrecisionPolicy\(param_dtype=torch\.bfloat16",
     ),
     "frozen": (
         freeze_one,
