@@ -29,17 +29,13 @@ class Operation(str, Enum):
     """An operation of a parameter group."""
 
     UNSHARD = "unshard"
-    """The all-gather was launched. ``bytes`` is the size of its output on this rank: the unsharded size on the wire.
-    All-reduced parameters count twice, because an all-reduce sends them twice.
-    """
+    """The all-gather was launched. ``bytes`` is the size of its output on this rank: the unsharded size on the wire."""
     WAIT = "wait"
     """The unsharded parameters are usable."""
     RESHARD = "reshard"
     """Sharded parameters are registered again and the unsharded memory is released."""
     REDUCE = "reduce"
-    """The gradient reduction was launched. ``bytes`` is the size of its input on this rank over the shard axis.
-    All-reduced gradients count twice.
-    """
+    """The gradient reduction was launched. ``bytes`` is the size of its input on this rank over the shard axis."""
     REDUCED = "reduced"
     """The reduced gradients were set on the sharded parameters. ``begin`` is that of the wait for them."""
     ALLOCATE = "allocate"

@@ -50,10 +50,9 @@ if TYPE_CHECKING:
         plan_gather,
         plan_reduce,
         split_at,
-        worth_all_reducing,
     )
     from composable_fsdp._layout.grad_scaling import ReduceOp, Reduction, divide, plan_reduction
-    from composable_fsdp._layout.pack import pack_gradient, put_shard, take_shard, unpack_parameter
+    from composable_fsdp._layout.pack import pack_gradient, take_shard, unpack_parameter
     from composable_fsdp._layout.placement import cuts, data_parallel_placements, shard_within
     from composable_fsdp._layout.plan import (
         GradientMemory,

@@ -36,9 +36,6 @@ _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES = 1 << 17, 3 << 20
 _COALESCED_LAUNCH_BYTES = 1 << 19
 """The cost of a launch in bytes, for backends that coalesce transfers into one launch. Estimated, not measured."""
 
-_ALL_REDUCE_PADDING_BYTES = _COALESCED_LAUNCH_BYTES
-"""The cost of a launch in bytes, as above."""
-
 _GRAD_BUCKET_BYTES_ON_STREAMS, _GRAD_BUCKET_PART_BYTES_ON_STREAMS = 1 << 27, 1 << 15
 _GRAD_BUCKET_BYTES_ON_HOST = 1 << 19
 """On streams, only large groups with a large part per rank are split into gradient buckets. Their time is proportional
@@ -88,7 +85,6 @@ class ProcessGroupCommunicator:
         self.widens = False
         self.coalesces = self._backend.coalesces
         self.zero_copy_min_bytes = self._zero_copy_bytes()
-        self.all_reduce_bytes = _ALL_REDUCE_PADDING_BYTES
         self.grad_bucket_bytes = self._grad_bucket_bytes()
 
     def _zero_copy_bytes(self) -> int:

@@ -71,11 +71,6 @@ class Communicator(Protocol):
         ...
 
     @property
-    def all_reduce_bytes(self) -> int:
-        """Padding bytes from which all-reducing a tensor is cheaper than padded all-gathers and reduce-scatters."""
-        ...
-
-    @property
     def grad_bucket_bytes(self) -> int:
         """Bytes of a group's ready gradients from which they are worth a separate reduction, ahead of the rest."""
         ...

@@ -54,7 +54,6 @@ class CustomCommunicator:
     all_gather_options: Callable[[], Mapping[str, Any]] = dict
     coalesces: bool = False
     zero_copy_min_bytes: int = NEVER_ZERO_COPY
-    all_reduce_bytes: int = NEVER_ZERO_COPY
     grad_bucket_bytes: int = NEVER_ZERO_COPY
     aliases: bool = False
     widens: bool = False

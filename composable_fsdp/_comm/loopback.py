@@ -9,7 +9,6 @@ import torch
 
 from composable_fsdp._comm.comm_debug import profiled
 from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp
 
 __all__ = ["LoopbackCommunicator"]
@@ -32,7 +31,6 @@ class LoopbackCommunicator:
     aliases: bool = True
     coalesces: bool = True
     zero_copy_min_bytes: int = 0
-    all_reduce_bytes: int = NEVER_ZERO_COPY
     grad_bucket_bytes: int = 1 << 19
     epoch: int = 0
 

@@ -27,7 +27,7 @@ class StableCommunicator:
         self.group, self.rank, self.size = base.group, base.rank, base.size
         self.averages, self.widens = base.averages, base.widens
         self.aliases, self.coalesces = base.aliases, base.coalesces
-        self.zero_copy_min_bytes, self.all_reduce_bytes = base.zero_copy_min_bytes, base.all_reduce_bytes
+        self.zero_copy_min_bytes = base.zero_copy_min_bytes
         self.grad_bucket_bytes = base.grad_bucket_bytes
         self.all_gather, self.reduce_scatter = base.all_gather, base.reduce_scatter
         self.all_to_all, self.all_reduce = base.all_to_all, base.all_reduce

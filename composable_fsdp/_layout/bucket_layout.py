@@ -1,15 +1,14 @@
 """Offsets of every tensor of a bucket in the flat shard store, in the messages and in the flat unsharded buffer.
 
-A bucket holds parameters of one group with the same dtypes. Each parameter is communicated in one of three ways.
+A bucket holds parameters of one group with the same dtypes. Each parameter is communicated in one of two ways.
 *Zero-copy*, for large ones: the all-gather writes directly into the unsharded buffer, padded tail included. *Packed*,
-for small ones: they are copied into one message, which is cheaper than one more launch. *All-reduced*, for those of
-which many ranks hold no row: each rank contributes its rows and zeros elsewhere, and the sum is computed in place, so
-padding costs neither bytes on the wire nor memory. All offsets and lengths are in elements.
+for small ones: they are copied into one message, which is cheaper than one more launch. All offsets and lengths are in
+elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from composable_fsdp._layout.shard import TensorShards
@@ -27,7 +26,6 @@ __all__ = [
     "plan_gather",
     "plan_reduce",
     "split_at",
-    "worth_all_reducing",
 ]
 
 NEVER_ZERO_COPY = 1 << 62
@@ -54,10 +52,9 @@ class FlatLayout:
 class GatherLayout:
     """Offsets for the all-gather of one bucket.
 
-    Invariants: every parameter is zero-copy, packed or all-reduced. The shards of packed parameters are the first
-    ``packed_numel`` elements of the store, so they form a message without a copy. ``places`` has room for the padded
-    all-gather of every parameter that is not all-reduced. ``spans`` cover the all-reduced parameters and nothing else
-    but alignment gaps.
+    Invariants: every parameter is zero-copy or packed. The shards of packed parameters are the first ``packed_numel``
+    elements of the store, so they form a message without a copy. ``places`` has room for the padded all-gather of every
+    parameter.
     """
 
     shards: tuple[TensorShards, ...]
@@ -71,20 +68,11 @@ class GatherLayout:
     packed_numel: int
     in_chunks: bool
     """True if every packed parameter is the concatenation of its rows, and the message has no gaps."""
-    all_reduced: tuple[int, ...] = ()
-    spans: tuple[range, ...] = ()
-    """Ranges of the unsharded buffer with aligned bounds."""
 
     @property
     def wire_numel(self) -> int:
-        """The number of elements that one all-gather moves, over all ranks. All-reduced elements count twice."""
-        shares = self.packed_numel + sum(self.shards[i].padded_numel for i in self.zero_copy)
-        return self.num_shards * shares + 2 * self.all_reduced_numel
-
-    @property
-    def all_reduced_numel(self) -> int:
-        """The number of elements that are all-reduced."""
-        return sum(map(len, self.spans))
+        """The number of elements that one all-gather moves, over all ranks."""
+        return self.num_shards * (self.packed_numel + sum(self.shards[i].padded_numel for i in self.zero_copy))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +81,10 @@ class ReduceLayout:
 
     ``output.offsets[k]`` is the offset of the gradient of parameter ``indices[k]``. At ``flags_offset`` of the output
     are ``num_flags`` flags: one per parameter, or none at all. A flag is nonzero if any rank had a gradient for that
-    parameter. Flags are sent after the all-reduced gradients if there are any, else after the packed ones.
+    parameter. Flags are sent after the packed gradients.
 
-    Invariants: every gradient is zero-copy, packed or all-reduced. The shards of packed gradients, and the flags sent
-    with them, are the first ``packed_numel`` elements of the output and of each rank's row of the packed message.
+    Invariants: every gradient is zero-copy or packed. The shards of packed gradients, and the flags, are the first
+    ``packed_numel`` elements of the output and of each rank's row of the packed message.
     """
 
     indices: tuple[int, ...]
@@ -117,9 +105,6 @@ class ReduceLayout:
     flags_offset: int
     flags_width: int
     """Elements of the flags in each rank's row of the packed message, alignment included."""
-    all_reduced: tuple[int, ...] = ()
-    message: FlatLayout = FlatLayout((), 0)
-    """Offsets of the all-reduced gradients in their message, and last of the flags."""
 
     @property
     def gradient_numel(self) -> int:
@@ -128,11 +113,11 @@ class ReduceLayout:
 
     @property
     def wire_numel(self) -> int:
-        """The number of elements that one reduction moves, over all ranks. All-reduced elements count twice."""
+        """The number of elements that one reduction moves, over all ranks."""
         if not self.shards:
             return 0
         shares = self.packed_numel + sum(self.shards[k].padded_numel for k in self.zero_copy)
-        return self.shards[0].num_shards * shares + 2 * self.message.numel
+        return self.shards[0].num_shards * shares
 
 
 def aligned_bytes(nbytes: int) -> int:
@@ -146,30 +131,12 @@ def aligned_piece(numel: int, num_pieces: int) -> int:
     return -(-numel // (num_pieces * step)) * step
 
 
-def worth_all_reducing(shards: Sequence[TensorShards], *, itemsize: int, all_reduce_bytes: int) -> tuple[int, ...]:
-    """Return the parameters that are cheaper to all-reduce than to all-gather or reduce-scatter.
-
-    These are padded to at least twice their size, and together have enough padding to pay for a launch. An all-reduce
-    moves a tensor twice, so from there on it moves no more bytes, and it takes at most half the memory.
-
-    Args:
-        shards: the parameters of one bucket.
-        itemsize: bytes per element on the wire.
-        all_reduce_bytes: padding in bytes, of all of these together, from which one more launch pays off.
-    """
-    padded = [s.num_shards * s.padded_numel for s in shards]
-    wide = tuple(i for i, s in enumerate(shards) if 0 < 2 * s.numel <= padded[i])
-    padding = sum(padded[i] - shards[i].numel for i in wide)
-    return wide if padding * itemsize >= all_reduce_bytes else ()
-
-
 def plan_gather(
     shards: Sequence[TensorShards],
     *,
     itemsize: int,
     zero_copy_min_bytes: int,
     places: FlatLayout | None = None,
-    all_reduced: Sequence[int] = (),
 ) -> GatherLayout:
     """Lay out the all-gather of one bucket.
 
@@ -178,32 +145,15 @@ def plan_gather(
         itemsize: bytes per element on the wire.
         zero_copy_min_bytes: full size in bytes from which a parameter is zero-copy.
         places: the layout of an unsharded buffer that exists already, made for a multiple of this number of shards.
-        all_reduced: indices of the all-reduced parameters.
     """
     zero_copy = tuple(
-        i
-        for i, s in enumerate(shards)
-        if i not in all_reduced and s.concatenates and s.numel > 0 and s.numel * itemsize >= zero_copy_min_bytes
+        i for i, s in enumerate(shards) if s.concatenates and s.numel > 0 and s.numel * itemsize >= zero_copy_min_bytes
     )
-    store, packed, widths = _packed_first([s.padded_numel for s in shards], (*zero_copy, *all_reduced), itemsize)
-    if places is None:  # all-reduced parameters next to each other, so that they are one message
-        places, *_ = _packed_first(
-            [s.numel if i in all_reduced else s.full_numel for i, s in enumerate(shards)], all_reduced, itemsize
-        )
+    store, packed, widths = _packed_first([s.padded_numel for s in shards], zero_copy, itemsize)
+    places = places or FlatLayout(*_aligned([s.full_numel for s in shards], itemsize))
     in_chunks = all(shards[i].concatenates and shards[i].padded_numel == w for i, w in zip(packed, widths, strict=True))
-    spans = _spans([(places.offsets[i], shards[i].numel) for i in all_reduced], itemsize)
     return GatherLayout(
-        tuple(shards),
-        shards[0].num_shards,
-        store,
-        places,
-        zero_copy,
-        packed,
-        widths,
-        sum(widths),
-        in_chunks,
-        tuple(all_reduced),
-        spans,
+        tuple(shards), shards[0].num_shards, store, places, zero_copy, packed, widths, sum(widths), in_chunks
     )
 
 
@@ -214,36 +164,23 @@ def plan_reduce(
     itemsize: int,
     zero_copy_min_bytes: int,
     flags: bool = False,
-    all_reduce_bytes: int = NEVER_ZERO_COPY,
 ) -> ReduceLayout:
     """Lay out the reduction of the gradients of the parameters ``indices`` among ``shards``.
 
     A gradient has no padded tail, so only even shards can be zero-copy.
     """
     chosen = tuple(shards[i] for i in indices)
-    all_reduced = worth_all_reducing(chosen, itemsize=itemsize, all_reduce_bytes=all_reduce_bytes)
     zero_copy = tuple(
         k
         for k, s in enumerate(chosen)
-        if k not in all_reduced
-        and s.concatenates
-        and s.layout.is_even
-        and s.numel > 0
-        and s.numel * itemsize >= zero_copy_min_bytes
+        if s.concatenates and s.layout.is_even and s.numel > 0 and s.numel * itemsize >= zero_copy_min_bytes
     )
     num_flags = len(chosen) if flags else 0
-    lengths, unpacked = [s.padded_numel for s in chosen], (*zero_copy, *all_reduced)
-    full_lengths = [chosen[k].numel for k in all_reduced]
-    if num_flags:  # the flags are the last packed segment, or the last all-reduced one
-        lengths.append(num_flags)
-        if all_reduced:
-            unpacked = (*unpacked, len(chosen))
-            full_lengths.append(num_flags)
-    output, packed, widths = _packed_first(lengths, unpacked, itemsize)
-    is_flagged = num_flags > 0 and not all_reduced
-    gradients = packed[:-1] if is_flagged else packed
+    lengths = [s.padded_numel for s in chosen] + ([num_flags] if num_flags else [])  # the flags are packed last
+    output, packed, widths = _packed_first(lengths, zero_copy, itemsize)
+    gradients = packed[:-1] if num_flags else packed
     num_shards = chosen[0].num_shards if chosen else 1
-    flags_width = widths[-1] if is_flagged else 0  # all of it is written, so it does not count as padding
+    flags_width = widths[-1] if num_flags else 0  # all of it is written, so it does not count as padding
     payload = sum(chosen[k].numel for k in gradients) + num_shards * flags_width
     padded = sum(widths) * num_shards != payload
     gaps = tuple(w - chosen[k].padded_numel for k, w in zip(gradients, widths, strict=False))
@@ -263,8 +200,6 @@ def plan_reduce(
         num_flags,
         flags_offset,
         flags_width,
-        all_reduced,
-        FlatLayout(*_aligned(full_lengths, itemsize)),
     )
 
 
@@ -279,16 +214,6 @@ def _packed_first(
     bounds = (*starts, end)
     widths = tuple(bounds[i + 1] - bounds[i] for i in range(len(packed)))
     return FlatLayout(tuple(offsets[i] for i in range(len(lengths))), end), packed, widths
-
-
-def _spans(segments: Iterable[tuple[int, int]], itemsize: int) -> tuple[range, ...]:
-    """Return the aligned ranges that cover ``segments``, pairs of offset and length. Adjacent ranges are merged."""
-    spans: list[range] = []
-    for offset, length in sorted(segments):
-        _, end = _aligned([length], itemsize)
-        start = spans.pop().start if spans and spans[-1].stop == offset else offset
-        spans.append(range(start, offset + end))
-    return tuple(spans)
 
 
 def _aligned(lengths: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from composable_fsdp._layout.shard import TensorShards
 
-__all__ = ["pack_gradient", "put_shard", "take_shard", "unpack_parameter"]
+__all__ = ["pack_gradient", "take_shard", "unpack_parameter"]
 
 
 def pack_gradient(shards: TensorShards, gradient: Tensor | None, rows: Tensor) -> None:
@@ -67,19 +67,6 @@ def take_shard(shards: TensorShards, full: Tensor, rank: int, out: Tensor) -> No
     out[:numel].view(shape).copy_(full.narrow(shards.dim, owned.start, len(owned)))
     if numel < shards.padded_numel:
         out[numel:].zero_()
-
-
-def put_shard(shards: TensorShards, shard: Tensor, rank: int, full: Tensor) -> None:
-    """Copy the shard of ``rank`` to its place in ``full``, and write nothing else: the inverse of :func:`take_shard`.
-
-    Args:
-        shards: how the tensor is sharded.
-        shard: 1-d and contiguous, ``padded_numel`` elements.
-        rank: the owner of the shard, in ``range(num_shards)``.
-        full: of shape ``shards.shape``.
-    """
-    owned, shape = shards.layout.owned_by(rank), shards.shard_shape(rank)
-    full.narrow(shards.dim, owned.start, len(owned)).copy_(shard[: prod(shape)].view(shape))
 
 
 @dataclass(frozen=True, slots=True)

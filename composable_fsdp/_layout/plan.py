@@ -19,7 +19,6 @@ from composable_fsdp._layout.bucket_layout import (
     ReduceLayout,
     plan_gather,
     plan_reduce,
-    worth_all_reducing,
 )
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp.codecs.communication_policy import PLAIN, GradientCodecs
@@ -169,8 +168,6 @@ class PlanOptions:
             parameter that is its group's only trainable one: it is reduced on every rank or on none.
         widens: 16-bit gradients may be summed in fp32 without a cast before the collective.
         grad_bucket_bytes: bytes of gradients from which a gradient bucket is worth a reduction of its own.
-        all_reduce_bytes: bytes of padding in an all-gather from which an all-reduce in its place is worth a launch.
-        reduce_whole_bytes: the same for a reduce-scatter.
         max_grad_buckets: the maximum number of gradient buckets.
     """
 
@@ -181,8 +178,6 @@ class PlanOptions:
     flags: bool = True
     widens: bool = False
     grad_bucket_bytes: int = NEVER_ZERO_COPY
-    all_reduce_bytes: int = NEVER_ZERO_COPY
-    reduce_whole_bytes: int = NEVER_ZERO_COPY
     max_grad_buckets: int = MessageSizes().grad_buckets
 
 
@@ -286,11 +281,6 @@ class BucketPlan:
         return self.gather.wire_numel * self.compute_dtype.itemsize if self.is_gathered else 0
 
     @property
-    def all_reduced_bytes(self) -> int:
-        """The bytes of all-reduced parameters."""
-        return self.gather.all_reduced_numel * self.compute_dtype.itemsize
-
-    @property
     def gradient_memory(self) -> GradientMemory:
         """The memory of the gradients, if they are not encoded and no hooks reduce them."""
         layout, itemsize, sum_itemsize = self.reduce, self.arriving_dtype.itemsize, self.sum_dtype.itemsize
@@ -301,7 +291,7 @@ class BucketPlan:
         left = arrived - sum(layout.shards[k].numel for k in layout.packed) * itemsize
         sent = sum(layout.shards[k].numel for k in layout.zero_copy) * self.wire_dtype.itemsize
         cast = sent if self.wire_dtype != self.arriving_dtype else 0
-        others = layout.message.numel * sum_itemsize + layout.output.numel * sum_itemsize
+        others = layout.output.numel * sum_itemsize
         gradient_dtype = self.gradient_dtype or self.sum_dtype
         sharded = layout.output.numel * gradient_dtype.itemsize
         in_flight = packed + sent + others + (sharded if gradient_dtype != self.sum_dtype else 0)
@@ -338,8 +328,7 @@ class GroupPlan:
     def gather_messages(self) -> int:
         """The number of transfers of one all-gather. Those that share a message count once."""
         gathers = [bucket.gather for bucket in self.buckets if bucket.is_gathered]
-        packed, reduced = any(each.packed for each in gathers), any(each.all_reduced for each in gathers)
-        return packed + reduced + sum(len(each.zero_copy) for each in gathers)
+        return any(each.packed for each in gathers) + sum(len(each.zero_copy) for each in gathers)
 
     @cached_property
     def gather_copied_bytes(self) -> int:
@@ -351,7 +340,7 @@ class GroupPlan:
     def gather_sent_bytes(self) -> int:
         """The bytes of this rank's part of one all-gather that are cast, but not into the memory that it writes to."""
         gathered = [bucket for bucket in self.buckets if bucket.is_gathered]
-        if not any(bucket.gather.zero_copy or bucket.gather.all_reduced for bucket in gathered):
+        if not any(bucket.gather.zero_copy for bucket in gathered):
             return 0
         cast = (bucket for bucket in gathered if bucket.dtype != bucket.compute_dtype)
         return sum(bucket.gather.store.numel * bucket.compute_dtype.itemsize for bucket in cast)
@@ -360,7 +349,7 @@ class GroupPlan:
     def packed_only_bytes(self) -> int:
         """The bytes of the full parameters of buckets that an all-gather does not write to, but only copies to."""
         gathers = [bucket for bucket in self.buckets if bucket.is_gathered]
-        return sum(b.full_bytes for b in gathers if not b.gather.zero_copy and not b.gather.all_reduced)
+        return sum(b.full_bytes for b in gathers if not b.gather.zero_copy)
 
     @cached_property
     def gradient_memory(self) -> tuple[GradientMemory, ...]:
@@ -376,7 +365,7 @@ class GroupPlan:
         counts = [0] * len(self.grad_buckets)
         for bucket in self.buckets:
             layout = bucket.reduce
-            counts[bucket.grad_bucket] += bool(layout.packed) + bool(layout.all_reduced) + len(layout.zero_copy)
+            counts[bucket.grad_bucket] += bool(layout.packed) + len(layout.zero_copy)
         return tuple(counts)
 
     @cached_property
@@ -487,15 +476,11 @@ def _plan_bucket(
     trainable = [k for k, i in enumerate(indices) if specs[i].trainable]
     is_small = sum(prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs) <= SMALL_BYTES
     itemsize = first.compute_dtype.itemsize
-    as_values = not first.extended and first.codec is None
     storage = _unsharded_storage(first, axes, shards)
-    aliased = storage is UnshardedStorage.ALIASED
-    all_reduce_bytes = axes.all_reduce_bytes if as_values and not aliased else NEVER_ZERO_COPY
     gather = plan_gather(
         shards,
         itemsize=itemsize,
         zero_copy_min_bytes=axes.zero_copy_min_bytes if first.codec is None else NEVER_ZERO_COPY,
-        all_reduced=worth_all_reducing(shards, itemsize=itemsize, all_reduce_bytes=all_reduce_bytes),
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
@@ -508,8 +493,6 @@ def _plan_bucket(
         itemsize=wire_dtype.itemsize,
         zero_copy_min_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_ZERO_COPY,
         flags=axes.flags and (group_trainable > 1 or is_small),
-        # An all-reduce does not widen.
-        all_reduce_bytes=NEVER_ZERO_COPY if encoded or wire_dtype != sum_dtype else axes.reduce_whole_bytes,
     )
     return BucketPlan(
         indices,
@@ -553,15 +536,11 @@ def _unsharded_storage(spec: ParameterSpec, axes: PlanOptions, shards: Sequence[
 def plan_smaller_mesh(bucket: BucketPlan, num_shards: int, zero_copy_min_bytes: int) -> GatherLayout:
     """Return the layout of an all-gather of the same bucket from a smaller mesh, into the existing unsharded buffer.
 
-    A multiple of the larger number of shards is also a multiple of the smaller, so the padded places always fit. Places
-    without padding fit if the smaller number divides the rows. Other all-reduced parameters stay all-reduced.
+    A multiple of the larger number of shards is also a multiple of the smaller, so the padded places always fit.
     """
-    shards = [TensorShards(s.shape, s.dim, num_shards) for s in bucket.gather.shards]
-    all_reduced = [i for i in bucket.gather.all_reduced if shards[i].full_numel > shards[i].numel]
     return plan_gather(
-        shards,
+        [TensorShards(s.shape, s.dim, num_shards) for s in bucket.gather.shards],
         itemsize=bucket.compute_dtype.itemsize,
         zero_copy_min_bytes=zero_copy_min_bytes,
         places=bucket.gather.places,
-        all_reduced=all_reduced,
     )

@@ -96,8 +96,6 @@ class ProcessGroups:
             zero_copy_min_bytes=self.gather.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
             reduce_direct_bytes=self.scatter.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
             max_grad_buckets=sizes.grad_buckets,
-            all_reduce_bytes=self.gather.all_reduce_bytes,
-            reduce_whole_bytes=self.scatter.all_reduce_bytes,
             widens=self.scatter.widens,
             grad_bucket_bytes=self._grad_bucket_bytes(),
             alias=self.gather.aliases and (self.gather.size == 1 or self.shared_memory is not None),

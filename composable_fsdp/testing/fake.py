@@ -16,7 +16,6 @@ import torch
 
 from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._consistency.rank_report import format_ranks
-from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 
@@ -125,7 +124,6 @@ class FakeWorld:
         *,
         averages: bool = True,
         zero_copy_min_bytes: int = 0,
-        all_reduce_bytes: int = NEVER_ZERO_COPY,
         grad_bucket_bytes: int = 1 << 19,
     ) -> None:
         """Create a world.
@@ -134,7 +132,6 @@ class FakeWorld:
             size: number of ranks.
             averages: support ``ReduceOp.AVERAGE``.
             zero_copy_min_bytes: the ``zero_copy_min_bytes`` of the communicators.
-            all_reduce_bytes: the ``all_reduce_bytes`` of the communicators.
             grad_bucket_bytes: the ``grad_bucket_bytes`` of the communicators.
         """
         if size < 1:
@@ -142,7 +139,6 @@ class FakeWorld:
         self.size = size
         self.averages = averages
         self.zero_copy_min_bytes = zero_copy_min_bytes
-        self.all_reduce_bytes = all_reduce_bytes
         self.grad_bucket_bytes = grad_bucket_bytes
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
@@ -198,7 +194,6 @@ class FakeCommunicator:
     size = property(attrgetter("world.size"))
     averages = property(attrgetter("world.averages"))
     zero_copy_min_bytes = property(attrgetter("world.zero_copy_min_bytes"))
-    all_reduce_bytes = property(attrgetter("world.all_reduce_bytes"))
     grad_bucket_bytes = property(attrgetter("world.grad_bucket_bytes"))
     widens: ClassVar[bool] = False
     aliases: ClassVar[bool] = False

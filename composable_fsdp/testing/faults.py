@@ -145,7 +145,6 @@ class FaultyCommunicator:
     aliases = property(attrgetter("base.aliases"))
     coalesces = property(attrgetter("base.coalesces"))
     zero_copy_min_bytes = property(attrgetter("base.zero_copy_min_bytes"))
-    all_reduce_bytes = property(attrgetter("base.all_reduce_bytes"))
     grad_bucket_bytes = property(attrgetter("base.grad_bucket_bytes"))
     epoch = property(attrgetter("base.epoch"))
     allocate = property(attrgetter("base.allocate"))

@@ -67,7 +67,6 @@ def properties_of_the_communicator_are_valid(comm: Communicator) -> Iterator[Non
     assert 0 <= comm.rank < comm.size
     assert isinstance(comm.averages, bool)
     assert comm.zero_copy_min_bytes >= 0
-    assert comm.all_reduce_bytes >= 0
     assert comm.grad_bucket_bytes >= 0
     assert isinstance(comm.aliases, bool)
     assert isinstance(comm.widens, bool)

@@ -18,7 +18,6 @@ CHOSEN = (
     "test_experts_on_their_own_mesh_train_with_parity_in_one_group_with_dense_layers",
     "test_parameters_of_one_group_may_be_hybrid_and_others_sharded",
     "test_every_strategy_trains_and_clips_like_ddp",
-    "test_all_reduced_parameters_train_to_the_same_bits",
     # groups
     "test_a_list_of_modules_trains_like_the_unsharded_model",
     "test_a_parameter_used_by_other_groups_trains_like_a_tied_one",

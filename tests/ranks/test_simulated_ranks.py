@@ -16,7 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composable_fsdp import MixedPrecisionPolicy
 from composable_fsdp.testing import FakeWorld
 from tests._internals import (
-    NEVER_ZERO_COPY,
     CommStreams,
     DataParallelAxes,
     ParameterSource,
@@ -69,24 +68,14 @@ def build_groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: Mix
 
 @pytest.mark.behaviour("C-01", "A-04")
 @pytest.mark.parametrize(
-    ("size", "zero_copy_min_bytes", "all_reduce_bytes", "dtype"),
-    [
-        (8, 0, NEVER_ZERO_COPY, None),
-        (8, 100, NEVER_ZERO_COPY, None),
-        (8, 1 << 30, NEVER_ZERO_COPY, None),
-        (8, 100, NEVER_ZERO_COPY, torch.bfloat16),
-        (1000, 100, NEVER_ZERO_COPY, None),
-        (8, 0, 1, None),
-        (8, 100, 1, None),
-        (8, 100, 1, torch.bfloat16),
-        (1000, 100, 1, None),
-    ],
+    ("size", "zero_copy_min_bytes", "dtype"),
+    [(8, 0, None), (8, 100, None), (8, 1 << 30, None), (8, 100, torch.bfloat16), (1000, 100, None)],
 )
 def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
-    size: int, zero_copy_min_bytes: int, all_reduce_bytes: int, dtype: torch.dtype | None
+    size: int, zero_copy_min_bytes: int, dtype: torch.dtype | None
 ) -> None:
     precision = MixedPrecisionPolicy(param_dtype=dtype)
-    world = FakeWorld(size, zero_copy_min_bytes=zero_copy_min_bytes, all_reduce_bytes=all_reduce_bytes)
+    world = FakeWorld(size, zero_copy_min_bytes=zero_copy_min_bytes)
     streams = CommStreams(torch.device("cpu"))
     values = make_originals()
     with simulated_mesh(size) as mesh:
@@ -120,6 +109,3 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
             torch.testing.assert_close(torch.cat(shards, dim), value * (size + 1), rtol=rtol, atol=0.0)
     # One launch per round, for any number of zero-copy parameters.
     assert world.launches["all_gather"] == world.launches["reduce_scatter"] == 2
-    assert world.launches["all_reduce"] == (0 if all_reduce_bytes == NEVER_ZERO_COPY else 4), (
-        "short parameters need one all-reduce in each pass"
-    )

@@ -15,7 +15,6 @@ from tests._internals import (
     plan_gather,
     plan_reduce,
     split_at,
-    worth_all_reducing,
 )
 from tests.helpers.layouts import (
     DIRECT_BYTES,
@@ -131,80 +130,25 @@ def test_a_message_has_padding_exactly_where_it_is_longer_than_the_gradients_in_
     assert layout.has_padding == (message_numel > sum(shards[k].numel for k in layout.packed))
 
 
-WHOLE_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_ZERO_COPY])
-
-
 def aligned(numel: int, itemsize: int) -> int:
     step = ALIGNMENT_BYTES // itemsize
     return -(-numel // step) * step
 
 
-@given(shards_of_one_bucket(), ITEMSIZES, WHOLE_BYTES)
-def test_all_reduced_parameters_send_no_more_bytes_and_others_would_send_more(
-    shards: tuple[TensorShards, ...], itemsize: int, all_reduce_bytes: int
-) -> None:
-    wide = worth_all_reducing(shards, itemsize=itemsize, all_reduce_bytes=0)
-    for i, s in enumerate(shards):
-        assert (i in wide) == (0 < 2 * s.numel <= s.num_shards * s.padded_numel)
-    padding = sum(shards[i].num_shards * shards[i].padded_numel - shards[i].numel for i in wide)
-    assert worth_all_reducing(shards, itemsize=itemsize, all_reduce_bytes=all_reduce_bytes) == (
-        wide if padding * itemsize >= all_reduce_bytes else ()
-    )
-
-
-@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.data())
-def test_spans_cover_only_all_reduced_parameters(
-    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, data: st.DataObject
-) -> None:
-    all_reduced = sorted(data.draw(st.sets(st.sampled_from(range(len(shards))))))
-    layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes, all_reduced=all_reduced)
-    assert layout.all_reduced == tuple(all_reduced)
-    assert_partition((layout.zero_copy, layout.packed, layout.all_reduced), range(len(shards)))
-    assert_packed_first(layout, itemsize)
-    assert_disjoint_and_aligned(layout.store.offsets, [s.padded_numel for s in shards], layout.store.numel, itemsize)
-    lengths = [s.numel if i in all_reduced else s.full_numel for i, s in enumerate(shards)]
-    assert_disjoint_and_aligned(layout.places.offsets, lengths, layout.places.numel, itemsize)
-    assert len(layout.spans) == bool(all_reduced), "all-reduced shards need one message"
-    covered = {element for span in layout.spans for element in span}
-    for i, (offset, length) in enumerate(zip(layout.places.offsets, lengths, strict=True)):
-        segment = set(range(offset, offset + length))
-        assert segment <= covered if i in all_reduced else not segment & covered
-    assert layout.all_reduced_numel == sum(aligned(shards[i].numel, itemsize) for i in all_reduced)
-
-
-@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, WHOLE_BYTES, st.booleans())
-def test_all_reduced_gradients_and_flags_share_one_message(
-    shards: tuple[TensorShards, ...],
-    itemsize: int,
-    zero_copy_min_bytes: int,
-    all_reduce_bytes: int,
-    flags: bool,
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.booleans())
+def test_flags_are_the_last_segment_of_the_packed_message(
+    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, flags: bool
 ) -> None:
     indices = range(len(shards))
-    layout = plan_reduce(
-        shards,
-        indices,
-        itemsize=itemsize,
-        zero_copy_min_bytes=zero_copy_min_bytes,
-        flags=flags,
-        all_reduce_bytes=all_reduce_bytes,
-    )
-    assert layout.all_reduced == worth_all_reducing(shards, itemsize=itemsize, all_reduce_bytes=all_reduce_bytes)
-    assert_partition((layout.zero_copy, layout.packed, layout.all_reduced), indices)
+    layout = plan_reduce(shards, indices, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes, flags=flags)
+    assert_partition((layout.zero_copy, layout.packed), indices)
     lengths = [s.padded_numel for s in shards] + [layout.num_flags] * flags
     offsets = (*layout.output.offsets, *[layout.flags_offset] * flags)
     assert_disjoint_and_aligned(offsets, lengths, layout.output.numel, itemsize)
-    full_lengths = [shards[k].numel for k in layout.all_reduced]
-    if layout.all_reduced:
-        assert layout.flags_width == 0
-        full_lengths += [layout.num_flags] * flags
-    else:
-        assert layout.flags_width == aligned(layout.num_flags, itemsize)
+    assert layout.flags_width == aligned(layout.num_flags, itemsize)
     assert layout.gradient_numel == sum(layout.packed_widths[: len(layout.packed)])
-    assert_disjoint_and_aligned(layout.message.offsets, full_lengths, layout.message.numel, itemsize)
-    without = plan_reduce(shards, indices, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes, flags=flags)
-    alignment = 2 * (len(layout.all_reduced) + 1) * ALIGNMENT_BYTES // itemsize
-    assert layout.wire_numel <= without.wire_numel + alignment + 2 * layout.num_flags
+    if flags:
+        assert layout.flags_offset == layout.gradient_numel
 
 
 def test_a_reduction_without_gradients_is_empty() -> None:

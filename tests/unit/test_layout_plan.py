@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy
-from composable_fsdp.codecs.blockwise import Int8
-from composable_fsdp.codecs.communication_policy import GradientCodecs
 from tests._internals import (
     NEVER_ZERO_COPY,
     GroupPlan,
@@ -185,7 +183,6 @@ def test_a_smaller_mesh_gathers_to_the_offsets_of_the_full_mesh(
     larger, smaller = sizes
     for bucket in plan_group(specs, (PlanOptions(larger, zero_copy_min_bytes, zero_copy_min_bytes),)).buckets:
         layout = plan_smaller_mesh(bucket, smaller, zero_copy_min_bytes)
-        assert layout.all_reduced == ()
         itemsize = bucket.compute_dtype.itemsize
         assert layout.places is bucket.gather.places
         assert [(s.shape, s.dim) for s in layout.shards] == [(s.shape, s.dim) for s in bucket.gather.shards]
@@ -208,45 +205,6 @@ def test_equal_plans_are_cached() -> None:
 
     assert make_plan(True) is make_plan(True)
     assert make_plan(True) is not make_plan(False)
-
-
-@FEWER
-@given(SPECS, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
-def test_a_smaller_mesh_pads_parameters_that_do_not_fit_without_padding(
-    specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], zero_copy_min_bytes: int
-) -> None:
-    larger, smaller = sizes
-    options = PlanOptions(larger, zero_copy_min_bytes, zero_copy_min_bytes, all_reduce_bytes=0)
-    for bucket in plan_group(specs, (options,)).buckets:
-        layout = plan_smaller_mesh(bucket, smaller, zero_copy_min_bytes)
-        assert set(layout.all_reduced) <= set(bucket.gather.all_reduced)
-        taken = [s.numel if i in layout.all_reduced else s.full_numel for i, s in enumerate(layout.shards)]
-        itemsize = bucket.compute_dtype.itemsize
-        assert_disjoint_and_aligned(layout.places.offsets, taken, layout.places.numel, itemsize)
-        covered = {element for span in layout.spans for element in span}
-        for i, (offset, length) in enumerate(zip(layout.places.offsets, taken, strict=True)):
-            segment = set(range(offset, offset + length))
-            assert segment <= covered if i in layout.all_reduced else not segment & covered
-
-
-def test_encoded_shared_or_widened_parameters_keep_their_padding() -> None:
-    all_reduced = PlanOptions(8, 0, 0, all_reduce_bytes=0, reduce_whole_bytes=0)
-    fp32 = torch.float32
-    row = ParameterSpec("weight", (1, 64), 0, fp32, fp32, fp32, fp32, trainable=True)
-
-    def uses_all_reduce(spec: ParameterSpec, options: PlanOptions = all_reduced) -> tuple[bool, bool]:
-        (bucket,) = plan_group((spec,), (options,)).buckets
-        return bool(bucket.gather.all_reduced), bool(bucket.reduce.all_reduced)
-
-    assert uses_all_reduce(row) == (True, True)
-    assert uses_all_reduce(dataclasses.replace(row, extended=True)) == (False, True)
-    assert uses_all_reduce(dataclasses.replace(row, codec=Int8())) == (False, True)
-    assert uses_all_reduce(dataclasses.replace(row, gradient_codecs=GradientCodecs(shard=Int8()))) == (True, False)
-    assert uses_all_reduce(dataclasses.replace(row, gradient_extended=True)) == (True, False)
-    assert uses_all_reduce(row, dataclasses.replace(all_reduced, alias=True)) == (False, True)
-    widened = dataclasses.replace(row, dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
-    assert uses_all_reduce(widened) == (True, True)
-    assert uses_all_reduce(widened, dataclasses.replace(all_reduced, widens=True)) == (True, False)
 
 
 def test_a_sum_or_gradient_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> None:

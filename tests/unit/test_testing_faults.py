@@ -56,7 +56,6 @@ def test_a_faulty_communicator_without_faults_behaves_like_its_base() -> None:
         "aliases",
         "coalesces",
         "zero_copy_min_bytes",
-        "all_reduce_bytes",
         "grad_bucket_bytes",
     ):
         assert getattr(communicator, name) == getattr(communicator.base, name)

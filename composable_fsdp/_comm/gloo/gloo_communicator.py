@@ -18,7 +18,6 @@ from composable_fsdp._comm.comm_debug import profiled
 from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._comm.gloo.connection import GlooConnection
 from composable_fsdp._consistency.rank_report import OperationId
-from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp, add_up
 from composable_fsdp.errors import UnsupportedError
 
@@ -84,8 +83,6 @@ class GlooCommunicator:
     """Gloo averages in a separate pass. Dividing the sharded result is cheaper."""
     widens = True
     coalesces = True  # all messages of a call are on their way before the first is waited for
-    all_reduce_bytes = NEVER_ZERO_COPY
-    """Gloo's all-reduce does not sum in rank order."""
     grad_bucket_bytes = 1 << 21
     """With a quarter of this, reductions of groups of 2 to 4 MiB take 1.4 to 2.3 times as long
     (``benchmarks/group_transfers.py``).

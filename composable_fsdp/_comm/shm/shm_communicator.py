@@ -12,7 +12,6 @@ from composable_fsdp._comm.comm_debug import profiled
 from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._comm.shm import collective as collectives
 from composable_fsdp._comm.shm.engine import ShmEngine
-from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import UnsupportedError
 
@@ -43,7 +42,6 @@ class SharedMemoryCommunicator:
     widens = True
     coalesces = True
     zero_copy_min_bytes = _ZERO_COPY_BYTES
-    all_reduce_bytes = NEVER_ZERO_COPY  # ranks of one host are few, and so is their padding
     grad_bucket_bytes = 1 << 21
     """With a quarter of this, reductions of groups of 2 to 4 MiB take 1.3 to 1.7 times as long
     (``benchmarks/group_transfers.py``).

@@ -15,7 +15,6 @@ import torch
 from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, Transfer
 from composable_fsdp._layout.bucket_layout import aligned_bytes
-from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
 from composable_fsdp._sharding.process_groups import group_by_key
@@ -96,14 +95,11 @@ class _AllGather:
         communicators = [bucket.pgs.smaller or bucket.pgs.gather for bucket in self._buckets]
         for communicator, gathers in group_by_key(communicators, self._gathers):
             transfers = [transfer for gather in gathers for transfer in gather.zero_copy]
-            all_reduced = [bits for gather in gathers for bits in gather.all_reduced]
-            writes_to_places = bool(transfers or all_reduced)
+            writes_to_places = bool(transfers)
             transfers += pack_messages(gathers, communicator, self._device)
-            if all_reduced:
-                works.append(communicator.all_reduce(all_reduced, ReduceOp.SUM, self._label))
             if communicator.aliases and not transfers:  # all shards are in place once every rank reaches the barrier
                 works.append(cast(AliasingCommunicator, communicator).barrier(self._label))
-            elif transfers or not all_reduced:
+            else:
                 works.append(communicator.all_gather(transfers, self._label))
             self.writes_to_places = self.writes_to_places or writes_to_places
         return works[0] if len(works) == 1 else WorkList(tuple(works))

@@ -15,7 +15,7 @@ import torch
 
 from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._layout.bucket_layout import GatherLayout, PackedRun, find_runs
-from composable_fsdp._layout.pack import put_shard, take_shard, unpack_parameter
+from composable_fsdp._layout.pack import take_shard, unpack_parameter
 from composable_fsdp._layout.plan import BucketPlan, plan_smaller_mesh
 from composable_fsdp._memory.buffers import (
     AliasedBuffer,
@@ -39,16 +39,14 @@ __all__ = ["AllGatherBuffers", "AnyBucket", "Bucket", "CachedPart"]
 class AllGatherBuffers:
     """The buffers of one bucket in an all-gather.
 
-    ``zero_copy`` are transfers into the unsharded buffer. ``all_reduced`` are all-reduced in place as integers: at most
-    one rank has nonzero bits for an element, so the sum is exact for any dtype. ``payloads``, 1-d and contiguous, of
-    any dtypes, are packed into one message of the group. Its received rows are in ``rows``: per payload ``(num_shards,
-    numel)``, contiguous along the last dim only. Both keep the memory of the message alive.
+    ``zero_copy`` are transfers into the unsharded buffer. ``payloads``, 1-d and contiguous, of any dtypes, are packed
+    into one message of the group. Its received rows are in ``rows``: per payload ``(num_shards, numel)``, contiguous
+    along the last dim only. Both keep the memory of the message alive.
     """
 
     zero_copy: list[Transfer]
     payloads: list[torch.Tensor]
     rows: list[torch.Tensor] = field(default_factory=list)
-    all_reduced: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +235,7 @@ class Bucket:
     @property
     def cached_part(self) -> CachedPart | None:
         plan, layout, flat = self.plan, self.plan.gather, self.store.flat
-        alone = layout.packed_numel and not layout.zero_copy and not layout.all_reduced
+        alone = layout.packed_numel and not layout.zero_copy
         if not (self._is_gathered and alone and plan.codec is None and flat.device == self._device):
             return None
         packed, dtype = flat[: layout.packed_numel], plan.compute_dtype
@@ -344,7 +342,7 @@ class Bucket:
         if not self._is_gathered:
             return None
         layout = self.plan.gather if self._slice is None else self._slice[1]
-        if layout.zero_copy or layout.all_reduced:
+        if layout.zero_copy:
             self.buffer.allocate()
         flat, dtype = self.store.flat, self.plan.compute_dtype
         if self._slice is not None or flat.dtype == dtype or flat.device != self._device:
@@ -371,31 +369,17 @@ class Bucket:
                 wire = self.pgs.cast(flat, dtype) if is_kept else cast_and_move(flat, dtype, self._device)
             self._layout = self.plan.gather
         layout, gather = self._layout, AllGatherBuffers([], [])
-        if layout.zero_copy or layout.all_reduced:
+        if layout.zero_copy:
             self.buffer.allocate()
         for i in layout.zero_copy:
             length, offset = layout.shards[i].padded_numel, layout.store.offsets[i]
             place = self.buffer.region(layout.places.offsets[i], length * layout.num_shards)
             gather.zero_copy.append(Transfer(place, wire[offset : offset + length]))
-        if layout.all_reduced:
-            gather.all_reduced = self._fill_spans(layout, wire)
         if layout.packed_numel:
             packed = wire[: layout.packed_numel]
             codec = self.plan.codec if self._decodes else None
             gather.payloads.append(packed if codec is None else encode_rows(codec, packed.unsqueeze(0)).view(-1))
         return gather
-
-    def _fill_spans(self, layout: GatherLayout, wire: torch.Tensor) -> list[torch.Tensor]:
-        """Write this rank's rows of all-reduced parameters in place and zeros elsewhere; return the bits of both."""
-        rank = (self.pgs.smaller or self.pgs.gather).rank
-        spans = [self.buffer.region(span.start, len(span)) for span in layout.spans]
-        torch._foreach_zero_(spans)
-        for i in layout.all_reduced:
-            shards, start = layout.shards[i], layout.store.offsets[i]
-            if shards.layout.owned_by(rank):
-                full = self.buffer.region(layout.places.offsets[i], shards.numel).view(shards.shape)
-                put_shard(shards, wire[start : start + shards.padded_numel], rank, full)
-        return [span.view(torch.int32) for span in spans]
 
     def finish_gather(self, gather: AllGatherBuffers) -> None:
         """Decode the received rows and copy packed parameters to their places, whose memory is allocated only now."""

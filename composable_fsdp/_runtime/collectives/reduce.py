@@ -96,11 +96,8 @@ class _HybridReduce:
         keys = [(each.bucket.pgs.scatter, each.reduction.op) for each in self._reductions]
         for (communicator, op), reductions in group_by_key(keys, self._reductions):
             transfers = [transfer for each in reductions for transfer in each.scatter.transfers]
-            all_reduced = [message for each in reductions for message in each.scatter.all_reduced]
             if transfers:
                 works.append(communicator.reduce_scatter(transfers, op, label))
-            if all_reduced:
-                works.append(communicator.all_reduce(all_reduced, op, label))
         works += [encoded.launch(label) for encoded in self._encoded_scatters]
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
@@ -115,11 +112,9 @@ class _HybridReduce:
         ]
 
     def finish_scatter(self) -> None:
-        """Finish ``scatter``: sum encoded gradients, and copy out this rank's shards of all-reduced ones."""
+        """Finish ``scatter``: decode and sum encoded gradients."""
         for encoded in self._encoded_scatters:
             encoded.finish()
-        for each in self._reductions:
-            each.bucket.scatter.copy_own_shards(each.scatter)
 
     def keep_partial(self) -> list[ReducedBucket]:
         self.finish_scatter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import repeat
 from math import prod
@@ -14,7 +14,7 @@ import torch
 from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._layout.bucket_layout import aligned_piece, split_at
 from composable_fsdp._layout.grad_scaling import Reduction, divide
-from composable_fsdp._layout.pack import pack_gradient, take_shard
+from composable_fsdp._layout.pack import pack_gradient
 from composable_fsdp._layout.plan import SMALL_BYTES, BucketPlan
 from composable_fsdp._runtime.collectives.encoded_reduce import CodecMessage, EncodedAllReduce, EncodedMessage
 from composable_fsdp._runtime.collectives.grad_extension import ExtensionMessage, GradientExtension
@@ -31,17 +31,15 @@ _dtype_of = attrgetter("dtype")
 class ReduceScatterBuffers:
     """The buffers of one bucket in a gradient reduction.
 
-    ``transfers`` are reduce-scattered. ``all_reduced`` are messages that are all-reduced in place; this rank's shards
-    are then copied out by :meth:`BucketReduceScatter.copy_own_shards`. ``encoded`` is decoded and summed by the
-    receiver. The sum over the shard axis ends in ``output``. ``present`` are the parameters with a gradient on this
-    rank. The sharded gradients get ``gradient_dtype``.
+    ``transfers`` are reduce-scattered. ``encoded`` is decoded and summed by the receiver. The sum over the shard axis
+    ends in ``output``. ``present`` are the parameters with a gradient on this rank. The sharded gradients get
+    ``gradient_dtype``.
     """
 
     transfers: list[Transfer]
     output: torch.Tensor
     present: frozenset[int]
     gradient_dtype: torch.dtype
-    all_reduced: list[torch.Tensor] = field(default_factory=list)
     encoded: EncodedMessage | None = None
     added: ReduceScatterBuffers | None = None
     """An earlier reduction that is added to this one; kept alive as long as this is in flight."""
@@ -174,8 +172,6 @@ class BucketReduceScatter:
             scatter.transfers.append(Transfer(output[start : start + length], full))
         if message is not None:
             scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
-        if layout.all_reduced:
-            scatter.all_reduced.append(self._all_reduced_message(gradients, present, reduction))
         return scatter
 
     def _packed_message(
@@ -199,42 +195,6 @@ class BucketReduceScatter:
         for k in layout.packed if gradients else ():
             gradients[k] = None
         return divide(message, reduction.pre_divide)
-
-    def _all_reduced_message(
-        self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], reduction: Reduction
-    ) -> torch.Tensor:
-        """Return the message of all-reduced gradients, zeros for missing ones, and the flags."""
-        layout = self.plan.reduce
-        message = self.pgs.scatter.allocate(layout.message.numel, self.plan.sum_dtype, self.device).zero_()
-        places, sources = [], []
-        for k, offset in zip(layout.all_reduced, layout.message.offsets, strict=False):
-            gradient = gradients[k]
-            if gradient is not None:
-                places.append(message[offset : offset + gradient.numel()].view(gradient.shape))
-                sources.append(gradient)
-        if places:
-            torch._foreach_copy_(places, sources)
-        self._flag(self._flags_in(message).unsqueeze(0), present)
-        return divide(message, reduction.pre_divide)
-
-    def _flags_in(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the flags after the all-reduced gradients of ``message``."""
-        num_flags = self.plan.reduce.num_flags
-        start = self.plan.reduce.message.offsets[-1] if num_flags else 0
-        return message[start : start + num_flags]
-
-    def copy_own_shards(self, scatter: ReduceScatterBuffers) -> None:
-        """Copy this rank's shards of all-reduced gradients, and the flags, into the output.
-
-        The message stays alive: on a stream, the copies may still run when this returns.
-        """
-        layout, output = self.plan.reduce, scatter.output
-        for message in scatter.all_reduced:
-            for k, begin in zip(layout.all_reduced, layout.message.offsets, strict=False):
-                shards, start = layout.shards[k], layout.output.offsets[k]
-                full = message[begin : begin + shards.numel].view(shards.shape)
-                take_shard(shards, full, self._shard.rank, output[start : start + shards.padded_numel])
-            output[layout.flags_offset : layout.flags_offset + layout.num_flags].copy_(self._flags_in(message))
 
     def _fill(self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], rows: torch.Tensor) -> None:
         """Copy packed gradients and flags into ``rows``, one per rank."""

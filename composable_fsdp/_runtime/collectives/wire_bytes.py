@@ -23,7 +23,7 @@ __all__ = [
 class WireBytes(NamedTuple):
     """The bytes of one collective's messages on one rank: outputs of an all-gather, inputs of a reduction.
 
-    An all-reduced tensor counts twice. A rank sends, and receives, ``(size - 1) / size`` of these bytes.
+    A rank sends, and receives, ``(size - 1) / size`` of these bytes.
     ``plain_bytes`` is the same without codecs and hooks.
     """
 
@@ -37,7 +37,6 @@ def all_gather_wire_bytes(buckets: Sequence[AnyBucket]) -> WireBytes:
     for pgs, members in by_process_groups(buckets):
         payloads = [nbytes for bucket in members for nbytes in bucket.payload_bytes]
         total += pgs.axes.shard.size * (_packed(payloads) + sum(bucket.zero_copy_bytes for bucket in members))
-        total += sum(2 * bucket.plan.all_reduced_bytes for bucket in members)
     return WireBytes(total, sum(bucket.plan.wire_bytes for bucket in buckets))
 
 
@@ -52,7 +51,6 @@ def smaller_mesh_wire_bytes(buckets: Sequence[AnyBucket], size: int) -> WireByte
         for plan in (bucket.plan for bucket in members if bucket.plan.is_gathered):
             layout = plan_smaller_mesh(plan, num_shards, direct_from)
             plain += layout.wire_numel * plan.compute_dtype.itemsize
-            total += 2 * layout.all_reduced_numel * plan.compute_dtype.itemsize
     return WireBytes(total, plain)
 
 
