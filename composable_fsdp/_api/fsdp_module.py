@@ -598,23 +598,12 @@ class FSDPModule(TorchFSDPModule):
         for pgs in state.group.process_groups:
             pgs.pool(enable)
 
-    @runs_outside
-    def set_stable_storage(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set whether unsharded parameters and messages stay in memory, each at one address, as CUDA graphs need it.
-
-        The model is then in memory as a whole, and messages once more. Sharded gradients are parts of messages: after
-        ``zero_grad`` they get the addresses that they had. The schedule must not change any more: call
-        ``set_costs(None)``, or ``set_costs`` with a table, and call this between steps, after the first one. Messages
-        of codecs, of parameters with all-gather hooks, of ``reshard_after_forward=N`` and of custom collectives are
-        allocated for each use.
-
-        Raises:
-            LifecycleError: a backward may still come that needs the current buffers.
-        """
-        states = _states(self, recurse)
-        check_between_steps("set_stable_storage", states)
-        for state in states:
-            state.group.keep_memory(enable)
+    def set_stable_storage(self, enable: bool = True, *, recurse: bool = True) -> NoReturn:
+        """Raise ``UnsupportedError``: parameters and messages are allocated for each use, at changing addresses."""
+        _unsupported(
+            "set_stable_storage",
+            "leave it out, and compile blocks with block.compile(): their graphs hold no collectives",
+        )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Do nothing, and log that once: messages are in ordinary memory. Results are the same."""

@@ -10,7 +10,6 @@ import torch
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator
 from composable_fsdp._comm.custom import customize
 from composable_fsdp._comm.factory import duplicate
-from composable_fsdp._comm.stable import StableCommunicator
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.plan import MessageSizes, PlanOptions
 from composable_fsdp._memory.device_capabilities import device_capabilities
@@ -44,8 +43,6 @@ class ProcessGroups:
         self._custom_scatter: object = None
         self._separate: Communicator | None = None
         self._pooled = False
-        self.is_stable = False
-        """True if unsharded parameters and messages stay in memory, at one address."""
         self.smaller: Communicator | None = None
         self.shared_memory: torch.Tensor | None = None
         """``(nbytes,)``: memory shared between ranks, with the shards of all ranks or the shared unsharded buffer."""
@@ -124,11 +121,6 @@ class ProcessGroups:
         self._pooled = pooled
         self._combine()
 
-    def keep_memory(self, enable: bool) -> None:
-        """Choose whether unsharded parameters and messages stay in memory. Custom collectives allocate their own."""
-        self.is_stable = enable
-        self._combine()
-
     def separate_scatter(self, known: MutableMapping[object, GroupCommunicator] | None) -> None:
         """Give reduce-scatters their own process group, or undo that.
 
@@ -149,13 +141,12 @@ class ProcessGroups:
         """Copy the choices made for ``other``."""
         self._custom_gather, self._custom_scatter = other._custom_gather, other._custom_scatter
         self._pooled, self._separate, self.unequal_use = other._pooled, other._separate, other.unequal_use
-        self.is_stable = other.is_stable
         self.unshard_async_op = other.unshard_async_op
         self._combine()
 
     def _combine(self) -> None:
         """Rebuild the communicators from all choices."""
-        gather, scatter = self._allocating(self.axes.shard), self._allocating(self._separate or self.axes.shard)
+        gather, scatter = self._with_pool(self.axes.shard), self._with_pool(self._separate or self.axes.shard)
         self.exchange = scatter
         if self._custom_gather is not None:
             gather = customize(gather, self._custom_gather, "set_custom_all_gather", self._all_gather_options)
@@ -167,24 +158,11 @@ class ProcessGroups:
     def _all_gather_options(self) -> dict[str, bool]:
         return {"async_op": self.unshard_async_op}
 
-    def _allocating(self, communicator: Communicator) -> Communicator:
+    def _with_pool(self, communicator: Communicator) -> Communicator:
         """Return ``communicator`` with the chosen allocator of messages."""
-        if not isinstance(communicator, GroupCommunicator):
-            return communicator
-        chosen = communicator.with_pool(True) if self._pooled else communicator
-        return StableCommunicator(chosen, self.device) if self.is_stable and not chosen.aliases else chosen
-
-    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``tensor``, 1-d, as ``dtype``, in the memory of messages."""
-        if tensor.dtype == dtype:
-            return tensor
-        return self.exchange.allocate(tensor.numel(), dtype, tensor.device).copy_(tensor)
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate an uninitialized 1-d buffer, which is kept if messages are."""
-        if self.is_stable:
-            return self.exchange.allocate(numel, dtype, device)
-        return torch.empty(numel, dtype=dtype, device=device)
+        if isinstance(communicator, GroupCommunicator) and self._pooled:
+            return communicator.with_pool(True)
+        return communicator
 
 
 def group_by_key(keys: Iterable[Key], members: Iterable[Item]) -> list[tuple[Key, list[Item]]]:

@@ -18,7 +18,6 @@
 from composable_fsdp.testing._assert_trace import assert_trace
 from composable_fsdp.testing._stream_group import ALONE, BACKEND
 from composable_fsdp.testing.accelerator import (
-    Capture,
     Race,
     SimulatedAccelerator,
     SimulatedEvent,
@@ -43,7 +42,6 @@ from composable_fsdp.testing.ranks import RanksError, run_ranks, shutdown
 __all__ = [
     "ALONE",
     "BACKEND",
-    "Capture",
     "Corrupt",
     "DeadlockError",
     "Delay",

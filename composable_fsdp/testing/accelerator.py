@@ -31,7 +31,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial, partialmethod
 from itertools import count
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
@@ -46,7 +45,6 @@ from torch.utils._python_dispatch import (
 from composable_fsdp.testing._late_execution import Action, Recording, fill, leaves
 
 __all__ = [
-    "Capture",
     "Race",
     "SimulatedAccelerator",
     "SimulatedEvent",
@@ -75,7 +73,6 @@ _HIDDEN = (
     "/torch/nn/modules/module.py",
 )
 """Parts of the names of files whose frames are left out of stacks."""
-_LIBRARY = str(Path(__file__).parents[1]) + "/_"
 _LABELS = logging.getLogger("torch.distributed.fsdp.fully_shard")
 """The logger to which this library and torch's FSDP2 write the label of each operation."""
 
@@ -98,11 +95,6 @@ class _CallSite:
     operation: str
     label: str
     frames: tuple[tuple[CodeType, int], ...]
-
-    @property
-    def is_of_library(self) -> bool:
-        """True if code of this library, and not of its tests, called the operation."""
-        return bool(self.frames) and self.frames[0][0].co_filename.startswith(_LIBRARY)
 
     def __str__(self) -> str:
         label = f" after {self.label}" if self.label else ""
@@ -157,19 +149,6 @@ class Race:
         return f"unordered {self.kind} of {self.memory}\n  first:  {self.first}\n  second: {self.second}"
 
 
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """The operations of a region that a CUDA graph cannot contain, or that take memory of their own.
-
-    Args:
-        synchronizations: the operations with which the host waited for a stream.
-        allocations: the memory that this library allocated, not modules, autograd or optimizers.
-    """
-
-    synchronizations: list[str] = field(default_factory=list)
-    allocations: list[str] = field(default_factory=list)
-
-
 @dataclass(eq=False)
 class _Block:
     """Memory of one storage, from its allocation until it is freed."""
@@ -201,7 +180,6 @@ class SimulatedEvent:
         _join((stream or self._accelerator.current).clock, self._clock)
 
     def synchronize(self) -> None:
-        self._accelerator.note_wait("Event.synchronize")
         _join(self._accelerator.host.clock, self._clock)
 
     def query(self) -> bool:
@@ -244,9 +222,7 @@ class SimulatedStream:
         event.record(self)
         return event
 
-    def synchronize(self, operation: str = "Stream.synchronize") -> None:
-        if self is not self.accelerator.host:
-            self.accelerator.note_wait(operation)
+    def synchronize(self) -> None:
         _join(self.accelerator.host.clock, self.clock)
 
     def query(self) -> bool:
@@ -267,7 +243,6 @@ class SimulatedAccelerator:
         """The races, each pair of places once."""
         self.label = ""
         """The last label of an operation that FSDP has logged."""
-        self._capture: Capture | None = None
         self._blocks: dict[int, _Block] = {}
         """The memory in use, by address."""
         self._addresses: dict[int, int] = {}
@@ -286,23 +261,8 @@ class SimulatedAccelerator:
 
     def synchronize(self, device: object = None) -> None:
         """Block the host until all work is done."""
-        self.note_wait("synchronize")
         for stream in self.streams:
             _join(self.host.clock, stream.clock)
-
-    @contextmanager
-    def capture(self) -> Iterator[Capture]:
-        """Note what a CUDA graph of this region could not contain, and what the library allocates in it."""
-        self._capture = capture = Capture()
-        try:
-            yield capture
-        finally:
-            self._capture = None
-
-    def note_wait(self, operation: str) -> None:
-        """Note that the host waits for a stream."""
-        if self._capture is not None:
-            self._capture.synchronizations.append(str(self._here(operation)))
 
     def run_late(self, seed: int) -> list[str]:
         """Execute the recorded operations again, each stream as late as ``seed`` says. Return what differs.
@@ -348,8 +308,6 @@ class SimulatedAccelerator:
         """
         stream, what = self.current, self._here(f"{storage.nbytes()} bytes allocated by {operation}")
         _join(stream.clock, self.host.clock)
-        if self._capture is not None and not keeps and what.is_of_library:
-            self._capture.allocations.append(str(what))
         for block in self._freed.pop(stream.number, ()):
             late = next((a for a in block.accesses if self._may_run(a, block, stream)), None)
             if late is not None:
@@ -538,7 +496,7 @@ class _Accesses(TorchDispatchMode):
         crosses = not runs_on_host and (bool(on_host) or to_host)
         is_asynchronous = can_be_asynchronous and bool(_argument(func, args, kwargs, "non_blocking"))
         if (crosses and not is_asynchronous) or (not runs_on_host and _returns_values(func, args)):
-            accelerator.current.synchronize(name)
+            accelerator.current.synchronize()
 
 
 def _is_unnoted(func: Any, name: str) -> bool:
@@ -670,7 +628,7 @@ def _read_on_host(
         is_host = block is not None and block.is_host
         with accelerator.use(accelerator.host if is_host else None):
             accelerator.access(read.__name__, [tensor], [], partial(Recording.exchange, sent=[tensor], received=[]))
-            accelerator.current.synchronize(read.__name__)
+            accelerator.current.synchronize()
     return read(tensor, *args, **kwargs)
 
 

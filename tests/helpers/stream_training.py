@@ -296,10 +296,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload of weights only": {"library": _shard_with_weights_on_the_host},
     "unused parameters reduced": {"prepare": lambda model: model.set_reduce_scatter_unused_params(True)},
     "sums held unsharded": {"hold": "set_requires_all_reduce", "prepare": _unfuse},
-    "stable storage, bf16": {
-        "mp_policy": MixedPrecisionPolicy(**BF16),
-        "prepare": lambda model: model.set_stable_storage(True),
-    },
     "values of rank 0": {"sync_module_states": True},
     "own optimizer event": {"prepare": _set_optimizer_event, "between": _set_optimizer_event},
     "int8 both ways": {"comm_policy": INT8},

@@ -433,9 +433,10 @@ def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
             "leave it out: shards of dim 0 need no copy .* fsdp_post_all_gather of a tensor sub",
         ),
         ("set_reduce_scatter_input_fn", "leave it out, or change what is sent by comm_policy or by fsdp_pre_reduce"),
+        ("set_stable_storage", r"leave it out, and compile blocks with block.compile\(\): their graphs hold no coll"),
     ],
 )
-def test_setters_of_torchs_main_branch_say_what_to_use_instead(name: str, remedy: str) -> None:
+def test_setters_that_are_not_supported_say_what_to_use_instead(name: str, remedy: str) -> None:
     model = fully_shard(nn.Linear(3, 3))
     with pytest.raises(UnsupportedError, match=f"^{name} is not supported in this version; {remedy}"):
         getattr(model, name)(None)

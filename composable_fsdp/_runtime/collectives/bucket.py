@@ -268,8 +268,7 @@ class Bucket:
         Raises:
             ParameterError: full parameters in memory shared by ranks were changed.
         """
-        if not self.pgs.is_stable:
-            self.buffer.free()
+        self.buffer.free()
         if self._own_copy is not None:
             self._own_copy = None
             for k, parameter in enumerate(self.parameters):
@@ -347,7 +346,7 @@ class Bucket:
         flat, dtype = self.store.flat, self.plan.compute_dtype
         if self._slice is not None or flat.dtype == dtype or flat.device != self._device:
             return None
-        return self.pgs.allocate(flat.numel(), dtype, self._device)
+        return torch.empty(flat.numel(), dtype=dtype, device=self._device)
 
     def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
         """Return the inputs of the all-gather: the shards, encoded if there is a codec, or a smaller mesh's slice."""
@@ -362,11 +361,7 @@ class Bucket:
             wire, self._layout = self._slice
         else:
             flat, dtype = self.store.flat, self.plan.compute_dtype
-            if cast is not None:
-                wire = cast.copy_(flat)
-            else:
-                is_kept = self.pgs.is_stable and flat.device == self._device
-                wire = self.pgs.cast(flat, dtype) if is_kept else cast_and_move(flat, dtype, self._device)
+            wire = cast_and_move(flat, dtype, self._device) if cast is None else cast.copy_(flat)
             self._layout = self.plan.gather
         layout, gather = self._layout, AllGatherBuffers([], [])
         if layout.zero_copy:

@@ -125,7 +125,6 @@ class BucketReduceScatter:
 
     def _make_views(self) -> None:
         layout, rank = self.plan.reduce, self._shard.rank
-        self._constants: dict[tuple[float, int, torch.dtype], torch.Tensor] = {}
         self._all_indices = frozenset(range(len(layout.indices)))
         self._members = [self.parameters[i] for i in layout.indices]
         self._has_empty = any(shards.numel == 0 for shards in layout.shards)
@@ -207,11 +206,7 @@ class BucketReduceScatter:
             num_shards = self._shard.size
             pieces = self._with_gaps(packed, num_shards) if layout.has_padding or self._has_empty else packed
             if layout.flags_width:
-                width = num_shards * layout.flags_width
-                if self.pgs.is_stable:
-                    pieces.append(self._constant(1.0, width, dtype))
-                else:
-                    pieces.append(torch.ones(width, dtype=dtype, device=self.device))
+                pieces.append(torch.ones(num_shards * layout.flags_width, dtype=dtype, device=self.device))
             if dtype == rows.dtype or self.pgs.device.fuses_copies:
                 torch._chunk_cat(pieces, 0, num_shards, out=rows)
             else:  # one cast of all takes a fifth of the time of one for each
@@ -225,22 +220,12 @@ class BucketReduceScatter:
     def _with_gaps(self, packed: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
         """Return ``packed`` without empty tensors, which ``torch._chunk_cat`` rejects, and with zeros for the gaps."""
         layout = self.plan.reduce
-        zeros = {gap: self._constant(0.0, num_rows * gap, packed[0].dtype) for gap in {*layout.gaps} - {0}}
+        zeros = {gap: packed[0].new_zeros(num_rows * gap) for gap in {*layout.gaps} - {0}}
         pieces = []
         for gradient, gap in zip(packed, layout.gaps, strict=True):
             pieces += [gradient] if gradient.numel() else []
             pieces += [zeros[gap]] if gap else []
         return pieces
-
-    def _constant(self, value: float, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``numel`` equal values, a part of messages, in memory that is kept if messages are."""
-        key = value, numel, dtype
-        if key in self._constants:
-            return self._constants[key]
-        values = torch.full((numel,), value, dtype=dtype, device=self.device)
-        if self.pgs.is_stable:
-            self._constants[key] = values
-        return values
 
     def _encoded_message(
         self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]
@@ -384,8 +369,7 @@ class BucketReduceScatter:
         """Divide the result, cast it to the dtype of the gradients and copy it to the device of the shards."""
         present = self._present_anywhere(scatter)
         divide(scatter.output, reduction.post_divide)
-        output, dtype = scatter.output, scatter.gradient_dtype
-        flat = self.pgs.cast(output, dtype) if self.pgs.is_stable else output.to(dtype)
+        flat = scatter.output.to(scatter.gradient_dtype)
         if flat.device != self.rest:
             host = torch.empty_like(flat, device=self.rest, pin_memory=self.pin_memory)
             flat = host.copy_(flat, non_blocking=True)
@@ -416,8 +400,7 @@ class BucketReduceScatter:
     ) -> torch.Tensor:
         if gradient is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        flat = gradient.reshape(-1)
-        flat = self.pgs.cast(flat, dtype) if self.pgs.is_stable else flat.to(dtype)
+        flat = gradient.reshape(-1).to(dtype)
         return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide
 
 

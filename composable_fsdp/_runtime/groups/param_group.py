@@ -88,14 +88,6 @@ class ParamGroup:
         self._has_own_copy = False
         """True if modules compute with a private copy of parameters in shared memory."""
 
-    def keep_memory(self, enable: bool) -> None:
-        """Choose whether unsharded parameters and messages stay in memory, at one address."""
-        for pgs in self.process_groups:
-            pgs.keep_memory(enable)
-        if self.parameter_state is ParameterState.SHARDED:
-            for bucket in self.buckets:
-                bucket.free()
-
     def restore_types(self) -> None:
         """Give unsharded parameters their types of ``spmd_types``."""
         for parameter, types in self.typed:
