@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         NEVER_ZERO_COPY,
         GatherLayout,
         ReduceLayout,
-        find_runs,
         plan_gather,
         plan_reduce,
         split_at,

@@ -18,11 +18,9 @@ __all__ = [
     "NEVER_ZERO_COPY",
     "FlatLayout",
     "GatherLayout",
-    "PackedRun",
     "ReduceLayout",
     "aligned_bytes",
     "aligned_piece",
-    "find_runs",
     "plan_gather",
     "plan_reduce",
     "split_at",
@@ -66,8 +64,6 @@ class GatherLayout:
     packed_widths: tuple[int, ...]
     """Elements of each packed parameter in each rank's row of the message, alignment included."""
     packed_numel: int
-    in_chunks: bool
-    """True if every packed parameter is the concatenation of its rows, and the message has no gaps."""
 
     @property
     def wire_numel(self) -> int:
@@ -98,9 +94,7 @@ class ReduceLayout:
     packed_numel: int
     has_padding: bool
     in_chunks: bool
-    """True if each rank's row is the ``torch.chunk`` of every packed gradient on dim 0, apart from alignment gaps."""
-    gaps: tuple[int, ...]
-    """Alignment elements after each packed gradient in a row."""
+    """True if each rank's row is the ``torch.chunk`` of every packed gradient on dim 0. None is empty."""
     num_flags: int
     flags_offset: int
     flags_width: int
@@ -151,10 +145,7 @@ def plan_gather(
     )
     store, packed, widths = _packed_first([s.padded_numel for s in shards], zero_copy, itemsize)
     places = places or FlatLayout(*_aligned([s.full_numel for s in shards], itemsize))
-    in_chunks = all(shards[i].concatenates and shards[i].padded_numel == w for i, w in zip(packed, widths, strict=True))
-    return GatherLayout(
-        tuple(shards), shards[0].num_shards, store, places, zero_copy, packed, widths, sum(widths), in_chunks
-    )
+    return GatherLayout(tuple(shards), shards[0].num_shards, store, places, zero_copy, packed, widths, sum(widths))
 
 
 def plan_reduce(
@@ -183,7 +174,10 @@ def plan_reduce(
     flags_width = widths[-1] if num_flags else 0  # all of it is written, so it does not count as padding
     payload = sum(chosen[k].numel for k in gradients) + num_shards * flags_width
     padded = sum(widths) * num_shards != payload
-    gaps = tuple(w - chosen[k].padded_numel for k, w in zip(gradients, widths, strict=False))
+    in_chunks = all(
+        chosen[k].dim == 0 and chosen[k].numel > 0 and chosen[k].padded_numel == width
+        for k, width in zip(gradients, widths, strict=False)
+    )
     offsets = output.offsets[: len(chosen)]
     flags_offset = output.offsets[-1] if num_flags else 0
     return ReduceLayout(
@@ -195,8 +189,7 @@ def plan_reduce(
         widths,
         sum(widths),
         padded,
-        all(chosen[k].dim == 0 for k in gradients),
-        gaps,
+        in_chunks,
         num_flags,
         flags_offset,
         flags_width,
@@ -224,44 +217,6 @@ def _aligned(lengths: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], in
         starts.append(end)
         end += -(-length // step) * step
     return tuple(starts), end
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRun:
-    """A run of ``count`` packed parameters, with ``padded_numel`` elements on each rank, that one strided copy moves.
-
-    A layer often has several parameters of one shape in a row: scales and shifts, biases, adapters, experts. If they
-    are equally spaced both in a rank's row of the message and in the unsharded buffer, one copy moves all of them.
-    The k-th begins at ``start + k * width`` in each rank's row, and at ``place + k * step`` in the unsharded buffer.
-    """
-
-    start: int
-    width: int
-    place: int
-    step: int
-    padded_numel: int
-    count: int = 1
-
-
-def find_runs(layout: GatherLayout) -> tuple[PackedRun, ...]:
-    """Group the packed parameters of ``layout`` into as few runs as possible, in order.
-
-    The rows of each packed parameter must be its memory in order.
-    """
-    runs: list[PackedRun] = []
-    start = 0
-    for i, width in zip(layout.packed, layout.packed_widths, strict=True):
-        shards, place = layout.shards[i], layout.places.offsets[i]
-        last = runs[-1] if runs else None
-        if last is not None and (last.width, last.padded_numel) == (width, shards.padded_numel):
-            step = last.step if last.count > 1 else place - last.place
-            if place == last.place + last.count * step:
-                runs[-1] = PackedRun(last.start, width, last.place, step, last.padded_numel, last.count + 1)
-                start += width
-                continue
-        runs.append(PackedRun(start, width, place, shards.full_numel, shards.padded_numel))
-        start += width
-    return tuple(runs)
 
 
 def split_at(begins: Sequence[int], ends: Sequence[int], numel: int) -> tuple[list[int], list[int]]:

@@ -22,34 +22,23 @@ from tests._internals import (
     ProcessGroupCommunicator,
     TensorShards,
     cached_gather,
-    find_runs,
     plan_gather,
 )
 
 RANKS = 2
 
 
-def part_of(widths: Sequence[int], *, rank: int, in_runs: bool, dtype: torch.dtype = torch.float32) -> CachedPart:
+def part_of(widths: Sequence[int], *, rank: int, dtype: torch.dtype = torch.float32) -> CachedPart:
     """Return a bucket of vectors whose shards have ``widths`` elements. Values start from 100 times the rank."""
     shards = [TensorShards((RANKS * width,), 0, RANKS) for width in widths]
     layout = plan_gather(shards, itemsize=dtype.itemsize, zero_copy_min_bytes=1 << 30)
     packed = torch.arange(100.0 * rank, 100.0 * rank + layout.packed_numel)
     buffer = OwnedBuffer(layout.places.numel, dtype, packed.device)
-    if in_runs:
-        runs = find_runs(layout)
-        places = [
-            buffer.region(run.place, (run.count - 1) * run.step + RANKS * run.padded_numel).as_strided(
-                (run.count, RANKS, run.padded_numel), (run.step, run.padded_numel, 1)
-            )
-            for run in runs
-        ]
-        part = CachedPart(packed, dtype, buffer, places, runs=runs)
-    else:
-        places = [
-            buffer.region(offset, RANKS * width).view(RANKS, width)
-            for offset, width in zip(layout.places.offsets, layout.packed_widths, strict=True)
-        ]
-        part = CachedPart(packed, dtype, buffer, places, layout.packed_widths)
+    places = [
+        buffer.region(offset, RANKS * width).view(RANKS, width)
+        for offset, width in zip(layout.places.offsets, widths, strict=True)
+    ]
+    part = CachedPart(packed, dtype, buffer, places, layout.store.offsets)
     buffer.free()
     return part
 
@@ -62,18 +51,18 @@ class Slab(FakeCommunicator):
 
 
 aligned = st.lists(st.integers(1, 4).map(lambda n: 8 * n), min_size=1, max_size=4)
+any_width = st.lists(st.integers(0, 20), min_size=1, max_size=4)
 
 
 @given(
-    st.lists(aligned, min_size=1, max_size=3),
-    st.booleans(),
+    st.lists(aligned, min_size=1, max_size=3) | st.lists(any_width, min_size=1, max_size=3),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([FakeCommunicator, Slab]),
 )
 def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
-    buckets: list[list[int]], in_runs: bool, dtype: torch.dtype, kind: type[FakeCommunicator]
+    buckets: list[list[int]], dtype: torch.dtype, kind: type[FakeCommunicator]
 ) -> None:
-    ranks = [[part_of(widths, rank=rank, in_runs=in_runs, dtype=dtype) for widths in buckets] for rank in range(RANKS)]
+    ranks = [[part_of(widths, rank=rank, dtype=dtype) for widths in buckets] for rank in range(RANKS)]
     world = FakeWorld(RANKS)
     communicators = [kind(world, rank) for rank in range(RANKS)]
     gathers = []
@@ -92,15 +81,15 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
             gather.take(rows)
         for parts in ranks:
             for i, (part, widths) in enumerate(zip(parts, buckets, strict=True)):
-                shards = [of_rank[i].packed.to(dtype).split(widths) for of_rank in ranks]
-                full = torch.cat([torch.cat(both) for both in zip(*shards, strict=True)])
-                assert torch.equal(part.buffer.region(0, full.numel()), full)
+                for begin, width, place in zip(part.begins, widths, part.places, strict=True):
+                    shards = [of_rank[i].packed[begin : begin + width].to(dtype) for of_rank in ranks]
+                    assert torch.equal(place, torch.stack(shards))
                 part.buffer.free()
 
 
 def test_gathers_with_copies_or_over_other_ranks_are_not_cached() -> None:
     one, other = FakeWorld(RANKS).communicator(0), FakeWorld(RANKS).communicator(0)
-    part = part_of([8, 16], rank=0, in_runs=False)
+    part = part_of([8, 16], rank=0)
     assert cached_gather([part, part], [one, one]) is not None
     assert cached_gather([], []) is None
     assert cached_gather([part, None], [one, one]) is None
@@ -110,15 +99,14 @@ def test_gathers_with_copies_or_over_other_ranks_are_not_cached() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        part_of([8], rank=0, in_runs=True),
-        part_of([8], rank=0, in_runs=False, dtype=torch.bfloat16),
-        replace(part_of([8], rank=0, in_runs=False), packed=torch.zeros(7)),
+        part_of([8], rank=0, dtype=torch.bfloat16),
+        replace(part_of([8], rank=0), packed=torch.zeros(7)),
     ],
-    ids=["runs", "another dtype", "the next one would not be aligned"],
+    ids=["another dtype", "the next one would not be aligned"],
 )
 def test_payloads_that_do_not_fit_one_message_are_refused(other: CachedPart) -> None:
     communicator = FakeWorld(RANKS).communicator(0)
-    part = part_of([8], rank=0, in_runs=False)
+    part = part_of([8], rank=0)
     assert cached_gather([part, other], [communicator] * 2) is None
 
 

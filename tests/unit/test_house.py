@@ -52,9 +52,9 @@ MOST_FIELDS = {
     "BucketPlan": 20,
     "ForwardCall": 20,
     "Bucket": 19,
-    "BucketReduceScatter": 19,
+    "BucketReduceScatter": 18,
     "ShardedParameter": 19,
-    "ProcessGroups": 18,
+    "ProcessGroups": 17,
 }
 MOST_FIELDS_OF_OTHERS = 20
 

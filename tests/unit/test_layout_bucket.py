@@ -151,6 +151,19 @@ def test_flags_are_the_last_segment_of_the_packed_message(
         assert layout.flags_offset == layout.gradient_numel
 
 
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.booleans())
+def test_a_message_in_chunks_has_no_other_padding_than_that_of_the_shards(
+    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, flags: bool
+) -> None:
+    layout = plan_reduce(
+        shards, range(len(shards)), itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes, flags=flags
+    )
+    packed = [shards[k] for k in layout.packed]
+    assert layout.in_chunks == (
+        all(s.dim == 0 and s.numel for s in packed) and layout.gradient_numel == sum(s.padded_numel for s in packed)
+    )
+
+
 def test_a_reduction_without_gradients_is_empty() -> None:
     layout = plan_reduce([TensorShards((4,), 0, 2)], [], itemsize=4, zero_copy_min_bytes=0)
     assert (layout.zero_copy, layout.packed, layout.packed_numel, layout.output.numel) == ((), (), 0, 0)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._layout.bucket_layout import GatherLayout, PackedRun, find_runs
+from composable_fsdp._layout.bucket_layout import GatherLayout
 from composable_fsdp._layout.pack import take_shard, unpack_parameter
 from composable_fsdp._layout.plan import BucketPlan, plan_smaller_mesh
 from composable_fsdp._memory.buffers import (
@@ -53,16 +53,14 @@ class AllGatherBuffers:
 class CachedPart:
     """One bucket of a cached all-gather: ``packed``, 1-d, is cast to ``dtype`` and gathered, one row per rank.
 
-    Rows are split into ``widths`` and copied to ``places``, each ``(num_shards, width)``; or they are copied by
-    ``runs``, whose places are ``(count, num_shards, padded_numel)``.
+    ``places``, each ``(num_shards, padded_numel)``, begin at ``begins`` of each row, in order.
     """
 
     packed: torch.Tensor
     dtype: torch.dtype
     buffer: UnshardedBuffer
     places: Sequence[torch.Tensor]
-    widths: Sequence[int] = ()
-    runs: Sequence[PackedRun] = ()
+    begins: Sequence[int]
 
 
 class AnyBucket(Protocol):
@@ -177,8 +175,6 @@ class Bucket:
             else AliasedBuffer(store.flat if common is None else common)
         )
         self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if self._is_gathered else []
-        self._runs = self._runs_worth_while(plan.gather) if self._is_gathered else ()
-        self._run_places = [self._run_place(run) for run in self._runs]
         self._versions: list[int] = []
         """Versions of full parameters in shared memory when they were last freed."""
         self._keeps_values = self._is_shared
@@ -238,12 +234,10 @@ class Bucket:
         alone = layout.packed_numel and not layout.zero_copy
         if not (self._is_gathered and alone and plan.codec is None and flat.device == self._device):
             return None
-        packed, dtype = flat[: layout.packed_numel], plan.compute_dtype
-        if self._runs:
-            return CachedPart(packed, dtype, self.buffer, self._run_places, runs=self._runs)
-        if not layout.in_chunks:
+        if not all(layout.shards[i].concatenates for i in layout.packed):
             return None
-        return CachedPart(packed, dtype, self.buffer, self._row_places, layout.packed_widths)
+        begins = [layout.store.offsets[i] for i in layout.packed]
+        return CachedPart(flat[: layout.packed_numel], plan.compute_dtype, self.buffer, self._row_places, begins)
 
     def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[int], int]:
         """Return the payload bytes and zero-copy bytes of an all-gather from a smaller mesh."""
@@ -385,10 +379,7 @@ class Bucket:
         self.buffer.allocate()
         layout, received = self._layout, gather.rows[0]
         if not self._decodes or self.plan.codec is None:
-            if layout is self.plan.gather and self._runs:
-                torch._foreach_copy_(self._run_places, [self._run_source(run, received) for run in self._runs])
-            else:
-                self._unpack(received, slice(0, layout.num_shards))
+            self._unpack(received, slice(0, layout.num_shards))
             return
         # Decode the rows of a few ranks at a time, to keep the temporary small; all at once if a parameter is not the
         # concatenation of its rows.
@@ -400,7 +391,7 @@ class Bucket:
         """Copy the rows received from ``ranks`` to their places."""
         layout = self._layout
         is_full_mesh = layout.num_shards == self._shard.size
-        rows = received.split(layout.packed_widths, dim=1)
+        rows = received.split_with_sizes(layout.packed_widths, dim=1)
         places, sources = [], []
         for position, (i, row) in enumerate(zip(layout.packed, rows, strict=True)):
             shards = layout.shards[i]
@@ -419,28 +410,6 @@ class Bucket:
         shards = layout.shards[i]
         place = self.buffer.region(layout.places.offsets[i], shards.full_numel)
         return place.view(layout.num_shards, shards.padded_numel) if shards.concatenates else place
-
-    def _runs_worth_while(self, layout: GatherLayout) -> tuple[PackedRun, ...]:
-        """Return the runs of packed parameters, or none if one fused split-and-copy is faster or runs do not exist."""
-        if not all(layout.shards[i].concatenates for i in layout.packed):
-            return ()
-        runs = find_runs(layout)
-        splits_well = layout.in_chunks and (2 * len(runs) > len(layout.packed) or self.pgs.device.fuses_copies)
-        return () if splits_well else runs
-
-    def _run_place(self, run: PackedRun) -> torch.Tensor:
-        """Return the unsharded memory of ``run`` as ``(count, num_shards, padded_numel)``."""
-        numel = self._shard.size * run.padded_numel
-        place = self.buffer.region(run.place, (run.count - 1) * run.step + numel)
-        return place.as_strided((run.count, self._shard.size, run.padded_numel), (run.step, run.padded_numel, 1))
-
-    def _run_source(self, run: PackedRun, received: torch.Tensor) -> torch.Tensor:
-        """Return the received rows of ``run`` in the same shape."""
-        return received.as_strided(
-            (run.count, self._shard.size, run.padded_numel),
-            (run.width, received.stride(0), 1),
-            received.storage_offset() + run.start,
-        )
 
     def keep_slice(self, num_shards: int, rank: int, zero_copy_min_bytes: int) -> None:
         """Keep the slice of ``rank`` on a smaller mesh of ``num_shards``, the input of the all-gather in backward."""
