@@ -113,7 +113,6 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.root.recovery import timeout_of as timeout_of_group
     from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
-    from composable_fsdp._runtime.root.step_times import StepTimes
     from composable_fsdp._runtime.schedule import passes, schedule
     from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, Choice, ScheduleSettings, choose
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
@@ -121,7 +120,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.schedule.simulate import Timeline, fit_computation, simulate
     from composable_fsdp._runtime.schedule.unused_groups import UnusedGroups
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
-    from composable_fsdp._sharding import mesh
+    from composable_fsdp._sharding import mesh, process_groups
     from composable_fsdp._sharding.mesh import (
         DataParallelAxes,
         data_parallel_axes,

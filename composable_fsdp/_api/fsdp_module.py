@@ -381,8 +381,8 @@ class FSDPModule(TorchFSDPModule):
         changed for two such forwards in a row. A choice takes about as long as planning twenty schedules. The settings
         are the maximum number of gradient buckets of a group, whether large parameters have messages of their own,
         ``set_prefetch_limit`` and ``set_max_fused_bytes``. What the user has set is kept. The predicted memory is at
-        most that of the default settings, or of one message per group and direction if that is more. Costs are not
-        measured any more, until :meth:`calibrate` is called. All ranks must call this together, with the same costs.
+        most that of the default settings, or of one message per group and direction if that is more. All ranks must
+        call this together, with the same costs.
 
         Args:
             costs: the table, a file that ``Costs.save`` wrote, or ``None`` for the default settings.
@@ -399,28 +399,24 @@ class FSDPModule(TorchFSDPModule):
         found = _read_costs(costs)
         check_costs(states_by_name(_state(self)), found)
         set_root_option(_state(self), "costs", found)
-        set_root_option(_state(self), "measures_costs", False)
 
     def calibrate(self, steps: int = 2) -> None:
         """Measure the costs of collectives and computation in the next training steps, and choose by them.
 
-        On devices with streams this happens without a call in the third and fourth forward that gathers parameters,
-        unless ``set_costs`` was called or ``torch.use_deterministic_algorithms`` is on.
-
-        The next ``steps`` forwards and backwards measure the collectives of each mesh axis, with messages of 4 KiB up
-        to its largest ones, at most 16 MiB. They also measure the computation of each group: with events on the device,
-        or on the host's clock where waits block the host. There the host's work in hooks counts as computation, and so
-        do waits that collectives do not explain. Then all ranks of the model agree on one table, the medians of
+        Without this call, or :meth:`set_costs`, nothing is measured and nothing that is measured decides. The next
+        ``steps`` forwards and backwards measure the collectives of each mesh axis, with messages of 4 KiB up to its
+        largest ones, at most 16 MiB. They also measure the computation of each group: with events on the device, or on
+        the host's clock where waits block the host. There the host's work in hooks counts as computation, and so do
+        waits that collectives do not explain. Then all ranks of the model agree on one table, the medians of
         collectives and the computation of the slowest rank. It takes effect as if it had been given to ``set_costs``,
-        and :meth:`costs` returns it. It is measured again when the time of steps changes by more than 10 %.
-        ``reset_iter_state`` ends the measurement. All ranks must call this together. Call it on the root.
+        and :meth:`costs` returns it. Another call measures again. ``reset_iter_state`` ends the measurement. All ranks
+        must call this together. Call it on the root.
 
         Raises:
             ConfigurationError: ``steps`` is less than 1.
         """
         check_count("steps", steps, least=1)
-        set_root_option(_state(self), "measures_costs", True)
-        iteration_of(_state(self)).autotuner.calibrate(steps)
+        iteration_of(_state(self)).tuning.calibrate(steps)
 
     def costs(self) -> Costs | None:
         """Return the table by which settings are chosen: that of ``set_costs``, or the one that was measured last."""

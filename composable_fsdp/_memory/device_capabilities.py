@@ -47,11 +47,6 @@ class DeviceCapabilities:
     has_streams: bool
     fuses_copies: bool
 
-    @property
-    def times_events(self) -> bool:
-        """True if the time between two events can be read."""
-        return hasattr(self.module.Event(enable_timing=True), "elapsed_time")
-
     def is_capturing(self) -> bool:
         """Return whether the current stream is captured, into a CUDA graph."""
         return bool(getattr(self.module, "is_current_stream_capturing", bool)())

@@ -17,6 +17,8 @@ from composable_fsdp._sharding.mesh import DataParallelAxes
 
 __all__ = ["ProcessGroups", "group_by_key"]
 
+_ONE_MESSAGE = MessageSizes(zero_copy=False, grad_buckets=1)
+
 Key = TypeVar("Key")
 Item = TypeVar("Item")
 
@@ -55,7 +57,7 @@ class ProcessGroups:
 
         It is the same on all ranks, because they all-gather and end epochs together.
         """
-        self.message_sizes = MessageSizes()
+        self.message_sizes = self.default_message_sizes
         self.unequal_use = False
         """True if a rank may join a reduction without any gradient.
 
@@ -65,6 +67,11 @@ class ProcessGroups:
     @property
     def replicate(self) -> Communicator:
         return self.axes.replicate
+
+    @property
+    def default_message_sizes(self) -> MessageSizes:
+        """The sizes without a choice by costs: on streams one message per group and direction, as FSDP2 sends them."""
+        return _ONE_MESSAGE if self.device.has_streams else MessageSizes()
 
     def note_release(self) -> None:
         """Note that this rank no longer reads the shared unsharded buffer. Others may, until the epoch ends."""

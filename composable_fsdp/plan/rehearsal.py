@@ -249,7 +249,7 @@ def _calibration(iteration: Iteration, ledger: MemoryLedger) -> Calibration:
 def _observe(iteration: Iteration, ledger: MemoryLedger) -> _Observer:
     """Return the observer of ``iteration``, which also notes the bytes of inputs of the modules of each group."""
     observer = _Observer(ledger, iteration.states, _calibration(iteration, ledger))
-    iteration.autotuner.observer = observer
+    iteration.tuning.observer = observer
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.requires_grad)

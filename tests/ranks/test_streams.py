@@ -19,7 +19,7 @@ from torch import nn
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import ParameterState, passes, state_of
+from tests._internals import MessageSizes, ParameterState, passes, process_groups, state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.training import check_parity
@@ -30,11 +30,18 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @contextmanager
 def streams() -> Iterator[None]:
-    """Simulate streams on ``torch.cpu`` inside the context. Small messages are treated like large ones."""
+    """Simulate streams on ``torch.cpu`` inside the context. Small messages are treated like large ones.
+
+    Groups are reduced in the gradient buckets that their transports ask for, as after a choice by costs.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         sim = importlib.import_module("sim.device")
-        with sim.Device(flops=1.0, bandwidth=1.0).installed(), mock.patch.object(passes, "_MIN_BYTES_IN_FLIGHT", 0):
+        with (
+            sim.Device(flops=1.0, bandwidth=1.0).installed(),
+            mock.patch.object(passes, "_MIN_BYTES_IN_FLIGHT", 0),
+            mock.patch.object(process_groups, "_ONE_MESSAGE", MessageSizes()),
+        ):
             yield
 
 

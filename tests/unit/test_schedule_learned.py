@@ -1,4 +1,4 @@
-"""Costs that are measured without a call: in virtual time, on a simulated network whose true costs are known."""
+"""Nothing is measured without a call, and ``calibrate`` finds the true costs of a simulated network in virtual time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composable_fsdp import FSDPModule, fully_shard
-from tests._internals import StepTimes
+from composable_fsdp.trace import Operation, Recorder
+from tests._internals import state_of
 from tests.helpers.sharding import sharded
 
-DEVICE = torch.device("cpu")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RANKS, WIDTH, LAYERS, ROWS = 64, 4096, 2, 8192
 LATENCY_US, BYTES_PER_US = 20.0, 5e4
-STEPS_TO_LEARN = 7
 
 
 @contextmanager
@@ -64,7 +63,27 @@ def stepper(model: Any, network: Any) -> Callable[[], float]:
     return step
 
 
-def test_costs_are_measured_in_the_third_and_fourth_step_and_are_the_true_ones(network: Any) -> None:
+def test_nothing_is_measured_or_chosen_without_a_call(network: Any) -> None:
+    model = build(network)
+    times = [s() for s in [stepper(model, network)] * 12]
+    assert model.costs() is None
+    assert model.schedule_choice() is None
+    assert times[2:] == [times[1]] * 10, "no step measures anything"
+
+
+def test_by_default_a_group_has_one_message_in_each_direction(network: Any) -> None:
+    model = build(network)
+    step = stepper(model, network)
+    step()
+    with Recorder() as recorder:
+        step()
+    reduced = [event.group for event in recorder if event.operation is Operation.REDUCE]
+    assert sorted(reduced) == [str(layer) for layer in range(LAYERS)]
+    plans = [state_of(block).group.plan for block in model]  # type: ignore[attr-defined]
+    assert [(plan.gather_messages, plan.gradient_messages) for plan in plans] == [(1, (1,))] * LAYERS
+
+
+def test_calibrate_finds_the_true_costs(network: Any) -> None:
     check_costs(network)
 
 
@@ -72,9 +91,11 @@ def check_costs(network: Any) -> None:
     """Learn the costs of ``network``, and compare them with the true ones."""
     model = build(network)
     step = stepper(model, network)
-    for number in range(4):
-        assert model.costs() is None, number
+    step()
+    model.calibrate()
+    for number in range(2):
         step()
+        assert model.costs() is None, number
     step()
     costs = model.costs()
     assert costs is not None
@@ -89,66 +110,51 @@ def check_costs(network: Any) -> None:
     assert model.schedule_choice() is not None
 
 
-def test_the_choice_tells_the_measured_time_beside_the_predicted_one(network: Any) -> None:
-    model = build(network)
-    times = [s() for s in [stepper(model, network)] * 9]
-    choice = model.schedule_choice()
-    assert choice is not None
-    assert choice.measured_seconds == pytest.approx(times[-1], rel=0.01)
-    assert choice.seconds == pytest.approx(times[-1], rel=0.05)
-    assert f"measured         {1e3 * choice.measured_seconds:.2f} ms per step" in str(choice)  # type: ignore[operator]
-
-
-def test_a_network_that_changes_is_measured_again_within_seven_steps(network: Any) -> None:
+def test_a_network_that_changes_is_measured_again_by_another_call(network: Any) -> None:
     model = build(network)
     step = stepper(model, network)
-    for _ in range(9):
-        step()
-    before = model.schedule_choice()
+    step()
+
+    def calibrated() -> tuple[Any, float]:
+        model.calibrate()
+        for _ in range(4):
+            step()
+        return model.schedule_choice(), step()
+
+    before, _ = calibrated()
     network.latency = 5000.0
     slow = step()
-    for _ in range(STEPS_TO_LEARN - 2):
-        step()
-    after = model.schedule_choice()
-    assert before is not None
-    assert after is not None
+    after, seconds = calibrated()
     assert after.settings.grad_buckets < before.settings.grad_buckets
-    assert step() < 0.8 * slow
+    assert seconds < 0.8 * slow
+    assert after.seconds == pytest.approx(seconds, rel=0.05)
     costs = model.costs()
     assert costs is not None
     (axis,) = costs.axes.values()
     assert axis.all_gather.latency == pytest.approx(5e-3, rel=0.01)
 
 
-def test_nothing_is_measured_if_the_user_has_given_costs_or_asked_for_deterministic_algorithms(network: Any) -> None:
-    given, deterministic = build(network), build(network)
-    given.set_costs(None)
-    for _ in range(8):
-        stepper(given, network)()
-    assert given.costs() is None
-    torch.use_deterministic_algorithms(True)
-    try:
-        for _ in range(8):
-            stepper(deterministic, network)()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert deterministic.costs() is None
-
-
-def test_nothing_is_measured_on_a_device_whose_events_have_no_times(
-    network: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(importlib.import_module("sim.device").Event, "elapsed_time")
+def test_set_costs_without_a_table_goes_back_to_the_default(network: Any) -> None:
     model = build(network)
-    for _ in range(8):
-        stepper(model, network)()
-    assert model.costs() is None
+    step = stepper(model, network)
+    times = [step(), step()]
+    plans = [state_of(block).group.plan for block in model]  # type: ignore[attr-defined]
+    model.calibrate()
+    for _ in range(4):
+        step()
+    assert [state_of(block).group.plan for block in model] != plans, "a choice took effect"  # type: ignore[attr-defined]
+    model.set_costs(None)
+    step()
+    assert model.schedule_choice() is None
+    assert [state_of(block).group.plan for block in model] == plans  # type: ignore[attr-defined]
+    assert step() == times[1]
 
 
 def test_settings_of_the_user_are_kept(network: Any) -> None:
     model = build(network)
     model.set_prefetch_limit(0)
-    for _ in range(6):
+    model.calibrate()
+    for _ in range(4):
         stepper(model, network)()
     choice = model.schedule_choice()
     assert choice is not None
@@ -157,66 +163,7 @@ def test_settings_of_the_user_are_kept(network: Any) -> None:
 
 def test_a_step_that_measures_takes_no_longer_than_two(network: Any) -> None:
     model = build(network)
-    times = [s() for s in [stepper(model, network)] * 9]
-    assert max(times[2:]) <= 2 * times[1]
-
-
-class Steps:
-    """Steps with given times, of which a ``StepTimes`` compares some, as an iteration does."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        patch.setattr("time.perf_counter", lambda: self.now)
-        self.times = StepTimes(DEVICE)
-        self.compared: list[int] = []
-        """The steps that have compared times."""
-
-    def run(self, count: int, seconds: Callable[[int], float], synchronized: Callable[[int], bool] = bool) -> list[int]:
-        """Run steps ``1`` to ``count``, and restart after each change. Return the steps that have seen one."""
-        changes = []
-        for number in range(1, count + 1):
-            has_changed = self.times.has_changed()
-            if has_changed is not None:
-                self.compared.append(number)
-            if has_changed:
-                changes.append(number)
-                self.times.restart(has_changed=False)
-            self.times.begin_step()
-            self.now += seconds(number)
-            self.times.end_step(synchronized=synchronized(number))
-        return changes
-
-
-@pytest.fixture(name="steps")
-def _steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    return Steps(monkeypatch)
-
-
-def test_steps_of_nearly_equal_times_have_not_changed_and_are_compared_rarely(steps: Steps) -> None:
-    assert steps.run(300, lambda number: 1.0 + 0.09 * (number % 2)) == []
-    assert len(steps.compared) < 40
-    assert [number for number in steps.compared if number > 70] == [131, 195, 259]
-
-
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_two_steps_in_a_row_of_another_time_are_a_change(steps: Steps, factor: float) -> None:
-    assert steps.run(20, lambda number: factor if number >= 10 else 1.0)[:1] == [13]
-
-
-def test_one_slow_step_is_no_change(steps: Steps) -> None:
-    assert steps.run(60, lambda number: 5.0 if number % 7 == 0 else 1.0) == []
-
-
-def test_steps_that_hold_gradients_are_not_compared(steps: Steps) -> None:
-    is_last = [False, False, True]
-    times = steps.run(
-        60, lambda number: 2.0 if is_last[number % 3] else 1.0, synchronized=lambda number: is_last[number % 3]
-    )
-    assert times == []
-    assert steps.compared, "those with a reduction are compared"
-
-
-def test_measurements_that_change_no_settings_become_rare(steps: Steps) -> None:
-    changes = steps.run(5000, lambda number: 1.0 + number // 7 % 3)
-    assert len([number for number in changes if number < 300]) >= 8
-    assert len([number for number in changes if number > 1000]) <= 5
+    step = stepper(model, network)
+    times = [step(), step()]
+    model.calibrate()
+    assert max(step() for _ in range(5)) <= 2 * times[1]

@@ -272,8 +272,6 @@ class FSDPState:
     """The bytes by which chosen settings may exceed the peak memory of FSDP2's schedule, if the user has set it."""
     costs: Costs | None = _setting(None, of_root=True)
     """The costs by which settings are chosen that the user has not set."""
-    measures_costs: bool | None = _setting(None, of_root=True)
-    """True if costs are measured in training, False if not, and ``None`` for the default."""
     forward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
     """The states that the user chose to prefetch in forward."""
     backward_prefetch: Sequence[ref[FSDPState]] | None = _setting()

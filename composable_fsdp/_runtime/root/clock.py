@@ -27,16 +27,11 @@ class Clock:
     def __init__(self, device: torch.device, now: Callable[[], float] | None = None) -> None:
         self.device = device
         self._now = now or time.perf_counter
-        self._capabilities = device_capabilities(device)
-        has_events = now is None and self._capabilities.has_streams
-        self._module = self._capabilities.module if has_events else None
+        capabilities = device_capabilities(device)
+        has_events = now is None and capabilities.has_streams
+        self._module = capabilities.module if has_events else None
         self.is_host = now is None and not has_events
         """True if waits block the host, so that its work is part of a step's time."""
-
-    @property
-    def has_times(self) -> bool:
-        """True if the time between two marks can be read, which events of some devices do not tell."""
-        return self._module is None or self._capabilities.times_events
 
     def mark(self) -> Mark:
         """Return the current point in time of the current stream."""

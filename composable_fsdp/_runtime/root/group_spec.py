@@ -8,7 +8,7 @@ from weakref import ref
 
 from composable_fsdp._layout.plan import SMALL_BYTES, GradientMemory, GroupPlan, MessageSizes
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
-from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, ScheduleSettings
+from composable_fsdp._runtime.schedule.choose import ScheduleSettings
 from composable_fsdp._runtime.schedule.passes import DEFAULT_EXTRA_BYTES, GroupSpec, ScheduleOptions
 from composable_fsdp._sharding.mesh import DataParallelAxes
 
@@ -107,7 +107,7 @@ def _gradients(plan: GroupPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
     return tuple(map(tuple, found))
 
 
-def settings_of(root: FSDPState, chosen: ScheduleSettings = DEFAULT_SETTINGS) -> ScheduleSettings:
+def settings_of(root: FSDPState, chosen: ScheduleSettings) -> ScheduleSettings:
     """Return the ``chosen`` settings with those that the user has set for ``root`` in their place."""
     return replace(chosen, **{name: getattr(root, name) for name in set_by_user(root)})
 

@@ -45,7 +45,6 @@ from composable_fsdp._runtime.groups.state_machine import (
     ParameterState,
 )
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
-from composable_fsdp._runtime.root.autotuner import Autotuner
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.finalization import Finalization
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
@@ -55,6 +54,7 @@ from composable_fsdp._runtime.root.recovery import Rendezvous, disconnect, has_f
 from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
 from composable_fsdp._runtime.root.root_options import check_settings
 from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
+from composable_fsdp._runtime.root.tuning import Tuning
 from composable_fsdp._runtime.root.unused_modules import UnusedModules
 from composable_fsdp._runtime.schedule.choose import Choice
 from composable_fsdp._runtime.schedule.costs import Costs
@@ -112,7 +112,7 @@ class Iteration:
         """Shard-axis communicators over which shards or unsharded buffers may be in memory shared between ranks."""
         self._runner = ScheduleRunner(root, states, streams, self.steps)
         self._reductions = ReductionQueue(streams, self._runner)
-        self.autotuner = Autotuner(root, states, self._runner)
+        self.tuning = Tuning(root, states, self._runner)
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
         self._unused_modules: UnusedModules | None = None
@@ -231,7 +231,7 @@ class Iteration:
             profiling.look_for_readers()
         actions = ACTIONS_OF_HOOKS[self._pass, hook]
         is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
-        if is_in_context or self.autotuner.observer is not None or profiling.active or "spmd_types" in sys.modules:
+        if is_in_context or self.tuning.observer is not None or profiling.active or "spmd_types" in sys.modules:
             self._run_observed(hook, subject, actions)
             return
         for action in actions:
@@ -243,16 +243,16 @@ class Iteration:
 
         Measure the computation before them for a calibration.
         """
-        if self.autotuner.observer is not None and not self._evaluates:
+        if self.tuning.observer is not None and not self._evaluates:
             in_backward, waited = self._pass is Pass.BACKWARD, self._streams.seconds_waited
-            self.autotuner.observer.enter(hook, subject.name, in_backward=in_backward, waited=waited)
+            self.tuning.observer.enter(hook, subject.name, in_backward=in_backward, waited=waited)
         has_label = profiling.active and hook in _LABELS
         with profiling.label(_LABELS[hook], subject.name) if has_label else nullcontext():
             for action in actions:
                 action(self, subject)
-        if self.autotuner.observer is not None and not self._evaluates:
+        if self.tuning.observer is not None and not self._evaluates:
             ends_pass, waited = self._pass is Pass.IDLE, self._streams.seconds_waited
-            self.autotuner.observer.leave(hook, subject.name, ends_pass=ends_pass, waited=waited)
+            self.tuning.observer.leave(hook, subject.name, ends_pass=ends_pass, waited=waited)
 
     @property
     def _evaluates(self) -> bool:
@@ -276,9 +276,9 @@ class Iteration:
         self.drain_before_changes()
         unequal_use = any(u.unequal_use for u in self.states.values())
         if unequal_use:
-            self.autotuner.observer = None
+            self.tuning.observer = None
         elif torch.is_grad_enabled() and state is self.root and self._runner.will_gather():
-            self.autotuner.begin_step(self.drain)  # other forwards may run on some ranks only
+            self.tuning.begin_step(self.drain)  # other forwards may run on some ranks only
         self._grad_mode = torch.is_grad_enabled()
         self._unused_modules = UnusedModules(self, state) if unequal_use else None
         self._record = self._runner.begin_forward(unequal_use=unequal_use, leads_to_backward=self._grad_mode)
@@ -471,7 +471,6 @@ class Iteration:
         _wait_for(works)
         if trace.listeners:
             trace.emit(trace.Operation.BACKWARD, self.root.name, begin=self._backward_began)
-        self.autotuner.end_step(synchronized=self.root.accumulation is Accumulation.REDUCE)
         self._passes.end_backward()
         self._pass, self._pass_around_backward = self._pass_around_backward, Pass.IDLE
 
@@ -653,7 +652,7 @@ class Iteration:
             if state.group.gradients.version_before_step is not None:
                 state.group.gradients.roll_back_residuals()
         self._back_to_idle()
-        self.autotuner.reset()
+        self.tuning.observer = None
         if failed:  # the rendezvous ended the epoch, and ranks may have gathered different groups
             for state in states:
                 state.group.note_epoch_end()

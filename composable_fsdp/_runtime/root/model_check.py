@@ -213,7 +213,6 @@ def _environment_text(root: FSDPState, axes: DataParallelAxes) -> str:
         f"order check {root.order_check.value!r}, max_fused_bytes {root.max_fused_bytes}, "
         f"max_extra_bytes {root.max_extra_bytes}, "
         f"max_unsharded_bytes {root.max_unsharded_bytes}, prefetch_limit {root.prefetch_limit}, "
-        f"measures_costs {root.measures_costs}, "
         f"deterministic algorithms {torch.are_deterministic_algorithms_enabled()}"
     )
 

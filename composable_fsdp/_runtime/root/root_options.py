@@ -13,7 +13,6 @@ _REMEDIES = {
     "device": "Give all of them meshes of one device type.",
     "order check": "Call set_order_check on the root.",
     **{name: f"Call set_{name} on the root only." for name in ROOT_DEFAULTS},
-    "measures_costs": "Call set_costs and calibrate on the root only.",
 }
 
 

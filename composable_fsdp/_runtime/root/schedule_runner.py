@@ -25,7 +25,7 @@ from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
 from composable_fsdp._runtime.root.group_spec import names_of, options_of, set_by_user, settings_of, spec_of
 from composable_fsdp._runtime.schedule import passes
-from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, Choice, ScheduleSettings, choose
+from composable_fsdp._runtime.schedule.choose import Choice, ScheduleSettings, choose
 from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
@@ -147,7 +147,10 @@ class ScheduleRunner:
         """All that a choice depends on, beginning with the costs, at the last forward that may get a backward."""
         self._chosen_for: tuple[object, ...] = (None,)
         """The same at the last choice."""
-        self.settings = settings_of(root)
+        sizes = root.group.process_groups[0].default_message_sizes
+        self._default_settings = ScheduleSettings(sizes.zero_copy, sizes.grad_buckets)
+        """The settings without a choice."""
+        self.settings = settings_of(root, self._default_settings)
         """The settings in use: the chosen ones, and those that the user has set."""
         self._setup = _Setup({}, ScheduleOptions(), {})
         self._synchronized_specs: dict[str, GroupSpec] = {}
@@ -205,7 +208,7 @@ class ScheduleRunner:
         compiles each of them once.
         """
         if self._versions() != self._version:
-            self.settings = settings_of(self._root, self.choice.settings if self.choice else DEFAULT_SETTINGS)
+            self.settings = settings_of(self._root, self.choice.settings if self.choice else self._default_settings)
             self.streams.gather.owns_memory = self.settings.delay_prefetch > 0
             setup = self._new_setup()
             self._setup = next((key[0] for key, _ in self._compiled if key[0] == setup), setup)
@@ -272,11 +275,13 @@ class ScheduleRunner:
                 self._options(leads_to_backward=True),
                 costs,
                 current=self.settings,
+                default=self._default_settings,
                 before=self.choice.seconds if self.choice else None,
                 fixed=set_by_user(self._root),
                 unseen=self._known.unseen,
             )
-        for name, sizes in self._sizes_with(self.choice.settings if self.choice else None).items():
+        settings = self.choice.settings if self.choice else self._default_settings
+        for name, sizes in self._sizes_with(settings).items():
             group = self._states[name].group
             changed = group.process_groups[0].message_sizes != sizes
             for pgs in group.process_groups:
@@ -288,9 +293,9 @@ class ScheduleRunner:
             self.streams.device.release_unused_memory()
         self._chosen_for = self._inputs = self._choice_inputs()
 
-    def _sizes_with(self, settings: ScheduleSettings | None) -> dict[str, MessageSizes]:
-        """Return the message sizes of all groups with chosen ``settings``, or without a choice."""
-        return dict.fromkeys(self._states, settings.message_sizes if settings else MessageSizes())
+    def _sizes_with(self, settings: ScheduleSettings) -> dict[str, MessageSizes]:
+        """Return the message sizes of all groups with ``settings``."""
+        return dict.fromkeys(self._states, settings.message_sizes)
 
     def fitted(self, costs: Costs, waited: float) -> Costs:
         """Return ``costs`` by which the last steps take as long as they did, each with ``waited`` seconds of waits."""

@@ -87,8 +87,6 @@ class Choice:
             activations, if their memory is known.
         default_seconds: the predicted time of a step with the settings without costs.
         source: the origin of the costs.
-        measured_seconds: the mean time of two steps with these settings on this rank, from the begin of forward to
-            the end of backward. ``None`` before the fourth step.
         timeline: the predicted step.
     """
 
@@ -97,7 +95,6 @@ class Choice:
     peak_bytes: int
     default_seconds: float
     source: str
-    measured_seconds: float | None = None
     timeline: Timeline = field(default=Timeline((), (), (0,)), compare=False, repr=False)
 
     @property
@@ -110,14 +107,12 @@ class Choice:
         return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        measured = self.measured_seconds
         lines = [f"{each.name:<16} {getattr(self.settings, each.name)}" for each in fields(self.settings)]
         return "\n".join(
             [
                 *lines,
                 f"{'predicted':<16} {1e3 * self.seconds:.2f} ms per step, {self.peak_bytes / 2**20:.0f} MiB",
                 f"{'without costs':<16} {1e3 * self.default_seconds:.2f} ms per step",
-                f"{'measured':<16} {'not yet' if measured is None else f'{1e3 * measured:.2f} ms per step'}",
                 f"{'costs':<16} {self.source}",
             ]
         )
@@ -130,6 +125,7 @@ def choose(
     costs: Costs,
     *,
     current: ScheduleSettings = DEFAULT_SETTINGS,
+    default: ScheduleSettings = DEFAULT_SETTINGS,
     before: float | None = None,
     fixed: Collection[str] = (),
     unseen: Collection[int] = (),
@@ -148,6 +144,7 @@ def choose(
         options: the options of the root. Those that are settings are replaced.
         costs: the table of costs.
         current: the settings in use.
+        default: the settings without costs.
         before: the time that was predicted for the current settings at the last choice; ``None`` at the first one. If
             it is about the same now, they are kept unless others are clearly faster.
         fixed: the settings that the user has set, which keep their current values.
@@ -187,7 +184,7 @@ def choose(
     tried = _CHANGES if options.host_waits else (*_CHANGES, *_CHANGES_ON_STREAMS)
     changes = [{name: value for name, value in change.items() if name not in fixed} for change in tried]
     kept = {name: getattr(current, name) for name in fixed}
-    default, plain = replace(DEFAULT_SETTINGS, **kept), replace(_PLAIN, **kept)
+    default, plain = replace(default, **kept), replace(_PLAIN, **kept)
     best = min((improve(current), improve(plain)), key=rank)
     is_new = before is None or abs(predict(current).seconds - before) > _CHANGE * before
     margin = _PRECISION if is_new else _HYSTERESIS
