@@ -51,12 +51,6 @@ class DeviceCapabilities:
         """Return whether the current stream is captured, into a CUDA graph."""
         return bool(getattr(self.module, "is_current_stream_capturing", bool)())
 
-    def release_unused_memory(self) -> None:
-        """Give the memory that the allocator keeps for later back to the device, which waits for its work."""
-        release = getattr(self.module, "empty_cache", None)
-        if release is not None and not self.is_capturing():
-            release()
-
 
 def device_capabilities(device: torch.device) -> DeviceCapabilities:
     """Return the capabilities of ``device``. They are not cached: streams can be simulated for a while."""

@@ -7,16 +7,14 @@ a collective runs at the wait.
 Memory safety needs no ``record_stream``. Every run on a stream first waits for all work that the current stream has so
 far, and the current stream waits for a run before the run's buffers are dropped. So a run may write to memory of the
 current stream that the host has released, and takes it: allocators keep the memory of each stream apart, so memory of a
-second stream would lie idle most of the time. A run that waits for less (:meth:`CommStream.running_after`) has memory
-of the communication stream, which is no longer in use when it is allocated again.
+second stream would lie idle most of the time.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -166,10 +164,6 @@ class CommStream:
         self._module = device.module
         self._stream = device.module.Stream(priority=priority)
         self._is_null = not device.has_streams
-        self._runs_after: Any = None
-        """The event in the current stream that runs wait for. ``None`` if they wait for all of its work."""
-        self.owns_memory = False
-        """True if all runs allocate on this stream, since some must. So they share its memory."""
         self.seconds_waited = 0.0
         """The seconds for which the host was blocked by waits for collectives, on a null stream."""
 
@@ -195,32 +189,6 @@ class CommStream:
         if not self._is_null:
             self._module.current_stream().wait_stream(self._stream)
 
-    def mark(self) -> Any:
-        """Return an event at this point of the current stream; ``None`` on null streams."""
-        return None if self._is_null else self._module.current_stream().record_event()
-
-    @contextmanager
-    def running_after(self, mark: Any) -> Iterator[None]:
-        """Let runs wait for the current stream's work before ``mark`` only.
-
-        What it has run since must have computed nothing that they read, and released no memory of this stream. They
-        allocate on this stream.
-        """
-        self._runs_after = mark
-        try:
-            yield
-        finally:
-            self._runs_after = None
-
-    def run_early(self, function: Callable[[], T], mark: Any) -> T:
-        """Run ``function`` on this stream after ``mark``, and the current stream's later work after it."""
-        current = self._module.current_stream()
-        self._stream.wait_event(mark)
-        with self._module.stream(self._stream):
-            result = function()
-        current.wait_event(self._stream.record_event())
-        return result
-
     def run(
         self,
         launch: Callable[[], Work],
@@ -236,24 +204,18 @@ class CommStream:
             launch: prepares buffers and launches. Everything in its closure stays alive until the work has been waited
                 for.
             finish: makes the result from the outputs of the collective.
-            allocate: allocates buffers of ``launch`` on the current stream. Not called where ``launch`` must allocate
-                them on this stream: if that ``owns_memory``, or the run waits for less than all work of the current
-                one.
+            allocate: allocates buffers of ``launch`` on the current stream. Not called on null streams, where
+                ``launch`` allocates them.
             after: work on another stream that must be done first. What is in its closure must be in those of ``launch``
                 or ``finish`` too: it stays alive until this work has been waited for.
             finish_in_wait: run ``finish`` on the stream that waits. On null streams it always does.
         """
         pending = InFlight(launch, finish, after, self)
-        is_early = self._runs_after is not None
-        owns_memory = is_early or self.owns_memory
-        if not (allocate is None or owns_memory or self._is_null):
-            allocate()
         if not self._is_null:
+            if allocate is not None:
+                allocate()
             current = self._module.current_stream()
-            if is_early:
-                self._stream.wait_event(self._runs_after)
-            else:
-                self._stream.wait_stream(current)
+            self._stream.wait_stream(current)
             try:
                 with self._module.stream(self._stream):
                     pending.enqueue(self._stream, self._module.current_stream, current, finishes=not finish_in_wait)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -36,8 +35,7 @@ from tests.helpers.simulated_offload import simulated_offload
 
 __all__ = [
     "BF16",
-    "HELD",
-    "HELD_UNTIL_FREED",
+    "IN_BUCKETS",
     "SETTINGS",
     "TRAININGS",
     "alone",
@@ -322,8 +320,8 @@ def train_alone(options: Mapping[str, Any], *, hybrid: bool, shards: int = 4) ->
         train(mesh if hybrid else mesh["shard"], **options)
 
 
-HELD = ScheduleSettings(held_grad_buckets=1, prefetch_limit=2, delay_prefetch=1, max_fused_bytes=0)
-HELD_UNTIL_FREED = replace(HELD, held_grad_buckets=8)
+IN_BUCKETS = ScheduleSettings(prefetch_limit=2, max_fused_bytes=0)
+"""Large parameters have messages of their own, and gradients are reduced in buckets."""
 
 
 @contextmanager
@@ -345,8 +343,8 @@ def give_costs(model: Any) -> None:
     model.set_costs(Costs({"": AxisCosts(cost, cost, cost)}))
 
 
-def _train_held(settings: ScheduleSettings, prepare: Callable[[Any], object] = give_costs, *, hybrid: bool) -> None:
-    with chosen(settings):
+def _train_in_buckets(prepare: Callable[[Any], object] = give_costs, *, hybrid: bool) -> None:
+    with chosen(IN_BUCKETS):
         train_alone({"prepare": prepare}, hybrid=hybrid)
 
 
@@ -377,7 +375,6 @@ TRAININGS: dict[str, Callable[[], None]] = {
     **{f"{name}, one shard": partial(train_alone, SETTINGS[name], hybrid=True, shards=1) for name in ONE_SHARD},
     "saved in the background": _train_on_one_rank,
     "hook on a stream": partial(train_alone, {"prepare": _hook_on_stream}, hybrid=False),
-    "shards changed after forward": partial(_train_held, HELD, _change_shards_after_forward, hybrid=False),
-    **{f"held and delayed, {mesh}": partial(_train_held, HELD, hybrid=mesh == "hybrid") for mesh in MESHES},
-    **{f"held until freed, {mesh}": partial(_train_held, HELD_UNTIL_FREED, hybrid=mesh == "hybrid") for mesh in MESHES},
+    "shards changed after forward": partial(_train_in_buckets, _change_shards_after_forward, hybrid=False),
+    **{f"in buckets, {mesh}": partial(_train_in_buckets, hybrid=mesh == "hybrid") for mesh in MESHES},
 }

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
-from composable_fsdp.testing import SimulatedAccelerator, simulated_accelerator
+from composable_fsdp.testing import simulated_accelerator
 from tests._internals import ReductionQueue
-from tests.helpers.stream_training import BF16, HELD, TRAININGS, WIDTH, Block, alone, chosen, give_costs, train
+from tests.helpers.stream_training import BF16, IN_BUCKETS, TRAININGS, WIDTH, Block, alone, chosen, give_costs, train
 from tests.parity.test_fuzz import DrawnPrograms
 from tests.planted_faults import EXPLAINED, reached_by, sites, try_fault
 from tests.stream_fuzz import alone as one_of
@@ -55,19 +55,14 @@ def test_drawn_programs_have_neither() -> None:
         assert [problems_of(program, meshes, orders=2) for program in drawn] == [[]] * len(drawn)
 
 
-def train_with_reductions_in_flight(limit: int | None) -> tuple[SimulatedAccelerator, set[tuple[bool, bool]]]:
-    """Train with backwards that leave reductions in flight, and a schedule that holds some of the next one.
-
-    Returns:
-        the accelerator, and whether reductions were in flight and whether one was held, for all gradient buckets.
-    """
-    seen: set[tuple[bool, bool]] = set()
+@pytest.mark.parametrize("limit", [None, 2])
+def test_backwards_that_leave_reductions_in_flight_have_neither(limit: int | None) -> None:
+    seen: list[bool] = []
     reduce_grad_bucket = ReductionQueue.reduce_grad_bucket
 
     def noting(queue: ReductionQueue, state: Any) -> None:
-        are_in_flight, held = queue.are_in_flight, len(queue._held)
+        seen.append(queue.are_in_flight)
         reduce_grad_bucket(queue, state)
-        seen.add((are_in_flight, len(queue._held) > held))
 
     def prepare(model: Any) -> None:
         give_costs(model)
@@ -76,48 +71,15 @@ def train_with_reductions_in_flight(limit: int | None) -> tuple[SimulatedAcceler
 
     with (
         mock.patch.object(ReductionQueue, "reduce_grad_bucket", noting),
-        chosen(HELD),
+        chosen(IN_BUCKETS),
         alone() as mesh,
         simulated_accelerator(records=True) as device,
     ):
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
         earlier = dict.fromkeys(range(3), 2)
         train(mesh["shard"], prepare=prepare, earlier=earlier, hold="set_is_last_backward", mp_policy=precision)
-    return device, seen
-
-
-@pytest.mark.parametrize("limit", [None, 2])
-def test_reductions_are_held_only_while_none_is_in_flight(limit: int | None) -> None:
-    device, seen = train_with_reductions_in_flight(limit)
-    assert (True, True) not in seen
-    assert ((False, True) in seen) is (limit is None)
+    assert {True, False} == set(seen)
     assert (device.races, device.run_late(seed=1)) == ([], [])
-
-
-def test_holding_them_while_others_are_completed_would_be_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of a completed reduction is used again on its stream, while the current one adds it to a gradient."""
-
-    def reduce_grad_bucket(queue: Any, state: Any) -> None:
-        launch = state.group.gradients.take_grad_bucket(queue.streams)
-        if queue._runner.holds(launch):
-            queue._held.append((launch, queue.streams.reduce.mark()))
-        else:
-            queue._run(launch)
-
-    def run_held(queue: Any) -> None:
-        held, queue._held = queue._held, []
-        for launch, mark in held:
-            launch.prepare(mark)
-            with queue.streams.reduce.running_after(mark):
-                queue._make_room(launch)
-                queue._add(launch.run())
-
-    monkeypatch.setattr(ReductionQueue, "reduce_grad_bucket", reduce_grad_bucket)
-    monkeypatch.setattr(ReductionQueue, "run_held", run_held)
-    device, seen = train_with_reductions_in_flight(2)
-    assert (True, True) in seen
-    assert {(race.kind, "add_" in race.first) for race in device.races} == {("reuse", True)}
-    assert device.run_late(seed=1)
 
 
 @pytest.mark.behaviour("F-06")

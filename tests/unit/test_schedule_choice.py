@@ -8,7 +8,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import ActivationMemory, AxisCosts, CollectiveCost, Costs
+from composable_fsdp import AxisCosts, CollectiveCost, Costs
 from tests._internals import (
     DEFAULT_SETTINGS,
     GradientMemory,
@@ -52,8 +52,6 @@ def specs_of(size: int, settings: ScheduleSettings) -> dict[str, GroupSpec]:
             late_bytes=0 if settings.zero_copy else size,
             gradient_memory=(GradientMemory(part, 3 * part, 2 * part, part // 32),) * buckets,
             gradients=tuple(((number, part),) for number in range(buckets)),
-            can_delay_prefetch=True,
-            can_hold=True,
         )
     return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
 
@@ -66,7 +64,7 @@ def costs_of(latency: float, bandwidth: float, compute: float) -> Costs:
 
 def timeline_of(size: int, settings: ScheduleSettings, options: ScheduleOptions, costs: Costs) -> Timeline:
     specs = specs_of(size, settings)
-    chosen = ("prefetch_limit", "delay_prefetch", "held_grad_buckets", "max_fused_bytes")
+    chosen = ("prefetch_limit", "max_fused_bytes")
     options = replace(options, **{name: getattr(settings, name) for name in chosen})
     return simulate(passes.build(ORDER, specs, options), specs, costs)
 
@@ -157,28 +155,3 @@ def test_a_bound_on_extra_memory_is_used_and_kept() -> None:
     assert excess[0] == 0
     assert excess[0] <= excess[1] < excess[2]
     assert seconds[0] >= seconds[1] > seconds[2]
-
-
-def test_of_schedules_that_are_about_as_fast_the_one_with_the_least_idle_memory_is_chosen() -> None:
-    """Held reductions save the time of copies here, 0.1 ms, for memory that lies idle at the peak."""
-    size = 1 << 28
-    at_first_bucket = {("layers.5", 1): 4 * size}
-    activations = tuple(
-        ActivationMemory(name, bucket, at_first_bucket.get((name, bucket), size), size)
-        for name in reversed(NAMES)
-        for bucket in range(4)
-    )
-
-    def choice(compute: float) -> tuple[ScheduleSettings, list[Timeline]]:
-        costs = replace(costs_of(1e-6, 1e11, compute), activations=activations, copy_bandwidth=4e12)
-        chosen = choose(ORDER, partial(specs_of, size), ScheduleOptions(), costs).settings
-        others = [replace(chosen, held_grad_buckets=held) for held in (0, 1, 3, 4)]
-        return chosen, [timeline_of(size, each, ScheduleOptions(), costs) for each in others]
-
-    chosen, (unheld, *held) = choice(1.2e-2)
-    assert (chosen.held_grad_buckets, unheld.idle_bytes) == (0, 0)
-    assert all(each.idle_bytes > 0 for each in held)
-    assert min(each.seconds for each in held) < unheld.seconds < 1.005 * min(each.seconds for each in held)
-    chosen, (unheld, *_) = choice(5e-3)
-    assert chosen.delay_prefetch, "a prefetch of three groups is worth its memory where the network is slow"
-    assert unheld.idle_bytes > 0

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,13 +53,9 @@ def models(draw: st.DrawFn) -> tuple[list[schedule.Event], dict[str, GroupSpec],
             reduces_grad_buckets=draw(st.booleans()),
             frees_with_last_gradient=draw(st.booleans()),
             has_nested=name == "root",
-            can_delay_prefetch=draw(st.booleans()),
-            can_hold=draw(st.booleans()),
         )
     options = ScheduleOptions(
         prefetch_limit=draw(st.integers(0, 3)),
-        delay_prefetch=draw(st.integers(0, 2)),
-        held_grad_buckets=draw(st.integers(0, 4)),
         max_unsharded_bytes=draw(st.none() | st.integers(0, 12).map(lambda n: n * MIB)),
         max_fused_bytes=draw(st.integers(0, 8)) * MIB,
         reductions_in_flight=draw(st.none() | st.integers(1, 3)),
@@ -199,15 +194,12 @@ def test_groups_kept_for_backward_take_no_more_memory_than_a_prefetch_of_them(li
     assert kept - {"root"} == set("abc"[-1 - limit :])
 
 
-def test_a_prefetch_on_the_host_follows_the_last_bucket_but_one() -> None:
-    specs = chain(reduces_grad_buckets=True, can_delay_prefetch=True)
+def test_a_prefetch_in_backward_follows_the_wait_for_a_prefetched_group() -> None:
+    specs = chain(reduces_grad_buckets=True)
     specs["c"] = replace(specs["c"], gradient_bytes=(1, 1, 1, 1))
     plan = passes.build(CHAIN, specs, ScheduleOptions(host_waits=True))
-    assert line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "c")) == ["gather c", "wait c"]
-    assert line_of(plan, s.Event(s.Hook.GRAD_READY, "c", 2))[-1] == "gather b"
-    assert line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "b")) == ["wait b", "gather a"], (
-        "with one bucket the prefetch does not wait for a reduction"
-    )
+    assert line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "c")) == ["gather c", "gather b", "wait c"]
+    assert line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "b")) == ["wait b", "gather a"]
 
 
 def test_the_user_chooses_the_prefetched_groups() -> None:
@@ -255,26 +247,6 @@ def test_a_schedule_prints_as_a_table() -> None:
 HOST = ScheduleOptions(host_waits=True)
 
 
-def test_delayed_prefetches_and_held_reductions_keep_the_order_of_launches() -> None:
-    buckets = {"gradient_bytes": (1, 1, 1), "reduces_grad_buckets": True, "can_delay_prefetch": True, "can_hold": True}
-    specs = {name: replace(spec, **buckets) if name in "abc" else spec for name, spec in chain().items()}  # type: ignore[arg-type]
-    options = ScheduleOptions(prefetch_limit=2, delay_prefetch=1, held_grad_buckets=1)
-    plan = passes.build(CHAIN, specs, options)
-    assert line_of(plan, s.Event(s.Hook.POST_FORWARD, "a")) == ["free a"], "one less is kept"
-    assert line_of(plan, s.Event(s.Hook.POST_FORWARD, "b")) == ["keep b"]
-    ready = [line_of(plan, s.Event(s.Hook.GRAD_READY, "c", bucket)) for bucket in range(3)]
-    assert ready == [[], ["gather a", "reduce c[0]", "reduce c[1]"], ["reduce c[2]"]]
-    assert line_of(plan, s.Event(s.Hook.GRAD_READY, "b", 0)) == ["reduce b[0]"], "only the first group holds any"
-    until_freed = passes.build(CHAIN, specs, replace(options, held_grad_buckets=3))
-    ready = [line_of(until_freed, s.Event(s.Hook.GRAD_READY, "c", bucket)) for bucket in range(3)]
-    assert ready == [[], [], []]
-    end = line_of(until_freed, s.Event(s.Hook.POST_BACKWARD, "c"))
-    assert end == ["free c", "reduce c[0]", "reduce c[1]", "reduce c[2]"]
-    later = passes.build(CHAIN, specs, replace(options, delay_prefetch=2, held_grad_buckets=0))
-    ready = [line_of(later, s.Event(s.Hook.GRAD_READY, "c", bucket)) for bucket in range(3)]
-    assert ready == [["reduce c[0]"], ["gather a", "reduce c[1]"], ["reduce c[2]"]]
-
-
 def test_streams_reduce_a_whole_group_once_its_parameters_are_freed() -> None:
     ready, end = s.Event(s.Hook.GRAD_READY, "c", 0), s.Event(s.Hook.POST_BACKWARD, "c")
     on_streams, on_host = passes.build(CHAIN, chain(), ScheduleOptions()), passes.build(CHAIN, chain(), HOST)
@@ -283,20 +255,6 @@ def test_streams_reduce_a_whole_group_once_its_parameters_are_freed() -> None:
     for change in ({"has_nested": True}, {"reshard_after_backward": False}, {"users": ("b",)}):
         kept = passes.build(CHAIN, chain() | {"c": replace(chain()["c"], **change)}, ScheduleOptions())
         assert line_of(kept, ready) == ["reduce c[0]"], f"nothing is freed first: {change}"
-
-
-@pytest.mark.parametrize(("buckets", "number"), [(1, None), (2, 0), (3, 1), (4, 2)])
-def test_a_delayed_prefetch_has_a_bucket_after_it(buckets: int, number: int | None) -> None:
-    own = GroupSpec(
-        "own", full_bytes=100, gradient_bytes=(1,) * buckets, reduces_grad_buckets=True, can_delay_prefetch=True
-    )
-    assert passes.delayed_until(own, ["next"], {"next": GroupSpec("next", unsharded_bytes=100)}, HOST) == number
-
-
-@pytest.mark.parametrize(("nbytes", "number"), [(25, 2), (24, None), (0, None)])
-def test_a_prefetch_smaller_than_a_bucket_is_not_delayed(nbytes: int, number: int | None) -> None:
-    own = GroupSpec("own", full_bytes=100, gradient_bytes=(1,) * 4, reduces_grad_buckets=True, can_delay_prefetch=True)
-    assert passes.delayed_until(own, ["next"], {"next": GroupSpec("next", unsharded_bytes=nbytes)}, HOST) == number
 
 
 ORDERS = st.lists(NAMES, max_size=20)

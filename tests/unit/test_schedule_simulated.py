@@ -180,8 +180,6 @@ def in_two_buckets(**options: Any) -> dict[str, GroupSpec]:
         gradient_memory=(GradientMemory(half, 3 * half, 2 * half),) * 2,
         gradients=(((1, half),), ((0, half),)),
         reduces_grad_buckets=True,
-        can_delay_prefetch=True,
-        can_hold=True,
         **options,
     )
 
@@ -192,28 +190,6 @@ def test_activations_are_part_of_the_peak_where_they_are_held() -> None:
     timeline = simulate(passes.build(ORDER, specs, ScheduleOptions()), specs, costs)
     assert timeline.peak_bytes == 2 * MIB + 12 * MIB, "two unsharded groups before the first gradient"
     assert len(timeline.peaks) == 1
-
-
-def test_what_is_delayed_and_held_takes_memory_after_the_peak_and_time_before_it() -> None:
-    costs = replace(costs_of(1.0, 8.0), activations=ACTIVATIONS)
-    specs = in_two_buckets()
-    deep = ScheduleOptions(prefetch_limit=2)
-    late = replace(deep, delay_prefetch=1, held_grad_buckets=1)
-    until_freed = ScheduleOptions(held_grad_buckets=2)
-    peaks, begins, idle = [], [], []
-    for options in (ScheduleOptions(), deep, late, until_freed):
-        timeline = simulate(passes.build(ORDER, specs, options), specs, costs)
-        peaks.append(timeline.peak_bytes)
-        idle.append(timeline.idle_bytes)
-        begins.append({span.label: span.begin for span in timeline.spans})
-    assert peaks[2] == peaks[0] < peaks[1]
-    assert idle == [0, 0, MIB + MIB, MIB], "a third group and a message, on their streams; or a message"
-    backward = 3 * 8.0 + 1.0
-    assert begins[2]["gather a"] == pytest.approx(backward, abs=1e-6), "when the backward of c begins"
-    assert begins[2]["reduce c[0]"] == pytest.approx(backward + 4.0, abs=1e-6), "when its bucket is computed"
-    assert begins[1]["reduce c[0]"] == pytest.approx(begins[2]["reduce c[0]"], abs=1e-6)
-    assert peaks[3] == peaks[0]
-    assert begins[3]["reduce c[0]"] == pytest.approx(begins[2]["reduce c[0]"], abs=1e-6)
 
 
 def test_all_gathers_of_two_axes_run_beside_each_other_and_reductions_do_not() -> None:

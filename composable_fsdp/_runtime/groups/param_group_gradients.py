@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 from weakref import ref
 
 import torch
@@ -441,7 +441,6 @@ class ReductionLaunch:
 
     __slots__ = (
         "_fused_buckets",
-        "_prepared",
         "_streams",
         "by_group",
         "is_last",
@@ -463,33 +462,19 @@ class ReductionLaunch:
         self.by_group, self.partial, self.is_last = by_group, partial, is_last
         self.members = [member for member, _ in by_group]
         self._streams, self._fused_buckets = streams, fused_buckets
-        self._prepared: list[BucketReduction] | None = None
         self.nbytes = self.round_bytes = 0
         for member, grad_buckets in by_group:
             nbytes = member.grad_bucket_bytes
             self.nbytes += sum(map(nbytes.__getitem__, grad_buckets))
             self.round_bytes += sum(nbytes)
 
-    def has(self, gradients: ParamGroupGradients, grad_bucket: int) -> bool:
-        """Return True if ``grad_bucket`` of ``gradients`` is part of the reduction."""
-        return any(member is gradients and grad_bucket in grad_buckets for member, grad_buckets in self.by_group)
-
-    @without_grad
-    def prepare(self, mark: Any) -> None:
-        """Take the gradients, which the current stream has computed at ``mark``, on the stream of reductions.
-
-        The current stream does not use their memory again before that is done.
-        """
-        self._prepared = self._streams.reduce.run_early(self._jobs, mark)
-
     @labelled("post_backward_reduce", lambda self: describe_groups([member.name for member in self.members]))
     @without_grad
     def run(self) -> PendingReduction:
-        """Take the gradients, unless they are prepared, and launch their reduction. May be called once."""
+        """Take the gradients and launch their reduction. May be called once."""
         begin = trace.now() if trace.listeners else None
         first, name = self.members[0], describe_groups([member.name for member in self.members])
-        reductions = self._jobs() if self._prepared is None else self._prepared
-        pending = launch_reduction(self._streams, reductions, first.device, name, partial=self.partial)
+        pending = launch_reduction(self._streams, self._jobs(), first.device, name, partial=self.partial)
         for member, grad_buckets in self.by_group:
             if trace.listeners:
                 moved = member.traffic_of(grad_buckets)

@@ -79,8 +79,6 @@ def spec_of(
         reduces_grad_buckets=reduces_grad_buckets,
         frees_with_last_gradient=state.frees_with_last_gradient,
         has_nested=state.has_nested_states,
-        can_delay_prefetch=not state.has_several_modules and plan.num_trainable == len(plan.specs),
-        can_hold=all(parameter.sharding.inner is None for parameter in tensors.parameters),
         axis=shard_axis,
         ranks=pgs.axes.shard.size,
         replicate_axis=replicate_axis,
@@ -132,8 +130,6 @@ def options_of(
     limits = [state.reductions_in_flight for state in states]
     return ScheduleOptions(
         prefetch_limit=settings.prefetch_limit,
-        delay_prefetch=settings.delay_prefetch,
-        held_grad_buckets=settings.held_grad_buckets,
         max_unsharded_bytes=root.max_unsharded_bytes,
         max_fused_bytes=settings.max_fused_bytes,
         max_extra_bytes=DEFAULT_EXTRA_BYTES if root.max_extra_bytes is None else root.max_extra_bytes,

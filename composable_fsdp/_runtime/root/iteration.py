@@ -392,8 +392,7 @@ class Iteration:
         if self._unused_modules is not None and state.group.parameters:
             self._unused_modules.reach(run.record, run.position, self._backward.number, state)
         if state.unshard_in_backward:
-            reduces_grad_buckets = None if run.ends_unseen else self._reduces_grad_buckets
-            self._runner.in_backward(state, run.record, run.position, reduces_grad_buckets)
+            self._runner.in_backward(state, run.record, run.position)
 
     def _leave_backward(self, call: ForwardCall) -> None:
         """Reduce the gradients of the group of ``call`` and reshard it, unless another call still needs it."""
@@ -428,7 +427,7 @@ class Iteration:
         """Return whether the post-backward hook of ``state`` will reduce its gradients, which are complete."""
         if state.open_calls <= 0 or not self._streams.device.has_streams or not state.frees_before_reduction:
             return False
-        return self._runner.holds_last(state) or not self._reduces_grad_buckets(state)
+        return not self._reduces_grad_buckets(state)
 
     def _reduces_grad_buckets(self, state: FSDPState) -> bool:
         """Return whether ``state`` now reduces its gradients in buckets.
@@ -445,9 +444,7 @@ class Iteration:
         if self._unused_modules is not None:
             self._unused_modules.end_backward(self._backward.number)
         self._backward.end()
-        self._runner.end_backward()
         self._reductions.clear_waiting()
-        self._reductions.run_held()
         for state in self.states.values():
             state.open_calls = 0
             if state.group.gradients.sums_are_in_flight and not state.keeps_partial:
@@ -665,9 +662,7 @@ class Iteration:
             state.group.reshard()
             state.open_calls, state.kept_version, state.run = 0, None, None
         self._backward.forget()
-        self._runner.end_backward()
         self._reductions.clear_waiting()
-        self._reductions.clear_held()
         if self._unused_modules is not None:
             self._unused_modules.forget_backward()
         self._passes.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
@@ -15,7 +14,7 @@ from composable_fsdp._runtime.groups.param_group_gradients import (
 )
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState
 from composable_fsdp._runtime.groups.state_machine import LOCAL_GRADIENTS
-from composable_fsdp._runtime.root.schedule_runner import Delayed, ScheduleRunner
+from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
 from composable_fsdp._runtime.schedule.passes import is_full
 
 __all__ = ["ReductionQueue"]
@@ -41,8 +40,6 @@ class ReductionQueue:
         """The fusions and the version of the schedule's options that ``_fusions`` belong to."""
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
-        self._held: list[tuple[ReductionLaunch, Any]] = []
-        """Reductions that wait for that of the group's next gradient bucket, each with a mark where it was complete."""
         self._in_flight: deque[PendingReduction] = deque()
 
     def begin_backward(self) -> None:
@@ -53,12 +50,8 @@ class ReductionQueue:
             self._fusions.clear()
 
     def reduce_grad_bucket(self, state: FSDPState) -> None:
-        """Launch or hold the reduction of the next gradient bucket of ``state``, which is complete."""
-        launch = state.group.gradients.take_grad_bucket(self.streams)
-        if not self._in_flight and self._limit is None and self._runner.holds(launch):
-            self._held.append((launch, self.streams.reduce.mark()))
-        else:
-            self._run(launch)
+        """Launch the reduction of the next gradient bucket of ``state``, which is complete."""
+        self._run(state.group.gradients.take_grad_bucket(self.streams))
 
     def send(self, state: FSDPState, *, at_end: bool, alone: bool) -> None:
         """Reduce or hold the gradients of ``state``, as configured.
@@ -101,8 +94,7 @@ class ReductionQueue:
         for state in states:
             state.group.gradients.notice()
             for launch in reduce_together([state.group.gradients], self.streams):
-                self._make_room(launch)
-                self._add(launch.run())
+                self._run(launch)
 
     def _find_fusion(self, state: FSDPState) -> Sequence[FSDPState]:
         """Return and note the states whose reductions are fused with those of ``state`` in this backward."""
@@ -118,10 +110,6 @@ class ReductionQueue:
     def clear_waiting(self) -> None:
         """Forget all waiting states: backward is over or abandoned."""
         self._waiting.clear()
-
-    def clear_held(self) -> None:
-        """Forget all held reductions: backward is abandoned."""
-        self._held.clear()
 
     @property
     def are_in_flight(self) -> bool:
@@ -139,36 +127,13 @@ class ReductionQueue:
         self._in_flight.clear()
 
     def _run(self, launch: ReductionLaunch) -> None:
-        delayed = self._runner.delayed_with(launch)
-        if delayed is Delayed.BEFORE:
-            self._runner.launch_delayed()
-        if self._held:
-            self.run_held()
         self._make_room(launch)
-        self._add(launch.run())
-        if delayed is Delayed.AFTER:
-            self._make_room(launch)  # so that gradients and prefetched parameters are not in memory together
-            self._runner.launch_delayed()
-
-    def run_held(self) -> None:
-        """Launch the held reductions. They take memory now, but streams run them from when their gradients were ready.
-
-        None is held while others are in flight, and together they fit, as the buckets of one group do. So no reduction
-        is completed meanwhile, and they reuse no memory that is still in use.
-        """
-        held, self._held = self._held, []
-        for launch, mark in held:
-            launch.prepare(mark)
-        for launch, mark in held:
-            with self.streams.reduce.running_after(mark):
-                self._add(launch.run())
-
-    def _add(self, reduction: PendingReduction) -> None:
+        pending = launch.run()
         self._start()
-        self._in_flight.append(reduction)
+        self._in_flight.append(pending)
 
     def _make_room(self, launch: ReductionLaunch) -> None:
-        """Complete the oldest reductions before ``launch``, or the all-gather after it, allocates memory."""
+        """Complete the oldest reductions before ``launch`` allocates memory."""
         while self._in_flight and self._is_full(launch):
             self._in_flight.popleft().complete()
 

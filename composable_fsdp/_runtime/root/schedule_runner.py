@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from enum import Enum
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
@@ -18,7 +17,6 @@ from weakref import ref
 from composable_fsdp._layout.plan import MessageSizes
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup, unshard_together
-from composable_fsdp._runtime.groups.param_group_gradients import ReductionLaunch
 from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
@@ -36,7 +34,6 @@ from composable_fsdp._runtime.schedule.schedule import (
     Gather,
     Hook,
     Keep,
-    Reduce,
     Schedule,
     Shrink,
     Wait,
@@ -44,7 +41,7 @@ from composable_fsdp._runtime.schedule.schedule import (
 from composable_fsdp._runtime.schedule.simulate import Timeline, fit_computation, simulate
 from composable_fsdp._sharding.mesh import axis_names
 
-__all__ = ["Delayed", "ScheduleRunner"]
+__all__ = ["ScheduleRunner"]
 
 _MOST_SCHEDULES = 16
 """The number of compiled schedules to keep: one for each combination of order, options and unsharded groups."""
@@ -74,20 +71,12 @@ BoundAction: TypeAlias = tuple[Callable[["ScheduleRunner", Any], None], Any]
 """A bound action: a method of the runner and its argument. It has no reference to the runner, which owns it."""
 
 
-class Delayed(Enum):
-    """The place of delayed gathers, in the order of launches, beside the reduction of a bucket."""
-
-    BEFORE = "before"
-    AFTER = "after"
-
-
 class Row(NamedTuple):
     """The bound actions of one run of a group in a pass.
 
     ``waits`` are groups to wait for, each with the gather to launch first if it is sharded against expectation. They
-    follow ``gathers``, or precede them if ``waits_first``. ``delayed`` gathers are launched with the reduction of
-    ``bucket``, at ``place``. Reductions of the buckets before ``held`` are held until that is reduced, or until the
-    group is freed. ``after`` are the actions at the post-forward event; ``None`` for eager ones.
+    follow ``gathers``, or precede them if ``waits_first``. ``after`` are the actions at the post-forward event;
+    ``None`` for eager ones.
     """
 
     event: Event
@@ -95,10 +84,6 @@ class Row(NamedTuple):
     waits: tuple[tuple[ParamGroup, BoundAction], ...] = ()
     waits_first: bool = False
     after: tuple[BoundAction, ...] | None = None
-    delayed: tuple[BoundAction, ...] = ()
-    bucket: int = -1
-    place: Delayed = Delayed.AFTER
-    held: int = 0
 
 
 class _Compiled:
@@ -171,17 +156,12 @@ class ScheduleRunner:
         """The forward that the backward last came back to, and the rows of its schedule."""
         self.record = ForwardRecord()
         """The record of the current or last forward."""
-        self._delayed: tuple[FSDPState, Row, Any] | None = None
-        """The state whose backward has delayed gathers, their row, and a mark at the begin of that backward."""
-        self._holds: tuple[FSDPState, int] | None = None
-        """The first state in backward, and the bucket until which its reductions are held."""
 
     # -- passes
 
     def begin_forward(self, *, unequal_use: bool, leads_to_backward: bool) -> ForwardRecord:
         """Begin a forward. With ``unequal_use``, ranks may run different modules."""
         self._unequal_use, self._leads_to_backward = unequal_use, leads_to_backward
-        self._delayed = self._holds = None  # left by a backward that failed
         self._cursor = 0
         self.runs_on_all_ranks = leads_to_backward
         steps = self.seen_steps = self._steps.number
@@ -209,7 +189,6 @@ class ScheduleRunner:
         """
         if self._versions() != self._version:
             self.settings = settings_of(self._root, self.choice.settings if self.choice else self._default_settings)
-            self.streams.gather.owns_memory = self.settings.delay_prefetch > 0
             setup = self._new_setup()
             self._setup = next((key[0] for key, _ in self._compiled if key[0] == setup), setup)
             if self._root.costs is not None:
@@ -262,10 +241,9 @@ class ScheduleRunner:
     def choose(self) -> None:
         """Choose the settings of the schedule by the costs of the root, and rebuild the groups that they change.
 
-        Nothing may be in flight, and no gradients may be held. The choice is the same on every rank. Other settings
-        may take memory of another stream, so what an allocator has reserved for the former ones is then released.
+        Nothing may be in flight, and no gradients may be held. The choice is the same on every rank.
         """
-        costs, before = self._root.costs, self.settings
+        costs = self._root.costs
         if costs is None:
             self.choice = None
         else:
@@ -289,8 +267,6 @@ class ScheduleRunner:
             if changed and group.tensors.plan_with(sizes) != group.plan:
                 group.rebuild()
         self._version = -1
-        if self.choice is not None and bool(self.choice.settings.delay_prefetch) != bool(before.delay_prefetch):
-            self.streams.device.release_unused_memory()
         self._chosen_for = self._inputs = self._choice_inputs()
 
     def _sizes_with(self, settings: ScheduleSettings) -> dict[str, MessageSizes]:
@@ -392,10 +368,6 @@ class ScheduleRunner:
         self._refresh_options()
         self._backward = None, ()
 
-    def end_backward(self) -> None:
-        """End the backward, successful or not: no reduction launched from now on has gathers to launch after it."""
-        self._delayed = self._holds = None
-
     def expected(self, *, is_last_backward: bool, has_barriers: bool) -> Schedule:
         """Return the schedule of the next iteration that trains, or an empty one before the first forward."""
         self._refresh_options()
@@ -439,41 +411,9 @@ class ScheduleRunner:
                 return forward[at]
         return self._eager_row(state, Hook.PRE_FORWARD)
 
-    def in_backward(
-        self,
-        state: FSDPState,
-        record: ForwardRecord,
-        position: int,
-        reduces_grad_buckets: Callable[[FSDPState], bool] | None = None,
-    ) -> None:
-        """Perform the pre-backward event of ``state``, which is at ``position`` of ``record``.
-
-        A delayed gather is launched beside a reduction, early or at the end of backward, without another one between
-        them. So the order of collectives is the same on all ranks, whatever parameters each has used. If backward
-        reaches another state first, that state is unsharded when it is needed.
-
-        Args:
-            state: the state that backward has reached.
-            record: the record of its forward.
-            position: that of ``state`` in ``record``.
-            reduces_grad_buckets: returns whether ``state`` reduces its gradients in buckets, before backward reaches
-                other states; ``None`` if it does not.
-        """
-        row = self._backward_row(state, record, position)
-        if not row.delayed and not row.held:
-            self._perform(row)
-            return
-        in_buckets = reduces_grad_buckets is not None and reduces_grad_buckets(state)
-        if row.held and in_buckets:
-            self._holds = state, row.held
-        if row.delayed and in_buckets:
-            self._perform(row)
-            row = row._replace(delayed=self._fitting(row.delayed))
-            self._delayed = state, row, self.streams.gather.mark()
-        elif row.delayed:
-            self._perform(row._replace(gathers=(*row.gathers, *row.delayed)))
-        else:
-            self._perform(row)
+    def in_backward(self, state: FSDPState, record: ForwardRecord, position: int) -> None:
+        """Perform the pre-backward event of ``state``, which is at ``position`` of ``record``."""
+        self._perform(self._backward_row(state, record, position))
 
     def _backward_row(self, state: FSDPState, record: ForwardRecord, position: int) -> Row:
         if record.events:
@@ -499,40 +439,6 @@ class ScheduleRunner:
             after = self._eager_row(state, Hook.POST_FORWARD, leads_to_backward=leads_to_backward).after or ()
         for act, target in after:
             act(self, target)
-
-    # -- delayed gathers
-
-    def delayed_with(self, launch: ReductionLaunch) -> Delayed | None:
-        """Return where to call :meth:`launch_delayed` beside ``launch``, or ``None`` to not call it."""
-        if self._delayed is None:
-            return None
-        state, row, _ = self._delayed
-        first = 0 if row.bucket == row.held else row.bucket  # held reductions are launched with this one
-        buckets = range(first, row.bucket + 1)
-        return row.place if any(launch.has(state.group.gradients, bucket) for bucket in buckets) else None
-
-    def holds(self, launch: ReductionLaunch) -> bool:
-        """Return whether ``launch``, of the next gradient bucket of a state, must wait for a later one."""
-        if self._holds is None:
-            return False
-        state, until = self._holds
-        return any(launch.has(state.group.gradients, bucket) for bucket in range(until))
-
-    def holds_last(self, state: FSDPState) -> bool:
-        """Return whether the last gradient bucket of ``state`` is reduced only once its parameters are freed."""
-        return self._holds == (state, len(state.group.plan.grad_buckets))
-
-    def launch_delayed(self) -> None:
-        """Launch the delayed all-gathers.
-
-        They follow the backward of their group in memory only, not in time: no group is freed while that runs.
-        """
-        delayed, self._delayed = self._delayed, None
-        assert delayed is not None
-        _, row, mark = delayed
-        with self.streams.gather.running_after(mark):
-            for act, target in row.delayed:
-                act(self, target)
 
     # -- reductions
 
@@ -604,22 +510,6 @@ class ScheduleRunner:
         if self._fits(specs):
             gather(self, missing)
 
-    def _fitting(self, delayed: tuple[BoundAction, ...]) -> tuple[BoundAction, ...]:
-        """Return those of the ``delayed`` gathers that fit now.
-
-        It is decided before they are launched, because ranks may launch them at different times: after an early
-        reduction, or at the end of backward.
-        """
-        fitting: list[BoundAction] = []
-        ahead: list[GroupSpec] = []
-        for act, target in delayed:
-            if act is not ScheduleRunner._gather_if_it_fits:
-                fitting.append((act, target))
-            elif self._fits([*ahead, *target[0]]):
-                ahead += target[0]
-                fitting.append(target[1])
-        return tuple(fitting)
-
     def _fits(self, specs: Sequence[GroupSpec]) -> bool:
         """Return whether the groups of ``specs`` may be unsharded beside those that are.
 
@@ -645,27 +535,13 @@ class ScheduleRunner:
             state = self._states.get(event.group)
             if state is None:
                 continue
-            rows = forward if event.hook in (Hook.PRE_FORWARD, Hook.POST_FORWARD) else backward
             if event.hook is Hook.PRE_FORWARD:
-                rows.append(self._row(state.group.pre_forward_event, actions, "forward", fused))
+                forward.append(self._row(state.group.pre_forward_event, actions, "forward", fused))
             elif event.hook is Hook.PRE_BACKWARD:
-                rows.append(self._row(event, actions, "backward", fused))
-            else:
-                last = next((i for i in reversed(range(len(rows))) if rows[i].event.group == event.group), None)
-                gathers = tuple(action for action in actions if isinstance(action, Gather))
-                if last is not None and event.hook is Hook.POST_FORWARD:
-                    rows[last] = rows[last]._replace(after=tuple(map(self._after, actions)))
-                    continue
-                if last is None:
-                    continue
-                if sum(isinstance(action, Reduce) for action in actions) > 1:
-                    is_end = event.hook is Hook.POST_BACKWARD
-                    held = len(self._setup.specs[event.group].gradient_bytes) if is_end else event.bucket
-                    rows[last] = rows[last]._replace(held=held)
-                if gathers:
-                    delayed = tuple(self._prefetch_of(gather, "backward", fused) for gather in gathers)
-                    place = Delayed.BEFORE if isinstance(actions[-1], Reduce) else Delayed.AFTER
-                    rows[last] = rows[last]._replace(delayed=delayed, bucket=event.bucket, place=place)
+                backward.append(self._row(event, actions, "backward", fused))
+            elif event.hook is Hook.POST_FORWARD:
+                last = next(i for i in reversed(range(len(forward))) if forward[i].event.group == event.group)
+                forward[last] = forward[last]._replace(after=tuple(map(self._after, actions)))
         return _Compiled(forward, backward[::-1])
 
     def _row(self, event: Event, actions: Sequence[Action], direction: str, fused: _Fused) -> Row:

@@ -24,20 +24,13 @@ class ScheduleSettings:
     Args:
         zero_copy: large parameters have messages of their own (:class:`MessageSizes`).
         grad_buckets: the maximum number of gradient buckets of a group.
-        held_grad_buckets: the number of gradient buckets of the first group in backward whose reductions are held until
-            the next bucket is ready, or until the group is freed, if they are all of its buckets. While that group
-            computes, activations take the most memory.
         prefetch_limit: the number of groups to prefetch.
-        delay_prefetch: the number of the gradient bucket of a group, from 1, with which backward prefetches; 0 at the
-            begin of the group's backward. Where the host waits, the last bucket but one counts in any case.
         max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
     """
 
     zero_copy: bool = True
     grad_buckets: int = MessageSizes().grad_buckets
-    held_grad_buckets: int = 0
     prefetch_limit: int = PREFETCH_LIMIT
-    delay_prefetch: int = 0
     max_fused_bytes: int = DEFAULT_FUSED_BYTES
 
     @property
@@ -52,18 +45,12 @@ _PLAIN = ScheduleSettings(zero_copy=False, grad_buckets=1, max_fused_bytes=0)
 _CHANGES: Sequence[Mapping[str, Any]] = (
     *({"zero_copy": value} for value in (True, False)),
     *({"grad_buckets": value} for value in (4, 2, 1)),
-    *({"prefetch_limit": value, "delay_prefetch": 0} for value in (1, 2, 3)),
+    *({"prefetch_limit": value} for value in (1, 2, 3)),
     *({"max_fused_bytes": value} for value in (1 << 20, 1 << 23, 1 << 26)),
 )
 """The changes of settings that are tried."""
 
-_CHANGES_ON_STREAMS: Sequence[Mapping[str, Any]] = (
-    *({"held_grad_buckets": value} for value in (0, 1, 3, 4)),
-    *({"prefetch_limit": value, "delay_prefetch": bucket} for value, bucket in ((2, 1), (2, 2), (3, 2))),
-)
-"""Further changes, which do nothing where the host waits for collectives."""
-
-_OPTIONS = "prefetch_limit", "delay_prefetch", "held_grad_buckets", "max_fused_bytes"
+_OPTIONS = "prefetch_limit", "max_fused_bytes"
 """The settings that are options of a schedule."""
 
 _HYSTERESIS = 0.02
@@ -135,8 +122,7 @@ def choose(
     The limit is the peak of the plain settings, which have a single message per group and direction as FSDP2 has, plus
     ``options.max_extra_bytes``. One change is made at a time, beginning with the current settings and with the
     plain ones, until none helps. If the best are hardly faster than the current ones, or than the plain ones, these are
-    chosen. Otherwise, of those that differ from the best in one change and are about as fast, those with the least idle
-    memory are: allocators keep the memory of each stream apart.
+    chosen.
 
     Args:
         order: the events of a forward.
@@ -156,7 +142,7 @@ def choose(
     def predict(settings: ScheduleSettings) -> Timeline:
         if settings not in known:
             chosen = {each: getattr(settings, each) for each in _OPTIONS}
-            specs = specs_of(replace(settings, prefetch_limit=0, delay_prefetch=0, held_grad_buckets=0))
+            specs = specs_of(replace(settings, prefetch_limit=0))
             known[settings] = simulate(build(order, specs, replace(options, **chosen), unseen=unseen), specs, costs)
         return known[settings]
 
@@ -173,16 +159,7 @@ def choose(
                 return settings
             settings = best
 
-    def least_idle(best: ScheduleSettings) -> ScheduleSettings:
-        """Return settings that are about as fast as ``best`` and take no more memory at the peak, or ``best``."""
-        over, seconds, _ = rank(best)
-        tried = [] if options.host_waits else [replace(best, **change) for change in changes]
-        as_fast = [each for each in tried if rank(each) <= (over, (1 + _PRECISION) * seconds)]
-        as_small = [each for each in as_fast if predict(each).peak_bytes <= predict(best).peak_bytes]
-        return min([best, *as_small], key=lambda settings: predict(settings).idle_bytes)
-
-    tried = _CHANGES if options.host_waits else (*_CHANGES, *_CHANGES_ON_STREAMS)
-    changes = [{name: value for name, value in change.items() if name not in fixed} for change in tried]
+    changes = [{name: value for name, value in change.items() if name not in fixed} for change in _CHANGES]
     kept = {name: getattr(current, name) for name in fixed}
     default, plain = replace(default, **kept), replace(_PLAIN, **kept)
     best = min((improve(current), improve(plain)), key=rank)
@@ -190,7 +167,7 @@ def choose(
     margin = _PRECISION if is_new else _HYSTERESIS
     near = [known for known in (current, plain) if rank(known)[0] == rank(best)[0]]
     as_good = [known for known in near if (1 - margin) * predict(known).seconds <= predict(best).seconds]
-    best = as_good[0] if as_good else least_idle(best)
+    best = as_good[0] if as_good else best
     timeline = predict(best)
     return Choice(
         best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, costs.source, timeline=timeline

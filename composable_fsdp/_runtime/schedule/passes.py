@@ -40,14 +40,11 @@ __all__ = [
     "Specs",
     "bound_in_flight",
     "build",
-    "delay_prefetch",
-    "delayed_until",
     "eager",
     "fuse_adjacent",
     "fuse_small",
     "fusions",
     "gathered_with",
-    "hold_reductions",
     "is_full",
     "keep_last",
     "prefetch",
@@ -100,8 +97,6 @@ class GroupSpec:
         reduces_grad_buckets: each bucket is reduced as soon as its gradients are ready.
         frees_with_last_gradient: no module needs its parameters once all of its gradients are ready.
         has_nested: its modules contain other groups.
-        can_delay_prefetch: prefetches may be launched with one of its buckets.
-        can_hold: reductions of its first buckets may be held.
         axis: the name of the mesh axis that shards it, and ``ranks`` the number of its ranks.
         replicate_axis: the same of the axis over which it is replicated, with ``replicas`` ranks.
         separate_reduce: its reduce-scatters have a process group of their own, and run beside all-gathers.
@@ -136,8 +131,6 @@ class GroupSpec:
     reduces_grad_buckets: bool = False
     frees_with_last_gradient: bool = True
     has_nested: bool = False
-    can_delay_prefetch: bool = False
-    can_hold: bool = False
     axis: str = ""
     ranks: int = 1
     replicate_axis: str = ""
@@ -171,10 +164,6 @@ class ScheduleOptions:
 
     Args:
         prefetch_limit: the number of groups to prefetch.
-        delay_prefetch: the number of the gradient bucket of a group, from 1, with which backward prefetches: then
-            activations take less memory than at the begin of the group's backward. 0 prefetches there.
-        held_grad_buckets: the gradient buckets of the first group in backward whose reductions are held until the next
-            bucket is ready, for the same reason. If they are all of its buckets, until the group is freed.
         max_unsharded_bytes: the bound on unsharded parameters for prefetching, in bytes.
         max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
         max_extra_bytes: the bytes by which the peak memory of chosen settings may exceed that of FSDP2's schedule.
@@ -187,8 +176,6 @@ class ScheduleOptions:
     """
 
     prefetch_limit: int = PREFETCH_LIMIT
-    delay_prefetch: int = 0
-    held_grad_buckets: int = 0
     max_unsharded_bytes: int | None = None
     max_fused_bytes: int = DEFAULT_FUSED_BYTES
     max_extra_bytes: int = DEFAULT_EXTRA_BYTES
@@ -235,10 +222,6 @@ def build(
         schedule = fuse_small(schedule, specs, fused)
     schedule = keep_last(schedule, specs, options)
     schedule = prefetch(schedule, specs, options)
-    if options.held_grad_buckets and not options.host_waits:
-        schedule = hold_reductions(schedule, specs, options)
-    if options.host_waits or options.delay_prefetch:
-        schedule = delay_prefetch(schedule, specs, options, unseen)
     return bound_in_flight(schedule, specs, options)
 
 
@@ -466,14 +449,13 @@ def keep_last(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sch
     """Keep the last groups of forward, which backward needs first.
 
     On streams the device would be idle while the last one is gathered again, and the network while it computes. The
-    others are those that backward would prefetch at once, so they take no more memory when backward begins. Delayed
-    prefetches come later, so one less is kept. Where the host waits, all are freed: the memory peak often comes with
-    the loss.
+    others are those that backward would prefetch at once, so they take no more memory when backward begins. Where the
+    host waits, all are freed: the memory peak often comes with the loss.
     """
     if options.host_waits or not options.leads_to_backward or not options.prefetch_limit:
         return schedule
     begun = [e.group for e, _ in schedule.at(Hook.PRE_FORWARD) if specs[e.group].has_parameters]
-    last = begun[max(0, len(begun) - options.prefetch_limit - (not options.delay_prefetch)) :]
+    last = begun[max(0, len(begun) - options.prefetch_limit - 1) :]
     steps, held = [], set(schedule.initially_unsharded)
     kept: set[str] = set()
     for event, actions in schedule:
@@ -593,84 +575,7 @@ def _take_gather(steps: Sequence[tuple[Event, list[Action]]], at: int, found: Ga
                 return
 
 
-def delay_prefetch(
-    schedule: Schedule, specs: Specs, options: ScheduleOptions, unseen: Collection[int] = ()
-) -> Schedule:
-    """Move prefetches in backward to the reduction of a bucket of the group that computes.
-
-    On streams the prefetch precedes that reduction, which cannot begin before the bucket is computed. Where the host
-    waits for collectives, it follows the last bucket that is reduced while the group still computes. So the prefetched
-    parameters share memory with the last bucket only, and have the rest of the group's backward to arrive.
-    """
-    steps = [(event, list(actions)) for event, actions in schedule]
-    position = len(schedule.at(Hook.PRE_BACKWARD))
-    for at, (event, actions) in enumerate(schedule):
-        if event.hook is not Hook.PRE_BACKWARD:
-            continue
-        position -= 1
-        if position in unseen or specs[event.group].backward_prefetch is not None:
-            continue
-        spec = specs[event.group]
-        needed = {spec.name, *spec.owners}
-        ahead = [a for a in actions if isinstance(a, Gather) and not needed.intersection(a.groups)]
-        index = delayed_until(spec, _prefetch_targets(schedule, at, specs, options), specs, options)
-        if index is None or not ahead:
-            continue
-        ready = Event(Hook.GRAD_READY, spec.name, index)
-        for later in range(at + 1, len(steps)):
-            reduces = any(isinstance(action, Reduce) for action in steps[later][1])
-            if steps[later][0] == ready and not reduces:  # it is held
-                ready = Event(Hook.GRAD_READY, spec.name, ready.bucket + 1)
-            elif steps[later][0] == ready:
-                steps[at][1][:] = [action for action in actions if action not in ahead]
-                place = len(steps[later][1]) if options.host_waits else 0
-                steps[later][1][place:place] = ahead
-            if steps[later][0].hook is not Hook.GRAD_READY:
-                break  # the run ends, and an earlier one completes the gradients
-    return replace(schedule, steps=tuple(Step(event, tuple(actions)) for event, actions in steps))
-
-
-def delayed_until(spec: GroupSpec, ahead: Sequence[str], specs: Specs, options: ScheduleOptions) -> int | None:
-    """Return the bucket of ``spec`` to prefetch ``ahead`` with, or ``None`` to prefetch when its backward begins.
-
-    Where the host waits, less than a bucket of prefetched parameters is not worth the later start. If part of the group
-    is frozen, too few gradients come to make room for.
-    """
-    buckets = len(spec.gradient_bytes)
-    if not (spec.can_delay_prefetch and spec.reduces_grad_buckets) or buckets < 2:
-        return None
-    if not options.host_waits:
-        return min(options.delay_prefetch, buckets) - 1
-    if sum(specs[name].unsharded_bytes for name in ahead) * buckets < spec.full_bytes:
-        return None
-    return buckets - 2
-
-
 # -- reductions in flight
-
-
-def hold_reductions(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
-    """Move the first reductions of backward to the event of a later bucket, or of the group's end: after it is freed.
-
-    There activations take less memory. Streams run the reductions as soon as their gradients are computed all the same.
-    """
-    steps = [(event, list(actions)) for event, actions in schedule]
-    name = next((event.group for event, _ in steps if event.hook is Hook.GRAD_READY), "")
-    buckets = [actions for event, actions in steps if event.hook is Hook.GRAD_READY and event.group == name]
-    if not buckets or not (specs[name].can_hold and specs[name].reduces_grad_buckets):
-        return schedule
-    end = next((actions for event, actions in steps if event == Event(Hook.POST_BACKWARD, name)), None)
-    if options.held_grad_buckets >= len(buckets) and specs[name].frees_before_reduction and end is not None:
-        last, after, place = len(buckets), end, len(end)
-    else:
-        last = min(options.held_grad_buckets, len(buckets) - 1)
-        after = buckets[last]
-        place = next((at for at, action in enumerate(after) if isinstance(action, Reduce)), 0)
-    held = [action for actions in buckets[:last] for action in actions if isinstance(action, Reduce)]
-    for actions in buckets[:last]:
-        actions[:] = [action for action in actions if action not in held]
-    after[place:place] = held
-    return replace(schedule, steps=tuple(Step(event, tuple(actions)) for event, actions in steps))
 
 
 def bound_in_flight(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
@@ -679,15 +584,11 @@ def bound_in_flight(schedule: Schedule, specs: Specs, options: ScheduleOptions) 
     steps = []
     for event, actions in schedule:
         changed: list[Action] = []
-        launched: tuple[int, int] | None = None
         for action in actions:
             if isinstance(action, Reduce):
                 launched = _reduction_bytes(action, specs)
                 _make_room(in_flight, launched, options.max_reductions, changed)
                 in_flight.append(launched)
-            elif isinstance(action, Gather) and launched is not None:
-                # Gradients and prefetched parameters should not be in memory together.
-                _make_room(in_flight, launched, options.max_reductions, changed)
             changed.append(action)
         if event.hook is Hook.END_BACKWARD and in_flight and options.is_last_backward:
             changed.append(WaitReduce(len(in_flight)))

@@ -53,15 +53,12 @@ class Timeline:
         moments: the time of each entry of ``memory``.
         peaks: the most bytes at any time, also within an event, activations included. If their memory is not known,
             the most bytes without them, by the number of groups whose activations are held.
-        idle_bytes: the bytes that are free at the peak, or while the most activations are held, but are memory of
-            another stream. An allocator reserves them too.
     """
 
     spans: tuple[Span, ...]
     memory: tuple[tuple[Event, int], ...]
     peaks: tuple[int, ...]
     moments: tuple[float, ...] = ()
-    idle_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -99,10 +96,7 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
         specs: the properties of its groups, by name.
         costs: the costs of its collectives and of its computation.
     """
-    delays = any(
-        isinstance(action, Gather) for event, actions in schedule if _is_in_backward(event) for action in actions
-    )
-    simulation = _Simulation(specs, costs, _ActivationCurve(costs.activations), delays)
+    simulation = _Simulation(specs, costs, _ActivationCurve(costs.activations))
     for name in schedule.initially_unsharded:
         simulation.unshard(name, 0.0)
     events = Counter((event.hook, event.group) for event, _ in schedule)
@@ -123,18 +117,14 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
         if event.hook is Hook.GRAD_READY:
             simulation.arrive(event, in_buckets=events[event.hook, event.group] > 1)
         for action in actions:
-            simulation.perform(action, simulation.runs_since(action, event, actions[-1]))
+            simulation.perform(action)
         moments.append(simulation.now)
         if event.hook is Hook.PRE_FORWARD:
             simulation.compute(event, share(costs.forward, event))
         elif event.hook is Hook.PRE_BACKWARD:
             simulation.arrive_early(event.group)
-            simulation.delayed_from = simulation.now
-            simulation.ready_at.clear()
         memory.append((event, simulation.held))
-    return Timeline(
-        tuple(simulation.spans), tuple(memory), tuple(simulation.peaks), tuple(moments), simulation.idle_bytes
-    )
+    return Timeline(tuple(simulation.spans), tuple(memory), tuple(simulation.peaks), tuple(moments))
 
 
 _MOST_SLOWER = 16.0
@@ -174,7 +164,6 @@ class _Messages:
     nbytes: int
     copied_bytes: int
     late_bytes: int
-    label: str
 
 
 class _ActivationCurve:
@@ -220,29 +209,12 @@ class _ActivationCurve:
 
 
 @dataclass
-class _StreamMemory:
-    """The bytes that a communication stream has allocated itself, by their owner, and the most of them."""
-
-    of: dict[str, int] = field(default_factory=dict)
-    held: int = 0
-    peak: int = 0
-
-    def set(self, owner: str, nbytes: int) -> None:
-        """Let the bytes of ``owner`` be ``nbytes`` from now on."""
-        self.held += nbytes - self.of.get(owner, 0)
-        self.of[owner] = nbytes
-        self.peak = max(self.peak, self.held)
-
-
-@dataclass
 class _Simulation:
     """The clocks, memory and collectives of a simulated iteration."""
 
     specs: Specs
     costs: Costs
     curve: _ActivationCurve
-    gathers_own_memory: bool
-    """True if the stream of gathers has memory of its own, since some run earlier than they are launched."""
     now: float = 0.0
     spans: list[Span] = field(default_factory=list)
     unsharded: dict[str, float] = field(default_factory=dict)
@@ -251,22 +223,14 @@ class _Simulation:
     """The messages of the all-gather of each group that has not been waited for. Fused groups share them."""
     early: set[str] = field(default_factory=set)
     """The groups of which gradients have arrived before those of nested groups."""
-    reductions: deque[tuple[float, GradientMemory, str]] = field(default_factory=deque)
-    """The end of each reduction in flight, the memory of its gradients, and its name."""
-    of_gathers: _StreamMemory = field(default_factory=_StreamMemory)
-    of_reductions: _StreamMemory = field(default_factory=_StreamMemory)
+    reductions: deque[tuple[float, GradientMemory]] = field(default_factory=deque)
+    """The end of each reduction in flight, and the memory of its gradients."""
     free_from: dict[str, float] = field(default_factory=dict)
     """The time from which each process group, and each stream of reductions, is free."""
     held: int = 0
     """The bytes of unsharded parameters, of messages, and of gradients."""
     peaks: list[int] = field(default_factory=lambda: [0])
     """The most bytes so far, by the number of groups whose activations are held."""
-    compute_peak: int = 0
-    """The most bytes so far of the compute stream, while as many activations as ever are held."""
-    ready_at: dict[int, float] = field(default_factory=dict)
-    """The time at which each gradient bucket of the current group was computed."""
-    delayed_from: float = 0.0
-    """The begin of the current group's backward."""
     activations: int = 0
     """The number of groups whose activations are held."""
     released: set[str] = field(default_factory=set)
@@ -279,13 +243,6 @@ class _Simulation:
 
     def _note_peak(self, held: int) -> None:
         self.peaks[self.activations] = max(self.peaks[self.activations], held)
-        if self.activations == len(self.peaks) - 1:
-            self.compute_peak = max(self.compute_peak, held - self.of_gathers.held - self.of_reductions.held)
-
-    @property
-    def idle_bytes(self) -> int:
-        """The idle bytes of all streams, as in :class:`Timeline`."""
-        return self.compute_peak + self.of_gathers.peak + self.of_reductions.peak - self.peaks[-1]
 
     def hold_activations(self, event: Event, *, is_last: bool) -> None:
         """Count a group whose activations are held since ``event``, or not any more: from its last gradient on."""
@@ -296,7 +253,6 @@ class _Simulation:
             self.activations += 1
             if len(self.peaks) == self.activations:
                 self.peaks.append(0)
-                self.compute_peak = 0
         elif event.hook is Hook.PRE_BACKWARD:
             self.released.discard(event.group)
         elif event.hook is Hook.POST_BACKWARD or (event.hook is Hook.GRAD_READY and is_last):
@@ -307,8 +263,6 @@ class _Simulation:
         """Count the unsharded parameters of ``name``, which arrive at a time."""
         spec = self.specs.get(name)
         if name not in self.unsharded and spec is not None:
-            if self.gathers_own_memory:
-                self.of_gathers.set(name, spec.unsharded_bytes - spec.late_bytes)
             self.allocate(spec.unsharded_bytes)
         self.unsharded[name] = arrival
 
@@ -324,8 +278,6 @@ class _Simulation:
         """Count the gradients that are ready at ``event``: one bucket of the group, or all of them."""
         spec = self.specs[event.group]
         here = slice(event.bucket, event.bucket + 1) if in_buckets else slice(None)
-        if in_buckets:
-            self.ready_at[event.bucket] = self.now
         gradients = {index: nbytes for bucket in spec.gradients[here] for index, nbytes in bucket}
         others = sum(memory.arrived for memory in spec.gradient_memory[here]) - sum(gradients.values())
         if spec.name in self.early:
@@ -345,60 +297,35 @@ class _Simulation:
             self.spans.append(Span("compute", str(label), self.now, self.now + seconds))
             self.now += seconds
 
-    def runs_since(self, action: Action, event: Event, last: Action) -> float | None:
-        """Return the time from which streams run ``action``, if that is before its launch, which is now.
-
-        They run a delayed gather as if it was launched when the backward of its group began, and held reductions as if
-        they were launched when the last of them was computed.
-
-        Args:
-            action: an action of ``event``.
-            event: the current event.
-            last: the last action of ``event``: a gather follows the reduction where the host waits for collectives.
-        """
-        if not _is_in_backward(event) or not isinstance(last, Reduce):
-            return None
-        if isinstance(action, Gather):
-            return self.delayed_from
-        if not isinstance(action, Reduce) or action == last or not self.ready_at:
-            return None
-        group, number = last.buckets[0]
-        return self.ready_at.get(number - 1) if action.buckets[0].group == group == event.group else None
-
-    def perform(self, action: Action, since: float | None = None) -> None:
-        """Perform ``action`` now, or on streams as if it was launched at the time ``since``."""
+    def perform(self, action: Action) -> None:
+        """Perform ``action`` now."""
         match action:
             case Gather(groups):
-                self._gather([self.specs[name] for name in groups], str(action), since)
+                self._gather([self.specs[name] for name in groups], str(action))
             case Wait(group):
                 self.now = max(self.now, self.unsharded.get(group, 0.0))
                 self._end_gather(group)
             case Free(group) | Shrink(group, _):
                 self._end_gather(group)
                 if self.unsharded.pop(group, None) is not None and group in self.specs:
-                    self.of_gathers.set(group, 0)
                     self.allocate(-self.specs[group].unsharded_bytes)
             case Reduce(buckets):
-                self._reduce([(self.specs[each.group], each.number) for each in buckets], str(action), since)
+                self._reduce([(self.specs[each.group], each.number) for each in buckets], str(action))
             case WaitReduce(count):
                 for _ in range(count):
-                    end, memory, label = self.reductions.popleft()
+                    end, memory = self.reductions.popleft()
                     self.now = max(self.now, end)
-                    if label in self.of_reductions.of:
-                        self.of_reductions.set(label, memory.sharded)
                     self.allocate(memory.sharded - memory.in_flight)
 
-    def _gather(self, specs: Sequence[GroupSpec], label: str, since: float | None) -> None:
+    def _gather(self, specs: Sequence[GroupSpec], label: str) -> None:
         first = specs[0]
         count = _messages(spec.gather_messages for spec in specs)
         nbytes = sum(spec.full_bytes for spec in specs)
         seconds = self._seconds("all_gather", first.axis, nbytes, first.ranks, count)
-        end = self._send("gather", first.axis, label, seconds, self.now if since is None else since)
+        end = self._send("gather", first.axis, label, seconds, self.now)
         copied = sum(spec.gather_copied_bytes for spec in specs)
         sent = sum(spec.gather_sent_bytes for spec in specs)
-        messages = _Messages(copied + sent, copied, sum(spec.late_bytes for spec in specs), label)
-        if self.gathers_own_memory:
-            self.of_gathers.set(label, messages.nbytes)
+        messages = _Messages(copied + sent, copied, sum(spec.late_bytes for spec in specs))
         self.allocate(messages.nbytes - messages.late_bytes)
         for spec in specs:
             self.unshard(spec.name, end)
@@ -410,31 +337,25 @@ class _Simulation:
         if messages is not None:
             self.compute(f"copy out of gather {group}", self.costs.copy_seconds(messages.copied_bytes))
             self.allocate(messages.late_bytes)
-            self.of_gathers.set(messages.label, 0)
             self.allocate(-messages.nbytes)
             messages.nbytes = messages.copied_bytes = messages.late_bytes = 0
 
-    def _reduce(self, buckets: Sequence[tuple[GroupSpec, int]], label: str, since: float | None) -> None:
+    def _reduce(self, buckets: Sequence[tuple[GroupSpec, int]], label: str) -> None:
         first = buckets[0][0]
         nbytes = sum(spec.gradient_bytes[number] for spec, number in buckets)
-        copying = self.costs.copy_seconds(nbytes)
-        if since is None:
-            self.compute(f"copy in of {label}", copying)
-        ready = self.now if since is None else since + copying  # beside the computation
+        self.compute(f"copy in of {label}", self.costs.copy_seconds(nbytes))
         memory = [spec.gradient_memory[number] for spec, number in buckets if spec.gradient_memory]
         arrived, launched, in_flight, _ = total = GradientMemory(*map(sum, zip(*memory, strict=True)))
-        if since is not None:
-            self.of_reductions.set(label, in_flight)
         self.allocate(in_flight - arrived, for_now=max(0, launched - in_flight))
         count = _messages(spec.gradient_messages[number] if spec.gradient_messages else 1 for spec, number in buckets)
         group = f"{first.axis} (reductions)" if first.separate_reduce else first.axis
         seconds = self._seconds("reduce_scatter", first.axis, nbytes, first.ranks, count)
-        end = self._send("reduce", group, label, seconds, ready)
+        end = self._send("reduce", group, label, seconds, self.now)
         if first.replicas > 1:
             axis, shard = first.replicate_axis, nbytes // first.ranks
             seconds = self._seconds("all_reduce", axis, shard, first.replicas)
             end = self._send("replicate", axis, f"all-{label}", seconds, end)
-        self.reductions.append((end, total, label))
+        self.reductions.append((end, total))
 
     def _seconds(self, kind: str, axis: str, nbytes: int, ranks: int, messages: int = 1) -> float:
         """Return the seconds of a collective. Without other ranks or bytes there is none."""
@@ -451,10 +372,6 @@ class _Simulation:
         self.free_from.update(dict.fromkeys(wires, end))
         self.spans.append(Span(stream, label, begin, end))
         return end
-
-
-def _is_in_backward(event: Event) -> bool:
-    return event.hook in (Hook.GRAD_READY, Hook.POST_BACKWARD)
 
 
 def _messages(counts: Iterable[int]) -> int:

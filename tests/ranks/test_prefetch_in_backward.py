@@ -1,0 +1,182 @@
+"""Backward gathers the next group when it enters a group, within the bound on memory, and in one order on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composable_fsdp import fully_shard
+from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests._internals import state_of
+from tests.helpers.large_weights import WIDTH, Tower, batch, play
+from tests.helpers.peak_memory import peak_above_idle
+from tests.helpers.transports import COPIES, SOCKETS, Environment
+
+ORDER = (Operation.UNSHARD, Operation.WAIT, Operation.REDUCE, Operation.REDUCED)
+GRAD_BUCKETS = 4
+
+
+def towers(number: int = 3, *, ready: bool = True) -> Any:
+    """Return consecutive groups of four gradient buckets each.
+
+    With ``ready``, one forward has recorded their order.
+    """
+    blocks = [Tower() for _ in range(number)]
+    model: Any = nn.Sequential(*blocks)
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(model)
+    if ready:
+        play(model, 0, dist.get_rank())
+        model.zero_grad()
+    return model
+
+
+def record_backward(model: nn.Module) -> list[str]:
+    """Return the operations of the groups in one backward."""
+    loss = model(batch(1, dist.get_rank())).square().mean()
+    with Recorder() as recorder:
+        loss.backward()
+    return [str(event) for event in recorder if event.operation in ORDER]
+
+
+def gather_the_next_group() -> None:
+    loss = towers()(batch(1, dist.get_rank())).square().mean()
+    with Recorder() as recorder:
+        loss.backward()
+    sent = ["reduce {0}", "reduced {0}"] * (GRAD_BUCKETS - 1)
+    assert_trace(
+        recorder,
+        *("unshard 2", "unshard 1", "wait 2"),
+        *(line.format(2) for line in sent),
+        *("reduce 2", "wait 1", "unshard 0", "reduced 2"),  # in flight while the last gradient bucket is computed
+        *(line.format(1) for line in sent),
+        *("reduce 1", "wait 0", "reduced 1"),
+        *(line.format(0) for line in sent),
+        *("reduce 0", "reduced 0"),
+        operations=ORDER,
+    )
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+def test_the_next_group_is_gathered_when_backward_enters_a_group(transport: Environment) -> None:
+    run_ranks(gather_the_next_group, 2, environment=transport)
+
+
+def choose_no_group() -> None:
+    model = towers()
+    model[2].set_modules_to_backward_prefetch([])
+    events = record_backward(model)
+    assert events.index("unshard 1") > max(i for i, event in enumerate(events) if event == "reduce 2")
+
+
+def bound_unsharded_bytes() -> None:
+    model = towers()
+    model.set_max_unsharded_bytes(0)
+    events = record_backward(model)
+    assert events.index("unshard 1") > max(i for i, event in enumerate(events) if event == "reduce 2")
+
+
+def bound_several() -> None:
+    """Wait for gradient buckets with several groups. Each of these groups alone would fit into the bound."""
+    model = towers(4)
+    model.set_prefetch_limit(3)
+    model.set_max_unsharded_bytes(2 * state_of(model[0]).group.plan.unsharded_bytes)
+    loss = model(batch(1, dist.get_rank())).square().mean()
+    with Recorder() as recorder:
+        loss.backward()
+    assert recorder.peak_groups == 2
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("case", [choose_no_group, bound_unsharded_bytes, bound_several])
+def test_backward_prefetches_what_the_user_chose_and_what_fits(case: Callable[[], None]) -> None:
+    run_ranks(case, 2, environment=SOCKETS)
+
+
+ROUTES = {"all": [0, 1, 2, 3], "not the first batch": [0, 1, 2], "not the third": [0, 2, 3], "not the last": [1, 2, 3]}
+
+
+def use_different_parameters(route: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = towers(), nn.Sequential(*(Tower() for _ in range(3)))
+
+    def follow_route(blocks: Any, of_rank: int) -> None:
+        for block in blocks:
+            block.used = ROUTES[route if of_rank == 1 else "all"]
+
+    expected: dict[str, torch.Tensor] = {}
+    for other in range(size):
+        reference.zero_grad()
+        follow_route(reference, other)
+        play(reference, 1, other)
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = expected.get(name, torch.zeros_like(parameter)) + parameter.grad / size
+    follow_route(model, rank)
+    with Recorder() as recorder:
+        play(model, 1, rank)
+    own = [event.group for event in recorder if event.operation is Operation.COLLECTIVE]
+    everyones = [own] * size
+    dist.all_gather_object(everyones, own)
+    assert all(others == own for others in everyones)
+    assert own.count("reduce-scatter of 2") == GRAD_BUCKETS
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+
+
+@pytest.mark.behaviour("C-17")
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+def test_ranks_with_different_used_parameters_launch_in_one_order(route: str, transport: Environment) -> None:
+    run_ranks(use_different_parameters, 2, route, environment=transport)
+
+
+@pytest.mark.behaviour("C-03")
+def test_two_groups_and_two_gradient_buckets_are_in_memory_together() -> None:
+    """Check the peak: two unsharded groups, a bucket in flight, the next one, and the gradient shards so far."""
+    ranks, number = 4, 5
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        model = towers(number, ready=False)
+        full_bytes = sum(4 * parameter.numel() for parameter in model[0].parameters())
+        peak = peak_above_idle(model, torch.zeros(1, WIDTH))
+    finally:
+        dist.destroy_process_group()
+    grad_bucket_bytes = full_bytes // GRAD_BUCKETS
+    gradient_shards = ((number - 1) * GRAD_BUCKETS - 1) * grad_bucket_bytes // ranks
+    assert 0 <= peak - 2 * full_bytes - gradient_shards - 2 * grad_bucket_bytes <= grad_bucket_bytes // 4, (
+        "only activations use more"
+    )
+
+
+def run_alone_and_in_model() -> None:
+    """Run a layer as its own root, then inside the model that renames it, with one backward through both outputs."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(740, 740), nn.Tanh(), nn.Linear(740, 740)) for _ in range(2)))
+    reference = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    assert [len(state_of(layer).group.plan.grad_buckets) for layer in model] == [2, 2]
+    x = torch.randn(2, 740, requires_grad=True)
+    for each in (model, reference):
+        (each[1](x).sum() + each(x).sum()).backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.behaviour("C-04")
+def test_a_layer_that_ran_before_its_model_is_named_by_its_path() -> None:
+    run_ranks(run_alone_and_in_model, 1)
