@@ -54,7 +54,6 @@ class Variant:
             in FSDP2, and by ``set_prefetch_limit`` in ours, which keeps one more block from forward to backward.
         calibrates: if true, ours measures costs over each wire and chooses by them. FSDP2 cannot.
         narrow: if true, gradients are sent in 16 bits and summed in fp32 by the receiver. Only for ours.
-        extra_bytes: the memory per rank that schedules may take above FSDP2's, if not the default. Only for ours.
     """
 
     library: str
@@ -62,14 +61,11 @@ class Variant:
     ahead: int | None = None
     calibrates: bool = True
     narrow: bool = False
-    extra_bytes: int | None = None
 
     def build(self, mesh: Any) -> nn.Module:
         model = nn.Sequential(*(FusedBlock(DIM, HIDDEN, KV) for _ in range(LAYERS)))
         options = {"comm_policy": CommunicationPolicy(reduce_scatter=Cast(torch.bfloat16))} if self.narrow else {}
         shard(LIBRARIES[self.library], model, list(model), mesh, bf16=True, **options)
-        if self.extra_bytes is not None:
-            cast(Any, model).set_max_extra_bytes(self.extra_bytes)
         if self.ahead is not None and self.library == "ours":
             cast(Any, model).set_prefetch_limit(self.ahead)
         elif self.ahead is not None:
@@ -82,7 +78,6 @@ class Variant:
 VARIANTS = {
     "ours": Variant("ours"),
     "ours, not calibrated": Variant("ours", calibrates=False),
-    "ours, 512 MiB more": Variant("ours", extra_bytes=512 << 20),
     "ours, three ahead": Variant("ours", ahead=3),
     "ours, two groups": Variant("ours", separate_reductions=True),
     "ours, 16-bit gradients": Variant("ours", narrow=True),

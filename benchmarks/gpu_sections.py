@@ -364,7 +364,7 @@ def memory(target: Target, result: Result) -> None:
     if target.device == "simulated":
         rows = simulated_steps(result, None)
         result.add(
-            "Peak memory of a step in the model of benchmarks/extra_memory.py (allocated, not reserved)",
+            "Peak memory of a step in virtual time (allocated, not reserved)",
             ["ranks", "library", "peak MB"],
             rows,
         )
@@ -385,8 +385,7 @@ def memory(target: Target, result: Result) -> None:
 
 
 def simulated_steps(result: Result, picture: str | None) -> list[dict[str, Any]]:
-    """Return the rows of ``extra_memory.py`` for 64 ranks, and draw the streams of each library in virtual time."""
-    import extra_memory
+    """Return the peak memory of both libraries on 64 ranks, and draw the streams of each in virtual time."""
     from sim.device import Stream
 
     rows, spans = [], {}
@@ -409,11 +408,30 @@ def simulated_steps(result: Result, picture: str | None) -> list[dict[str, Any]]
             if picture
             else mock.patch.object(Stream, "_unused", None, create=True)
         ):
-            rows.append(extra_memory.row(library, 64, None))
+            rows.append(simulated_row(library, 64))
         spans[library] = last_step(log)
     if picture:
         draw(result, picture, spans, "virtual µs")
     return rows
+
+
+def simulated_row(library: str, ranks: int) -> dict[str, Any]:
+    """Return the peak memory of a step of a model of ``schedule_sweep.py`` at 400 Gbit/s and 20 us."""
+    from schedule_sweep import MODELS, Cell, Steps
+    from sim.device import Charging, Device
+    from sim.ledger import Ledger
+    from sim.network import Network, simulated_ranks
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    network, of = Network(Device(flops=450e6, bandwidth=3.5e6)), MODELS["8 blocks of 4096, batch 2"]
+    with simulated_ranks(network, ranks):
+        meshes = of.meshes(ranks)
+        with FakeTensorMode(allow_non_fake_inputs=True), Charging(network.device):
+            steps = Steps(of.sharded(library, *meshes), of.batch(), network, Ledger())
+            Cell(20, 400).apply(network)
+            for _ in range(3):
+                steps.run()
+            return {"ranks": ranks, "library": library, "peak MB": steps.record().peak}
 
 
 def last_step(log: list[tuple[str, float, float, str]]) -> list[tuple[str, float, float, str]]:

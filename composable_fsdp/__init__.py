@@ -22,7 +22,7 @@ from composable_fsdp._consistency.wait_warning import set_wait_warning
 from composable_fsdp._runtime.groups.unmanaged_params import PlainParameterWarning
 from composable_fsdp._runtime.lazy_init import LowPrecisionWarning
 from composable_fsdp._runtime.params.tensor_subclass import LostExtensionWarning
-from composable_fsdp._runtime.schedule.costs import ActivationMemory, AxisCosts, CollectiveCost, Costs
+from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp._sharding.mesh import OffloadBackendWarning
 from composable_fsdp._sharding.param_sharding import ShardPlacementResult
 from composable_fsdp._sharding.strategy import ShardingStrategy
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.rekey import rekey_optimizer
 
 __all__ = [
-    "ActivationMemory",
     "ArgumentTypeError",
     "AxisCosts",
     "CPUOffloadPolicy",

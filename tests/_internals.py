@@ -104,7 +104,6 @@ if TYPE_CHECKING:
         take_gradients,
     )
     from composable_fsdp._runtime.root import schedule_runner
-    from composable_fsdp._runtime.root.activation_memory import HasHooksError, activation_memory
     from composable_fsdp._runtime.root.calibration import Calibration, measure_collective
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
     from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration, Pass
@@ -114,7 +113,13 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
     from composable_fsdp._runtime.schedule import passes, schedule
-    from composable_fsdp._runtime.schedule.choose import DEFAULT_SETTINGS, Choice, ScheduleSettings, choose
+    from composable_fsdp._runtime.schedule.choose import (
+        DEFAULT_SETTINGS,
+        EXTRA_BYTES,
+        Choice,
+        ScheduleSettings,
+        choose,
+    )
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
     from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
     from composable_fsdp._runtime.schedule.simulate import Timeline, fit_computation, simulate

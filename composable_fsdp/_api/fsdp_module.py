@@ -445,21 +445,13 @@ class FSDPModule(TorchFSDPModule):
         check_count("max_fused_bytes", max_fused_bytes, or_none=True)
         set_root_option(_state(self), "max_fused_bytes", max_fused_bytes)
 
-    def set_max_extra_bytes(self, max_extra_bytes: int | None) -> None:
-        """Set by how many bytes a schedule chosen by costs may exceed the peak memory of FSDP2's schedule.
-
-        The default is 8 MiB. With more, the group that backward reaches first may be reduced in several buckets, for
-        the bytes of one of them in the reduce dtype, and more groups may be prefetched, for the unsharded bytes of each
-        (:meth:`schedule_choice`). Under activation checkpointing the bound holds whatever memory activations take, so
-        that often less is used. Call it on the root, with the same number on every rank. ``None`` goes back to the
-        default.
-
-        Raises:
-            ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of modules that
-                have already run.
-        """
-        check_count("max_extra_bytes", max_extra_bytes, or_none=True)
-        set_root_option(_state(self), "max_extra_bytes", max_extra_bytes)
+    def set_max_extra_bytes(self, max_extra_bytes: int | None) -> NoReturn:
+        """Raise ``UnsupportedError``: a schedule chosen by costs takes at most 8 MiB more than FSDP2's."""
+        _unsupported(
+            "set_max_extra_bytes",
+            "leave it out: a schedule chosen by costs takes at most 8 MiB more than FSDP2's. set_prefetch_limit(n) "
+            "spends memory on a shorter step, within set_max_unsharded_bytes(n)",
+        )
 
     def set_order_check(self, level: Literal["off", "first", "always"]) -> None:
         """Set how often ranks compare, before a collective, that all of them are about to launch the same one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import ActivationMemory, AxisCosts, CollectiveCost, Costs
+from composable_fsdp import AxisCosts, CollectiveCost, Costs
 from composable_fsdp.errors import ConfigurationError
 from tests._internals import LoopbackCommunicator, measure_collective
 
@@ -73,12 +74,18 @@ def test_a_table_survives_its_file(
     latency: float, bandwidth: float, copy_bandwidth: float | None, times: dict[str, float]
 ) -> None:
     cost = CollectiveCost(latency, bandwidth)
-    activations = (ActivationMemory("layers.0", 1, 300, 200), ActivationMemory("layers.0", 0, 250, 100))
-    costs = Costs({"dp": AxisCosts(cost, cost, COST)}, times, times, copy_bandwidth, activations, "a test")
+    costs = Costs({"dp": AxisCosts(cost, cost, COST)}, times, times, copy_bandwidth, "a test")
     with TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
         costs.save(path)
         assert Costs.load(path) == costs
+
+
+def test_a_file_of_a_version_that_measured_activations_is_read(tmp_path: Path) -> None:
+    path, costs = tmp_path / "costs.json", Costs({"dp": AXIS}, source="a test")
+    costs.save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "activations": [["layers.0", 1, 300, 200]]}))
+    assert Costs.load(path) == costs
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"axes": {"dp": {}}}', '{"axes": {"dp": {"all_gather": 1}}}'])

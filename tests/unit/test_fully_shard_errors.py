@@ -427,6 +427,7 @@ def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
+        ("set_max_extra_bytes", r"leave it out: .* set_prefetch_limit\(n\) spends memory on a shorter step"),
         ("set_all_gather_layout", "leave it out, since large parameters are gathered into their place without copies"),
         (
             "set_all_gather_output_fn",

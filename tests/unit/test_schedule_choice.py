@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from composable_fsdp import AxisCosts, CollectiveCost, Costs
 from tests._internals import (
     DEFAULT_SETTINGS,
+    EXTRA_BYTES,
     GradientMemory,
     GroupSpec,
     ScheduleOptions,
@@ -24,7 +28,6 @@ from tests._internals import schedule as s
 
 PLAIN = ScheduleSettings(zero_copy=False, grad_buckets=1, max_fused_bytes=0)
 MIB = 1 << 20
-ANY_MEMORY = ScheduleOptions(max_extra_bytes=1 << 40)
 NAMES = [f"layers.{i}" for i in range(6)]
 ORDER = [
     s.Event(s.Hook.PRE_FORWARD, "root"),
@@ -56,6 +59,13 @@ def specs_of(size: int, settings: ScheduleSettings) -> dict[str, GroupSpec]:
     return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
 
 
+@contextmanager
+def extra_bytes(bound: int) -> Iterator[None]:
+    """Let choices exceed the peak of the plain settings by ``bound`` bytes."""
+    with mock.patch("composable_fsdp._runtime.schedule.choose.EXTRA_BYTES", bound):
+        yield
+
+
 def costs_of(latency: float, bandwidth: float, compute: float) -> Costs:
     cost = CollectiveCost(latency, bandwidth)
     times = dict.fromkeys(NAMES, compute)
@@ -85,9 +95,9 @@ def test_a_choice_is_as_predicted_and_neither_slower_nor_larger_than_allowed(
     assert (choice.seconds, choice.peak_bytes) == (chosen.seconds, chosen.peak_bytes)
     assert choice.default_seconds == default.seconds
     assert 0.995 * choice.seconds <= plain.seconds
-    assert 0.995 * choice.seconds <= default.seconds or default.excess_over(plain) > options.max_extra_bytes
-    assert chosen.excess_over(plain) <= options.max_extra_bytes
-    assert chosen.peak_bytes <= plain.peak_bytes + options.max_extra_bytes
+    assert 0.995 * choice.seconds <= default.seconds or default.excess_over(plain) > EXTRA_BYTES
+    assert chosen.excess_over(plain) <= EXTRA_BYTES
+    assert chosen.peak_bytes <= plain.peak_bytes + EXTRA_BYTES
     assert choose(ORDER, lambda settings: specs_of(size, settings), options, costs) == choice, "the same on every rank"
     again = choose(
         ORDER, lambda each: specs_of(size, each), options, costs, current=choice.settings, before=choice.seconds
@@ -112,7 +122,8 @@ def test_what_the_user_has_set_is_kept(latency: float, compute: float, limit: in
 def test_a_long_latency_gives_few_messages_and_a_short_one_many() -> None:
     def settings(latency: float) -> ScheduleSettings:
         costs = costs_of(latency, 5e10, 5e-2)
-        return choose(ORDER, lambda each: specs_of(1 << 28, each), ANY_MEMORY, costs).settings
+        with extra_bytes(1 << 40):
+            return choose(ORDER, lambda each: specs_of(1 << 28, each), ScheduleOptions(), costs).settings
 
     assert settings(1e-6) == DEFAULT_SETTINGS
     slow = settings(5e-2)
@@ -122,11 +133,12 @@ def test_a_long_latency_gives_few_messages_and_a_short_one_many() -> None:
 def test_settings_are_kept_unless_others_are_clearly_faster() -> None:
     def kept(compute: float, *, is_first: bool) -> bool:
         costs, current = costs_of(1e-6, 5e10, compute), ScheduleSettings(grad_buckets=2)
-        seconds = [timeline_of(1 << 28, each, ANY_MEMORY, costs).seconds for each in (current, DEFAULT_SETTINGS)]
+        seconds = [timeline_of(1 << 28, each, ScheduleOptions(), costs).seconds for each in (current, DEFAULT_SETTINGS)]
         assert seconds[0] > seconds[1]
         specs = partial(specs_of, 1 << 28)
         before = None if is_first else seconds[0]
-        choice = choose(ORDER, specs, ANY_MEMORY, costs, current=current, before=before)
+        with extra_bytes(1 << 40):
+            choice = choose(ORDER, specs, ScheduleOptions(), costs, current=current, before=before)
         return choice.settings == current
 
     assert [kept(5e-1, is_first=first) for first in (True, False)] == [True, True], "no prediction is that exact"
@@ -147,9 +159,9 @@ def test_a_bound_on_extra_memory_is_used_and_kept() -> None:
     plain = timeline_of(size, PLAIN, ScheduleOptions(), costs)
     excess, seconds = [], []
     for extra in (0, size // 2, 4 * size):
-        options = ScheduleOptions(max_extra_bytes=extra)
-        choice = choose(ORDER, partial(specs_of, size), options, costs)
-        excess.append(timeline_of(size, choice.settings, options, costs).excess_over(plain))
+        with extra_bytes(extra):
+            choice = choose(ORDER, partial(specs_of, size), ScheduleOptions(), costs)
+        excess.append(timeline_of(size, choice.settings, ScheduleOptions(), costs).excess_over(plain))
         seconds.append(choice.seconds)
         assert excess[-1] <= extra
     assert excess[0] == 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import ActivationMemory, AxisCosts, CollectiveCost, Costs
+from composable_fsdp import AxisCosts, CollectiveCost, Costs
 from tests._internals import GradientMemory, GroupSpec, ScheduleOptions, fit_computation, passes, schedule, simulate
 from tests._internals import schedule as s
 
@@ -159,20 +159,6 @@ def test_fitted_computation_predicts_the_measured_step(waited: float) -> None:
         assert fitted.forward["a"] / fitted.backward["b"] == pytest.approx(1.0), "of all groups alike"
 
 
-ACTIVATIONS = tuple(
-    ActivationMemory(name, parameter, peak * MIB, held * MIB)
-    for name, parameter, peak, held in (
-        ("c", 1, 12, 9),
-        ("c", 0, 10, 8),
-        ("b", 1, 9, 5),
-        ("b", 0, 6, 4),
-        ("a", 1, 5, 1),
-        ("a", 0, 2, 0),
-    )
-)
-"""Each group has two parameters. The last one's gradient is ready first, when activations take the most memory."""
-
-
 def in_two_buckets(**options: Any) -> dict[str, GroupSpec]:
     half = MIB // 2
     return specs_of(
@@ -182,14 +168,6 @@ def in_two_buckets(**options: Any) -> dict[str, GroupSpec]:
         reduces_grad_buckets=True,
         **options,
     )
-
-
-def test_activations_are_part_of_the_peak_where_they_are_held() -> None:
-    costs = replace(costs_of(1.0, 2.0), activations=ACTIVATIONS)
-    specs = in_two_buckets()
-    timeline = simulate(passes.build(ORDER, specs, ScheduleOptions()), specs, costs)
-    assert timeline.peak_bytes == 2 * MIB + 12 * MIB, "two unsharded groups before the first gradient"
-    assert len(timeline.peaks) == 1
 
 
 def test_all_gathers_of_two_axes_run_beside_each_other_and_reductions_do_not() -> None:

@@ -268,8 +268,6 @@ class FSDPState:
     """The number of groups to prefetch, if the user has set it."""
     max_fused_bytes: int | None = _setting(None, of_root=True)
     """The size up to which adjacent small groups share an all-gather or a reduction, if the user has set it."""
-    max_extra_bytes: int | None = _setting(None, of_root=True)
-    """The bytes by which chosen settings may exceed the peak memory of FSDP2's schedule, if the user has set it."""
     costs: Costs | None = _setting(None, of_root=True)
     """The costs by which settings are chosen that the user has not set."""
     forward_prefetch: Sequence[ref[FSDPState]] | None = _setting()

@@ -17,9 +17,8 @@ from composable_fsdp._comm.verify_ranks import gather_rows, multi_rank_axes
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import Work
 from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.root.activation_memory import HasHooksError, activation_memory
 from composable_fsdp._runtime.root.clock import Clock, Mark
-from composable_fsdp._runtime.schedule.costs import ActivationMemory, AxisCosts, CollectiveCost, Costs
+from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
 
@@ -98,7 +97,6 @@ class Calibration:
         clock: Clock,
     ) -> None:
         self._communicators = communicators
-        self._groups = groups
         self._names = tuple(groups)
         most = max(_LEAST_LARGE, max((group.plan.full_bytes for group in groups.values()), default=0))
         self._sizes = message_sizes(most)
@@ -119,8 +117,6 @@ class Calibration:
         """The seconds of the runtime's work in this step, without waits. Empty on devices with streams."""
         self._waited = 0.0
         """The seconds of the waits in this step."""
-        self._activations: tuple[ActivationMemory, ...] | None = None
-        """The memory of activations in this step; ``None`` before its backward."""
         self._steps: list[tuple[float, Mapping[tuple[bool, str], float]]] = []
         """The seconds of each step: those of its waits, and those of computation by pass and group."""
         self.waited = 0.0
@@ -142,7 +138,6 @@ class Calibration:
             name, communicator, kind = self._to_measure.pop(0)
             self._collectives[name, kind] = measure_collective(communicator, kind, self._sizes, self._clock)
         self._steps_left -= 1
-        self._activations = None
         # The measurement above is no work of this hook.
         self._entered = _Entered(Hook.PRE_FORWARD, time.perf_counter(), waited, in_backward=False)
         return None
@@ -160,22 +155,8 @@ class Calibration:
             computed = group if hook in (Hook.GRAD_READY, Hook.POST_BACKWARD) else self._running[-1]
             self._segments.append((in_backward, self._counted(computed, group), self._left, self._clock.mark()))
         self._left = None
-        if hook is Hook.PRE_BACKWARD and self._activations is None:
-            self._activations = self._read_activations()
         if hook is not Hook.END_FORWARD:  # part of the outermost module's post-forward
             self._entered = _Entered(hook, time.perf_counter(), waited, in_backward or hook in _BACKWARD_HOOKS)
-
-    def _read_activations(self) -> tuple[ActivationMemory, ...]:
-        """Return the memory of activations in the backward that begins with the running node."""
-        parameters = {
-            id(parameter.unsharded): (name, index)
-            for name, group in self._groups.items()
-            for index, parameter in enumerate(group.parameters)
-        }
-        try:
-            return activation_memory(torch._C._current_autograd_node(), parameters)
-        except HasHooksError:
-            return ()
 
     def leave(self, hook: Hook, group: str, *, ends_pass: bool, waited: float) -> None:
         """Note that the runtime has done its work for ``hook`` of ``group``. What follows a pass is not measured."""
@@ -228,21 +209,7 @@ class Calibration:
         backward = {name: next(values) for name in self._names}
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         source = f"measured on this job of {ranks} ranks"
-        return Costs(axes, forward, backward, copy_bandwidth, self._agreed_activations(), source)
-
-    def _agreed_activations(self) -> tuple[ActivationMemory, ...]:
-        """Return the memory of activations of the rank with the most, or nothing if any rank does not know it."""
-        found = {(each.group, each.parameter): (at, each) for at, each in enumerate(self._activations or ())}
-        own = [float(not found)]
-        keys = [(name, index) for name, group in self._groups.items() for index in range(len(group.parameters))]
-        for key in keys:
-            at, each = found.get(key, (-1, ActivationMemory(*key, 0, 0)))
-            own += [at, each.peak, each.held]
-        unknown, *values = _over_ranks(_of_largest, own, self._communicators, self._clock.device)
-        if unknown:
-            return ()
-        rows = zip(values[::3], keys, values[1::3], values[2::3], strict=True)
-        return tuple(ActivationMemory(*key, int(peak), int(held)) for at, key, peak, held in sorted(rows) if at >= 0)
+        return Costs(axes, forward, backward, copy_bandwidth, source)
 
 
 def measure_collective(communicator: Communicator, kind: str, sizes: Sequence[int], clock: Clock) -> CollectiveCost:
@@ -360,11 +327,6 @@ def _medians(rows: list[list[float]]) -> list[float]:
 def _of_slowest(rows: list[list[float]]) -> list[float]:
     """Return the row, of waits and computation, of the rank that computes longest: the others wait for it."""
     return max(rows, key=lambda row: sum(row[1:]))
-
-
-def _of_largest(rows: list[list[float]]) -> list[float]:
-    """Return the row of the rank whose activations take the most memory. Rows begin with 1 if it is unknown."""
-    return max(rows, key=lambda row: (row[0], max(row[2::3], default=0.0)))
 
 
 def _wait_for(launch: Callable[..., Work], *tensors: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from weakref import ref
 from composable_fsdp._layout.plan import SMALL_BYTES, GradientMemory, GroupPlan, MessageSizes
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
 from composable_fsdp._runtime.schedule.choose import ScheduleSettings
-from composable_fsdp._runtime.schedule.passes import DEFAULT_EXTRA_BYTES, GroupSpec, ScheduleOptions
+from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
 from composable_fsdp._sharding.mesh import DataParallelAxes
 
 __all__ = ["names_of", "options_of", "set_by_user", "settings_of", "spec_of"]
@@ -132,7 +132,6 @@ def options_of(
         prefetch_limit=settings.prefetch_limit,
         max_unsharded_bytes=root.max_unsharded_bytes,
         max_fused_bytes=settings.max_fused_bytes,
-        max_extra_bytes=DEFAULT_EXTRA_BYTES if root.max_extra_bytes is None else root.max_extra_bytes,
         reductions_in_flight=max(filter(None, limits), default=None),
         host_waits=host_waits,
     )

@@ -111,7 +111,7 @@ def _check_names(
     known = {name for names in axes.values() for name in names}
     for what, given, found in (
         ("mesh axes", {*costs.axes} - {""}, known),
-        ("groups", {*costs.forward, *costs.backward, *(each.group for each in costs.activations)}, states.keys()),
+        ("groups", {*costs.forward, *costs.backward}, states.keys()),
     ):
         unknown = sorted(given - found)
         if unknown:
@@ -211,7 +211,6 @@ def _environment_text(root: FSDPState, axes: DataParallelAxes) -> str:
     return (
         f"composable_fsdp {_version()}, torch {torch.__version__}, mesh of ranks {axes.mesh.mesh.tolist()}, "
         f"order check {root.order_check.value!r}, max_fused_bytes {root.max_fused_bytes}, "
-        f"max_extra_bytes {root.max_extra_bytes}, "
         f"max_unsharded_bytes {root.max_unsharded_bytes}, prefetch_limit {root.prefetch_limit}, "
         f"deterministic algorithms {torch.are_deterministic_algorithms_enabled()}"
     )

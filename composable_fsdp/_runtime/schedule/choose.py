@@ -14,7 +14,7 @@ from composable_fsdp._runtime.schedule.passes import DEFAULT_FUSED_BYTES, PREFET
 from composable_fsdp._runtime.schedule.schedule import Event
 from composable_fsdp._runtime.schedule.simulate import Timeline, simulate
 
-__all__ = ["DEFAULT_SETTINGS", "Choice", "ScheduleSettings", "choose"]
+__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "ScheduleSettings", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,9 @@ _CHANGES: Sequence[Mapping[str, Any]] = (
 _OPTIONS = "prefetch_limit", "max_fused_bytes"
 """The settings that are options of a schedule."""
 
+EXTRA_BYTES = 8 << 20
+"""The bytes by which the peak of a choice may exceed that of FSDP2's schedule: that of small groups that are fused."""
+
 _HYSTERESIS = 0.02
 """A new choice must shorten the predicted step by this part of its time, since a change rebuilds groups. Estimated."""
 
@@ -70,8 +73,7 @@ class Choice:
     Args:
         settings: the chosen settings.
         seconds: the predicted time of a step.
-        peak_bytes: the predicted maximum of unsharded parameters, messages, gradients, sharded ones included, and
-            activations, if their memory is known.
+        peak_bytes: the predicted maximum of unsharded parameters, messages and gradients, sharded ones included.
         default_seconds: the predicted time of a step with the settings without costs.
         source: the origin of the costs.
         timeline: the predicted step.
@@ -120,7 +122,7 @@ def choose(
     """Return the settings with the shortest predicted step, under a limit of memory.
 
     The limit is the peak of the plain settings, which have a single message per group and direction as FSDP2 has, plus
-    ``options.max_extra_bytes``. One change is made at a time, beginning with the current settings and with the
+    ``EXTRA_BYTES``. One change is made at a time, beginning with the current settings and with the
     plain ones, until none helps. If the best are hardly faster than the current ones, or than the plain ones, these are
     chosen.
 
@@ -148,7 +150,7 @@ def choose(
 
     def rank(settings: ScheduleSettings) -> tuple[bool, float, int]:
         timeline = predict(settings)
-        over = timeline.excess_over(predict(plain)) > options.max_extra_bytes
+        over = timeline.excess_over(predict(plain)) > EXTRA_BYTES
         return over, timeline.seconds, timeline.peak_bytes
 
     def improve(settings: ScheduleSettings) -> ScheduleSettings:

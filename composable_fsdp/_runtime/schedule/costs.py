@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
 
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["ActivationMemory", "AxisCosts", "CollectiveCost", "Costs"]
+__all__ = ["AxisCosts", "CollectiveCost", "Costs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +69,6 @@ class AxisCosts:
                 raise ConfigurationError(f"the costs of {kind} must be a CollectiveCost, not {cost!r}.")
 
 
-class ActivationMemory(NamedTuple):
-    """The memory of activations and their gradients in backward, up to the gradient of one parameter.
-
-    Args:
-        group: the name of the parameter's group.
-        parameter: its index in the group.
-        peak: the most bytes since the last gradient of a parameter was ready.
-        held: the bytes when its own gradient is ready.
-    """
-
-    group: str
-    parameter: int
-    peak: int
-    held: int
-
-
 @dataclass(frozen=True, slots=True)
 class Costs:
     """The costs of the collectives of a model, and of its computation.
@@ -96,8 +79,6 @@ class Costs:
             group. Where waits for collectives block the host, they include the host's other work in the hooks.
         backward: the same for the backward.
         copy_bandwidth: bytes per second at which a device copies its memory. ``None`` if copies take no time.
-        activations: the memory of activations at the gradient of each parameter, in the order in which these are ready.
-            Empty if it is not known, as under activation checkpointing.
         source: the origin of the figures, which a choice shows.
 
     Raises:
@@ -108,7 +89,6 @@ class Costs:
     forward: Mapping[str, float] = field(default_factory=dict)
     backward: Mapping[str, float] = field(default_factory=dict)
     copy_bandwidth: float | None = None
-    activations: tuple[ActivationMemory, ...] = ()
     source: str = "given"
 
     def __post_init__(self) -> None:
@@ -120,9 +100,6 @@ class Costs:
                 _check(f"time of {name!r}", seconds)
         if self.copy_bandwidth is not None:
             _check("copy_bandwidth", self.copy_bandwidth, positive=True)
-        for each in self.activations:
-            _check(f"activation memory of {each.group!r}", each.peak)
-            _check(f"activation memory of {each.group!r}", each.held)
 
     def axis(self, name: str) -> AxisCosts:
         """Return the costs of the mesh axis ``name``.
@@ -166,8 +143,8 @@ class Costs:
                 name: AxisCosts(**{kind: CollectiveCost(**cost) for kind, cost in kinds.items()})
                 for name, kinds in table.pop("axes").items()
             }
-            activations = tuple(ActivationMemory(*each) for each in table.pop("activations", ()))
-            return Costs(axes, **{"source": str(path), "activations": activations, **table})
+            table.pop("activations", None)  # in files of an earlier version
+            return Costs(axes, **{"source": str(path), **table})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"{path} has no table of costs: {error}. Write one with Costs.save.") from error
 

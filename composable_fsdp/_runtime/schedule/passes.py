@@ -32,7 +32,6 @@ from composable_fsdp._runtime.schedule.schedule import (
 from composable_fsdp.policies import AUTO_RESHARD, Reshard, ReshardKind
 
 __all__ = [
-    "DEFAULT_EXTRA_BYTES",
     "DEFAULT_FUSED_BYTES",
     "PREFETCH_LIMIT",
     "GroupSpec",
@@ -60,9 +59,6 @@ Each further one costs its unsharded size. It pays where reductions take longer 
 
 DEFAULT_FUSED_BYTES = 1 << 20
 """The default maximum size of the full parameters in one fusion, in bytes."""
-
-DEFAULT_EXTRA_BYTES = 8 << 20
-"""The default of ``max_extra_bytes``: small groups that are fused may take a few times the size of a fusion."""
 
 _MIN_BYTES_IN_FLIGHT = 1 << 20
 """On streams, the bytes of gradients that may always be in flight: small messages cost latency, not bandwidth."""
@@ -166,7 +162,6 @@ class ScheduleOptions:
         prefetch_limit: the number of groups to prefetch.
         max_unsharded_bytes: the bound on unsharded parameters for prefetching, in bytes.
         max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
-        max_extra_bytes: the bytes by which the peak memory of chosen settings may exceed that of FSDP2's schedule.
         reductions_in_flight: the number of reductions in flight, or ``None`` for the default of the device.
         host_waits: the device has no streams, so waits block the host.
         unequal_use: ranks may run different modules. Nothing is fused, and with a bound nothing is prefetched.
@@ -178,7 +173,6 @@ class ScheduleOptions:
     prefetch_limit: int = PREFETCH_LIMIT
     max_unsharded_bytes: int | None = None
     max_fused_bytes: int = DEFAULT_FUSED_BYTES
-    max_extra_bytes: int = DEFAULT_EXTRA_BYTES
     reductions_in_flight: int | None = None
     host_waits: bool = False
     unequal_use: bool = False

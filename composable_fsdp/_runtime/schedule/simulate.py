@@ -7,12 +7,12 @@ their stream also copies and casts. Computation runs beside them, and waits wher
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
 from composable_fsdp._layout.plan import GradientMemory
-from composable_fsdp._runtime.schedule.costs import ActivationMemory, CollectiveCost, Costs
+from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.passes import GroupSpec, Specs
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
@@ -51,8 +51,7 @@ class Timeline:
         spans: the intervals of computation and of collectives, in the order of their launch.
         memory: after each event, the bytes of unsharded parameters, of messages, and of gradients.
         moments: the time of each entry of ``memory``.
-        peaks: the most bytes at any time, also within an event, activations included. If their memory is not known,
-            the most bytes without them, by the number of groups whose activations are held.
+        peaks: the most bytes at any time, also within an event, by the number of groups whose activations are held.
     """
 
     spans: tuple[Span, ...]
@@ -68,8 +67,7 @@ class Timeline:
     def excess_over(self, other: Timeline) -> int:
         """Return the bytes by which the peak can exceed that of ``other``, another schedule of the same model.
 
-        If the memory of activations is not known, the number holds whatever they take: only times are compared at which
-        ``other`` holds as many of them, or more.
+        It holds whatever activations take: only times are compared at which ``other`` holds as many of them, or more.
         """
         excess = own = others = 0
         for here, there in zip(reversed(self.peaks), reversed(other.peaks), strict=True):
@@ -96,7 +94,7 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
         specs: the properties of its groups, by name.
         costs: the costs of its collectives and of its computation.
     """
-    simulation = _Simulation(specs, costs, _ActivationCurve(costs.activations))
+    simulation = _Simulation(specs, costs)
     for name in schedule.initially_unsharded:
         simulation.unshard(name, 0.0)
     events = Counter((event.hook, event.group) for event, _ in schedule)
@@ -166,55 +164,12 @@ class _Messages:
     late_bytes: int
 
 
-class _ActivationCurve:
-    """The measured memory of activations, up to a point of a backward."""
-
-    def __init__(self, measured: Sequence[ActivationMemory]) -> None:
-        self._of: dict[str, dict[int, int]] = {}
-        """The position of each parameter's gradient in the order of a backward, by group and index."""
-        for position, each in enumerate(measured):
-            self._of.setdefault(each.group, {})[each.parameter] = position
-        self._measured = measured
-        self._passed = -1
-        """The position of the last gradient that was passed."""
-        self.held = 0
-        """The bytes now."""
-
-    def __bool__(self) -> bool:
-        return bool(self._measured)
-
-    def begin_forward(self, group: str) -> None:
-        """Move to the begin of a forward of ``group``, when activations take as much as after its backward."""
-        positions = self._of.get(group)
-        if positions:
-            self.held = self._measured[max(positions.values())].held
-
-    def pass_gradients(self, group: str, gradients: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-        """Move past the gradients of ``group``, in their order, and yield the bytes of each.
-
-        Args:
-            group: the name of the group.
-            gradients: the bytes of each gradient by the index of its parameter.
-
-        Yields:
-            the most bytes of activations before the gradient, and the bytes of the gradient.
-        """
-        positions = self._of.get(group, {})
-        for index in sorted(gradients, key=lambda index: positions.get(index, -1)):
-            peak, position = self.held, positions.get(index, -1)
-            if position > self._passed:
-                peak = max(each.peak for each in self._measured[self._passed + 1 : position + 1])
-                self._passed, self.held = position, self._measured[position].held
-            yield peak, gradients[index]
-
-
 @dataclass
 class _Simulation:
     """The clocks, memory and collectives of a simulated iteration."""
 
     specs: Specs
     costs: Costs
-    curve: _ActivationCurve
     now: float = 0.0
     spans: list[Span] = field(default_factory=list)
     unsharded: dict[str, float] = field(default_factory=dict)
@@ -239,17 +194,11 @@ class _Simulation:
     def allocate(self, nbytes: int, *, for_now: int = 0) -> None:
         """Count ``nbytes`` more bytes, and ``for_now`` bytes that are freed at once. A negative number frees."""
         self.held += nbytes
-        self._note_peak(self.held + for_now + self.curve.held)
-
-    def _note_peak(self, held: int) -> None:
-        self.peaks[self.activations] = max(self.peaks[self.activations], held)
+        self.peaks[self.activations] = max(self.peaks[self.activations], self.held + for_now)
 
     def hold_activations(self, event: Event, *, is_last: bool) -> None:
         """Count a group whose activations are held since ``event``, or not any more: from its last gradient on."""
-        if self.curve:
-            if event.hook is Hook.PRE_FORWARD:
-                self.curve.begin_forward(event.group)
-        elif event.hook is Hook.PRE_FORWARD and self.specs[event.group].has_parameters:
+        if event.hook is Hook.PRE_FORWARD and self.specs[event.group].has_parameters:
             self.activations += 1
             if len(self.peaks) == self.activations:
                 self.peaks.append(0)
@@ -272,24 +221,17 @@ class _Simulation:
         if name not in self.early and early:
             self.early.add(name)
             gradients = {index: nbytes for bucket in self.specs[name].gradients for index, nbytes in bucket}
-            self._arrive(name, {index: gradients[index] for index in early if index in gradients})
+            self.allocate(sum(gradients.get(index, 0) for index in early))
 
     def arrive(self, event: Event, *, in_buckets: bool) -> None:
         """Count the gradients that are ready at ``event``: one bucket of the group, or all of them."""
         spec = self.specs[event.group]
         here = slice(event.bucket, event.bucket + 1) if in_buckets else slice(None)
-        gradients = {index: nbytes for bucket in spec.gradients[here] for index, nbytes in bucket}
-        others = sum(memory.arrived for memory in spec.gradient_memory[here]) - sum(gradients.values())
+        arrived = sum(memory.arrived for memory in spec.gradient_memory[here])
         if spec.name in self.early:
             self.early.discard(spec.name)
-            gradients = {index: nbytes for index, nbytes in gradients.items() if index not in spec.early_gradients}
-        self._arrive(spec.name, gradients)
-        self.allocate(others)
-
-    def _arrive(self, group: str, gradients: Mapping[int, int]) -> None:
-        for peak, nbytes in self.curve.pass_gradients(group, gradients):
-            self._note_peak(self.held + peak)
-            self.allocate(nbytes)
+            arrived -= sum(n for bucket in spec.gradients[here] for index, n in bucket if index in spec.early_gradients)
+        self.allocate(arrived)
 
     def compute(self, label: object, seconds: float) -> None:
         """Compute for ``seconds``."""
