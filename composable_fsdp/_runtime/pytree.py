@@ -11,11 +11,12 @@ import copy
 import dataclasses
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from operator import is_
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils import _pytree as pytree
 
 __all__ = ["CallInputs", "InputView", "map_tensors", "tensors_in"]
 
@@ -175,8 +176,16 @@ def _is_value(tree: Any) -> bool:
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:
-    """Return the children of a registered object and what it takes to rebuild it, or the object itself for a leaf."""
-    return tree_flatten(tree, is_leaf=lambda each: each is not tree)
+    """Return the children of a registered object and the function that rebuilds it, or the object itself for a leaf.
+
+    ``tree_flatten`` with ``is_leaf`` would leave a reference cycle, which keeps the object.
+    """
+    kind = pytree._get_node_type(tree)
+    if kind not in pytree.SUPPORTED_NODES:
+        return [tree], None
+    node = pytree.SUPPORTED_NODES[kind]
+    children, context = node.flatten_fn(tree)
+    return list(children), lambda new: node.unflatten_fn(new, context)
 
 
 def _is_leaf(tree: Any, children: list[Any]) -> bool:
@@ -203,13 +212,15 @@ def _rebuilt(tree: Any, function: Callable[[Any], Any]) -> Any:
     form = _form_of(tree)
     if form is not None:
         items = form.read(tree)
-        mapped = items | {key: function(items[key]) for key in form.shown(tree, items)}
+        shown = {id(items[key]): items[key] for key in form.shown(tree, items)}
+        new = {key: function(item) for key, item in shown.items()}  # an object under two keys is mapped once
+        mapped = items | {key: new[id(items[key])] for key in form.shown(tree, items)}
         return tree if _same(items, mapped) else _copy_with(form, tree, mapped)
-    children, spec = _flat(tree)
+    children, build = _flat(tree)
     if _is_leaf(tree, children):
         return tree
-    new = list(map(function, children))
-    return tree if all(map(is_, new, children)) else tree_unflatten(new, spec)
+    changed = list(map(function, children))
+    return tree if all(map(is_, changed, children)) else build(changed)
 
 
 def _copy_with(form: _Form, tree: Any, items: Items) -> Any:
@@ -227,7 +238,7 @@ def _same(items: Items, others: Items) -> bool:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    return tree_flatten(tree)[0]
+    return pytree.tree_flatten(tree)[0]
 
 
 def _is_cast(before: Any, after: Any) -> bool:
@@ -436,52 +447,48 @@ class CallInputs:
 
         In those that are in ``output``, or in all if ``and_written``, it is applied to what the module wrote.
         """
-
-        def written(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if id(tensor) in self._untouched else function(tensor)
-
-        def container(tree: Any) -> Any:
-            known = self._known.get(id(tree))
-            if known is None:
-                return _rebuilt(tree, lambda child: map_tensors(function, child, container))
-            if known.form is not None:
-                items = known.form.read(known.tree)
-                mapped = {key: map_tensors(written, items[key], container) for key in known.form.shown(tree, items)}
-                known.form.fill(known.tree, items | mapped)
-            return known.tree
-
         for passed in self.containers if and_written else ():
-            container(passed.tree)
-        return map_tensors(function, output, container)
+            self._mapped_container(function, passed.tree)
+        return map_tensors(function, output, partial(self._mapped_container, function))
+
+    # No function below refers to itself: such a cycle would keep the inputs of a call until the garbage collector runs.
+
+    def _mapped_container(self, function: Map, tree: Any) -> Any:
+        known, container = self._known.get(id(tree)), partial(self._mapped_container, function)
+        if known is None:
+            return _rebuilt(tree, lambda child: map_tensors(function, child, container))
+        if known.form is not None:
+            items, written = known.form.read(known.tree), partial(self._mapped_if_written, function)
+            mapped = {key: map_tensors(written, items[key], container) for key in known.form.shown(tree, items)}
+            known.form.fill(known.tree, items | mapped)
+        return known.tree
+
+    def _mapped_if_written(self, function: Map, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if id(tensor) in self._untouched else function(tensor)
 
     def outputs(self, output: Any) -> list[torch.Tensor]:
         """Return the tensors in ``output``, and those that the module wrote or changed in containers of the caller."""
         found: list[torch.Tensor] = []
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            found.append(tensor)
-            return tensor
-
-        def container(tree: Any) -> Any:
-            if id(tree) not in self._known:
-                for child in _children(tree):
-                    map_tensors(note, child, container)
-            return tree
-
-        def note_written(tensor: torch.Tensor) -> torch.Tensor:
-            untouched = self._untouched.get(id(tensor))
-            if untouched is None or (tensor.requires_grad and tensor._version != untouched[1]):
-                found.append(tensor)
-            return tensor
-
-        def written(tree: Any) -> Any:
-            if id(tree) not in self._known:
-                for child in _children(tree):
-                    map_tensors(note_written, child, written)
-            return tree
-
-        map_tensors(note, output, container)
+        note_all, note_written = partial(_note, found), partial(self._note_written, found)
+        map_tensors(note_all, output, partial(self._visit, note_all))
         for passed in self.containers:
             for child in _children(passed.tree):
-                map_tensors(note_written, child, written)
+                map_tensors(note_written, child, partial(self._visit, note_written))
         return found
+
+    def _visit(self, note: Map, tree: Any) -> Any:
+        if id(tree) not in self._known:
+            for child in _children(tree):
+                map_tensors(note, child, partial(self._visit, note))
+        return tree
+
+    def _note_written(self, found: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        untouched = self._untouched.get(id(tensor))
+        if untouched is None or (tensor.requires_grad and tensor._version != untouched[1]):
+            found.append(tensor)
+        return tensor
+
+
+def _note(found: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    found.append(tensor)
+    return tensor

@@ -87,7 +87,7 @@ def advise(
         found.append(_recomputation(rehearsal))
     total = sum(rehearsal.peak.nbytes.values())
     seconds, spare = rehearsal.timeline.seconds, accelerator.bytes - rehearsal.peak.fragmentation - total
-    faster = [each for each in found if each.saved_seconds > _LEAST * seconds and each.saved_bytes > min(0, -spare)]
+    faster = [each for each in found if each.saved_seconds > _LEAST * seconds and each.saved_bytes >= min(0, -spare)]
     useful = {each for each in found if each.saved_bytes > _LEAST * total}.union(faster)
     first = [] if uncached is None else [_without_cache(rehearsal, uncached)]
     return (*first, *sorted(useful, key=lambda each: (-each.saved_bytes, -each.saved_seconds)))
