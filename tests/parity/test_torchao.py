@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import composable_fsdp as ours
+from composable_fsdp import CheckpointError
 from composable_fsdp.checkpoint import load, load_safetensors, save, save_safetensors
 from composable_fsdp.testing import run_ranks
 from tests._internals import ExtendedBucket, state_of, verify
@@ -379,7 +380,7 @@ def test_torchao_state_dicts_restore_the_saved_values(name: str) -> None:
 def save_and_load_on_disk(folder: Path) -> None:
     """Check that a model that loads a checkpoint gives the same outputs and gathers as the saved model."""
     rank = dist.get_rank()
-    for i, name in enumerate(("float8, scales precomputed", "int8 weights", "bitnet", "nf4 with adapters")):
+    for i, name in enumerate(("float8, scales precomputed", "int8 weights", "bitnet")):
         recipe = RECIPES[name]
         models = [sharded(ours, recipe.convert(build(hidden))) for hidden in (WIDTH, WIDTH)]
         with torch.no_grad():
@@ -397,6 +398,19 @@ def save_and_load_on_disk(folder: Path) -> None:
 
 def test_torchao_checkpoints_restore_the_saved_values(tmp_path: Path) -> None:
     run_ranks(save_and_load_on_disk, 2, tmp_path)
+
+
+def refuse_scales_of_blocks(folder: Path) -> None:
+    """Check that NF4 weights, whose scales are of blocks that rank boundaries do not cut, are refused by name."""
+    model = sharded(ours, RECIPES["nf4 with adapters"].convert(build(WIDTH)))
+    with pytest.raises(
+        CheckpointError, match=r"weight cannot be saved: .* inner tensor 'quantization_factor' of its cla"
+    ):
+        save(folder, model)
+
+
+def test_checkpoints_of_nf4_weights_are_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(refuse_scales_of_blocks, 2, tmp_path)
 
 
 def load_plain_files(folder: Path) -> None:
