@@ -175,17 +175,11 @@ class FSDPModule(TorchFSDPModule):
             state.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Set the modules to all-gather when this module begins its forward, instead of the default order.
-
-        They must be in the model of this module: others are an error when it runs.
-        """
+        """Set the modules to all-gather when this module begins its forward, instead of the default order."""
         _state(self).forward_prefetch = list(map(ref, _sharded_states("set_modules_to_forward_prefetch", modules)))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Set the modules to all-gather when this module begins its backward, instead of the default order.
-
-        They must be in the model of this module: others are an error when it runs.
-        """
+        """Set the modules to all-gather when this module begins its backward, instead of the default order."""
         _state(self).backward_prefetch = list(map(ref, _sharded_states("set_modules_to_backward_prefetch", modules)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
-from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ScheduleOptions, passes
 
@@ -134,42 +134,47 @@ def unsharded_in(step: Callable[[], object]) -> list[str]:
     return [str(event) for event in recorder if event.operation in (Operation.UNSHARD, Operation.WAIT)]
 
 
-@pytest.mark.parametrize("ran_before", [False, True])
-def test_an_owner_below_another_root_is_refused(mesh: DeviceMesh, *, ran_before: bool) -> None:
+@pytest.mark.parametrize("owner_is_root", [False, True])
+def test_an_owner_below_another_root_is_unsharded_for_its_user(mesh: DeviceMesh, *, owner_is_root: bool) -> None:
     owner, user = layers(2)
     user.weight = owner.weight
     fully_shard(owner, mesh=mesh)
     fully_shard(user, mesh=mesh, shared_from=[owner])
     x = torch.ones(1, WIDTH)
-    if ran_before:
+    if owner_is_root:  # both groups are then named "root"
         owner(x).sum().backward()
-    with pytest.raises(
-        ConfigurationError, match=r"shares parameters of .* which is not in .*: call fully_shard on a module that cont"
-    ):
-        user(x)
-    both = nn.Sequential(owner, user)
-    fully_shard(both, mesh=mesh)
-    both(x).sum().backward()
+    gathers = unsharded_in(lambda: user(x))
+    assert len(gathers) == 4, "both groups must be gathered"
+    user.reset_iter_state()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_groups_of_another_root_are_not_prefetched(mesh: DeviceMesh, direction: str) -> None:
+def test_groups_of_another_root_can_be_prefetched(mesh: DeviceMesh) -> None:
     first, second = Chain(2), Chain(2)
     for part in (first, second):
         for layer in part.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(part, mesh=mesh)
-    choose: Any = getattr(first.layers[1], f"set_modules_to_{direction}_prefetch")
-    choose([second.layers[0]])
+    first.layers[1].set_modules_to_forward_prefetch([second.layers[0]])  # type: ignore[operator]
     x = torch.ones(1, WIDTH)
-    with pytest.raises(
-        ConfigurationError,
-        match=rf"^'layers\.1' \(Linear\) has in its {direction} prefetch list 'Linear' \(Linear\), which is not in",
-    ):
-        first(x, range(2))
-    choose([first.layers[0]])
-    first.reset_iter_state()  # type: ignore[operator]
-    first(x, range(2)).sum().backward()
+    for part in (first, second):
+        part(x, range(2)).sum().backward()  # the first forward names the groups
+    first(x, range(2))
+    assert unsharded_in(lambda: second(x, range(2)))[:3] == ["unshard root", "wait root", "wait layers.0"]
+
+
+def test_a_root_does_not_keep_alive_what_it_prefetches_of_another(mesh: DeviceMesh) -> None:
+    first, second = Chain(1), Chain(1)
+    for part in (first, second):
+        fully_shard(part.layers[0], mesh=mesh)
+        fully_shard(part, mesh=mesh)
+    first.layers[0].set_modules_to_forward_prefetch([second.layers[0]])  # type: ignore[operator]
+    x = torch.ones(1, WIDTH)
+    for part in (first, second, first):
+        part(x, range(1)).sum().backward()
+    known = ref(second.layers[0])
+    del second, part
+    assert known() is None
+    assert len(unsharded_in(lambda: first(x, range(1)))) == 4
 
 
 class WithForce(nn.Module):

@@ -11,9 +11,21 @@ from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
 from composable_fsdp._runtime.schedule.choose import ScheduleSettings
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
 from composable_fsdp._sharding.mesh import DataParallelAxes
-from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["options_of", "set_by_user", "settings_of", "spec_of"]
+__all__ = ["names_of", "options_of", "set_by_user", "settings_of", "spec_of"]
+
+
+def names_of(states: Mapping[str, FSDPState]) -> dict[FSDPState, str]:
+    """Return the names of ``states``, and unique ones for the states of other roots that they refer to.
+
+    Those share weights with them, or are prefetched by choice. A state's own name is unique below its root only.
+    """
+    names = {state: name for name, state in states.items()}
+    for state in states.values():
+        chosen = (*(state.forward_prefetch or ()), *(state.backward_prefetch or ()))
+        for other in (*state.owner_states, *alive(state.user_states), *alive(chosen)):
+            names.setdefault(other, f"{other.name} (of another root, {len(names)})")
+    return names
 
 
 def spec_of(
@@ -31,28 +43,12 @@ def spec_of(
     Args:
         state: the state.
         root: the state of the outermost module.
-        names: those of all states below ``root``.
+        names: those of :func:`names_of`. References to states without a name are left out.
         axes: the names of all mesh axes.
         settings: the settings of the schedule.
         sizes: assume that the plan has these message sizes; by default it has its own.
         synchronized: assume that the gradients are reduced, also if they are only accumulated now.
-
-    Raises:
-        ConfigurationError: ``state`` shares parameters of a group that is not below ``root``, or is to prefetch one.
     """
-    for others, what in (
-        (state.owner_states, "shares parameters of"),
-        (alive(state.forward_prefetch or ()), "has in its forward prefetch list"),
-        (alive(state.backward_prefetch or ()), "has in its backward prefetch list"),
-    ):
-        for other in others:
-            if other not in names:
-                raise ConfigurationError(
-                    f"{state.name!r} ({state.class_name}) {what} {other.name!r} ({other.class_name}), which is not in "
-                    f"{root.name!r} ({root.class_name}), the outermost module that runs. Groups of one model only are "
-                    "gathered together: call fully_shard on a module that contains both, and run that one; or leave "
-                    "the group out of the list."
-                )
     synchronized = synchronized or state.is_synchronized
     tensors, pgs = state.group.tensors, state.group.process_groups[0]
     plan = tensors.plan if sizes is None or sizes == pgs.message_sizes else tensors.plan_with(sizes)
@@ -75,8 +71,8 @@ def spec_of(
         reshard=state.reshard,
         reshard_after_backward=state.reshard_after_backward,
         unshard_in_backward=state.unshard_in_backward,
-        owners=tuple(names[owner] for owner in state.owner_states),
-        users=tuple(names[user] for user in alive(state.user_states) if user in names),
+        owners=_named(state.owner_states, names),
+        users=_named(alive(state.user_states), names),
         forward_prefetch=_chosen(state.forward_prefetch, names),
         backward_prefetch=_chosen(state.backward_prefetch, names),
         reduces=synchronized or state.accumulation is not Accumulation.UNSHARDED,
@@ -119,8 +115,12 @@ def set_by_user(root: FSDPState) -> frozenset[str]:
     return frozenset(name for name in ("prefetch_limit", "max_fused_bytes") if getattr(root, name) is not None)
 
 
+def _named(states: Iterable[FSDPState], names: Mapping[FSDPState, str]) -> tuple[str, ...]:
+    return tuple(names[state] for state in states if state in names)
+
+
 def _chosen(chosen: Sequence[ref[FSDPState]] | None, names: Mapping[FSDPState, str]) -> tuple[str, ...] | None:
-    return None if chosen is None else tuple(names[state] for state in alive(chosen))
+    return None if chosen is None else _named(alive(chosen), names)
 
 
 def options_of(

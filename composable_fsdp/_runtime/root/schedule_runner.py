@@ -12,15 +12,16 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 from composable_fsdp._layout.plan import MessageSizes
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup, unshard_together
 from composable_fsdp._runtime.groups.profiling import describe_groups
-from composable_fsdp._runtime.groups.state import FSDPState
+from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
-from composable_fsdp._runtime.root.group_spec import options_of, set_by_user, settings_of, spec_of
+from composable_fsdp._runtime.root.group_spec import names_of, options_of, set_by_user, settings_of, spec_of
 from composable_fsdp._runtime.schedule import passes
 from composable_fsdp._runtime.schedule.choose import Choice, ScheduleSettings, choose
 from composable_fsdp._runtime.schedule.costs import Costs
@@ -59,6 +60,8 @@ class _Setup(NamedTuple):
 
     specs: Mapping[str, GroupSpec]
     options: ScheduleOptions
+    foreign: Mapping[str, ref[FSDPState]]
+    """The states of other roots that own tied weights or are prefetched by choice, by a name of their own."""
 
 
 _Key: TypeAlias = tuple[_Setup, bool, bool, frozenset[str], _Fused, AbstractSet[int], Sequence[Event]]
@@ -134,7 +137,7 @@ class ScheduleRunner:
         """The settings without a choice."""
         self.settings = settings_of(root, self._default_settings)
         """The settings in use: the chosen ones, and those that the user has set."""
-        self._setup = _Setup({}, ScheduleOptions())
+        self._setup = _Setup({}, ScheduleOptions(), {})
         self._synchronized_specs: dict[str, GroupSpec] = {}
         """With costs, the specs as they are when gradients are synchronized."""
         self._eager: dict[tuple[Hook, str, bool], Row] = {}
@@ -194,20 +197,28 @@ class ScheduleRunner:
             self._eager.clear()
 
     def _new_setup(self) -> _Setup:
+        names = names_of(self._states)
+        foreign = {name: ref(state) for state, name in names.items() if name not in self._states}
         waits = not self.streams.device.has_streams
         options = options_of(self._root, self._states.values(), self.settings, host_waits=waits)
-        return _Setup(self._specs_with(self.settings, {}), options)
+        return _Setup(self._specs_with(self.settings, {}), options, foreign)
 
     def _specs_with(
         self, settings: ScheduleSettings, sizes: Mapping[str, MessageSizes], *, synchronized: bool = False
     ) -> dict[str, GroupSpec]:
         """Return the specs of all groups, by name, as they are with ``sizes`` of the messages of some."""
-        names = {state: name for name, state in self._states.items()}
+        names = names_of(self._states)
         axes = axis_names(pgs.axes for state in names for pgs in state.group.process_groups)
-        return {
+        specs = {
             name: spec_of(state, self._root, names, axes, settings, sizes=sizes.get(name), synchronized=synchronized)
             for state, name in names.items()
         }
+        foreign = {
+            name: replace(spec, is_foreign=True, is_root=False)
+            for name, spec in specs.items()
+            if name not in self._states
+        }
+        return specs | foreign
 
     def choice_is_due(self) -> bool:
         """Return whether to choose settings. Call it once before each forward that may get a backward.
@@ -270,7 +281,8 @@ class ScheduleRunner:
         return fit_computation(schedule, self._setup.specs, costs, waited)
 
     def _versions(self) -> int:
-        states = self._states.values()
+        foreign = self._setup.foreign
+        states = [*self._states.values(), *alive(tuple(foreign.values()))] if foreign else self._states.values()
         return sum(map(_settings_version, states)) + sum(map(_plan_version, states))
 
     def _candidate_fusions(self) -> _Fused:
@@ -473,6 +485,12 @@ class ScheduleRunner:
             self._fused = self.record.fused
         unshard_together(groups, self.streams, label)
 
+    def _gather_foreign(self, target: tuple[ref[FSDPState], str]) -> None:
+        known, label = target
+        state = known()
+        if state is not None:
+            self._gather(((state.group,), label))
+
     def _free(self, state: FSDPState) -> None:
         if not state.is_in_use:
             state.group.reshard()
@@ -541,6 +559,8 @@ class ScheduleRunner:
         first = action.groups[0]
         where = "" if self._unequal_use else f" in {direction}"
         label = f"all-gather of {describe_groups(fused.get(first, (first,)))}{where}"
+        if first in self._setup.foreign:  # the other root is fused with nothing here, and may be dropped
+            return ScheduleRunner._gather_foreign, (self._setup.foreign[first], label)
         return ScheduleRunner._gather, ([self._states[name].group for name in action.groups], label)
 
     def _prefetch_of(self, action: Gather, direction: str, fused: _Fused) -> BoundAction:
@@ -555,15 +575,21 @@ class ScheduleRunner:
         spec = self._setup.specs[action.group]
         names = passes.gathered_with(spec, self._setup.specs, fused, in_backward=direction == "backward")
         gather = self._launch_of(Gather(names), direction, fused)
-        return self._states[action.group].group, gather
+        return self._state(action.group).group, gather
+
+    def _state(self, name: str) -> FSDPState:
+        """Return the state called ``name``, of this root or an owner of tied weights, which its users keep alive."""
+        state = self._states[name] if name in self._states else self._setup.foreign[name]()
+        assert state is not None
+        return state
 
     def _after(self, action: Action) -> BoundAction:
         """Return the call for an action of a post-forward event."""
         if isinstance(action, Shrink):
-            return ScheduleRunner._shrink, (self._states[action.group], action.mesh_size)
+            return ScheduleRunner._shrink, (self._state(action.group), action.mesh_size)
         assert isinstance(action, Free | Keep)
         act = ScheduleRunner._keep if isinstance(action, Keep) else ScheduleRunner._free
-        return act, self._states[action.group]
+        return act, self._state(action.group)
 
     def _eager_row(self, state: FSDPState, hook: Hook, *, leads_to_backward: bool = True) -> Row:
         """Return the actions of an event of ``state`` that do not depend on other events."""
@@ -588,8 +614,8 @@ class ScheduleRunner:
         chosen = (spec.backward_prefetch if in_backward else spec.forward_prefetch) or ()
         ahead = []
         for name in chosen:
-            other = self._setup.specs[name]
-            if other.unshard_in_backward or not in_backward:
+            other = self._setup.specs.get(name)
+            if other is not None and (other.unshard_in_backward or not in_backward):
                 names = passes.gathered_with(other, self._setup.specs, fused, in_backward=in_backward)
                 ahead.append(self._prefetch_of(Gather(names), direction, fused))
         return row._replace(gathers=tuple(ahead), waits_first=True)  # the waits gather what is missing

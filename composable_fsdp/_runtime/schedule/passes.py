@@ -78,6 +78,7 @@ class GroupSpec:
         gradient_bytes: the bytes of each bucket of gradients; 0 for a bucket without trainable parameters.
         has_parameters: False for a module whose parameters all belong to nested groups.
         is_root: True for the group of the outermost module.
+        is_foreign: True if it belongs to another root, which frees it at the ends of its passes.
         is_small: True if latency, not bandwidth, dominates its collectives.
         can_fuse: True if its all-gathers may be fused with those of other groups.
         can_fuse_reduction: True if its reductions may be fused with those of other groups.
@@ -111,6 +112,7 @@ class GroupSpec:
     gradient_bytes: tuple[int, ...] = ()
     has_parameters: bool = True
     is_root: bool = False
+    is_foreign: bool = False
     is_small: bool = False
     can_fuse: bool = True
     can_fuse_reduction: bool = True
@@ -275,7 +277,7 @@ def _eager_backward(
 ) -> Iterator[Step]:
     runs = Counter(event.group for event in order if event.hook is Hook.PRE_FORWARD)
     runs_left = runs.copy()
-    unreached = {spec.name for spec in specs.values() if spec.has_parameters}
+    unreached = {spec.name for spec in specs.values() if spec.has_parameters and not spec.is_foreign}
     position = sum(event.hook is Hook.POST_FORWARD and specs[event.group].has_parameters for event in order)
     positions: dict[str, int] = {}
     for event in reversed(order):
@@ -310,7 +312,7 @@ def _eager_backward(
         done = (specs[name] for name in (spec.name, *spec.owners) if name in held)
         freed = [each.name for each in done if each.reshard_after_backward and not each.users]
         yield _step(held, Event(Hook.POST_BACKWARD, spec.name), (*map(Free, freed), *reductions))
-    left = [n for n, spec in specs.items() if n in held and spec.reshard_after_backward]
+    left = [n for n, spec in specs.items() if n in held and spec.reshard_after_backward and not spec.is_foreign]
     end: tuple[Action, ...] = (Barrier(),) if options.has_barriers else ()
     yield _step(held, Event(Hook.END_BACKWARD), (*map(Free, left), *end))
 
@@ -518,7 +520,7 @@ def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sche
             own.insert(place, moved)
             place += 1
             held.update(moved.groups)
-            unused.update(moved.groups)
+            unused.update(n for n in moved.groups if not specs[n].is_foreign)
     return replace(schedule, steps=tuple(Step(event, tuple(actions)) for event, actions in steps))
 
 
