@@ -46,7 +46,7 @@ MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 110, 21019
 
 MOST_FIELDS = {
     "FSDPState": 36,
-    "GroupSpec": 33,
+    "GroupSpec": 34,
     "ScheduleRunner": 27,
     "Iteration": 27,
     "BucketPlan": 20,

@@ -289,10 +289,11 @@ class ShardedParameter:
     def local_now(self) -> torch.Tensor:
         """The local tensor of the registered parameter, which may have replaced the one that the group knows."""
         registered: Any = self._registered()
-        if registered is self.unsharded or not isinstance(registered, DTensor):
+        if registered is self.sharded:
+            return local_part(registered)
+        if registered is self.unsharded or not isinstance(registered, DTensor) or in_functional_call():
             return self.local
-        is_given = registered is not self.sharded and in_functional_call()
-        return self.local if is_given else local_part(registered)
+        return local_part(registered)
 
     @property
     def was_flipped(self) -> bool:
