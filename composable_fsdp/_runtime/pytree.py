@@ -301,7 +301,7 @@ class CallInputs:
         self._device = device
         self._dtype = dtype
         self.mapped: dict[int, torch.Tensor] = {}
-        """What the module gets, by the id of the caller's tensor."""
+        """The tensor that the module gets, by the id of the tensor of the caller."""
         self._originals: dict[int, torch.Tensor] = {}
         """The caller's tensors, by the id of the view, or of the cast in a container, that stands for them."""
         self.views: list[InputView] | None = [] if watched else None
