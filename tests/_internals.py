@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from composable_fsdp._comm.shm.staging import StagedRange, plan_rounds
     from composable_fsdp._comm.verify_ranks import difference_text, verify_same, verify_same_lines
     from composable_fsdp._consistency import interrupt, missing_ranks, watchdog
-    from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
+    from composable_fsdp._consistency.order_check import (
+        CONTEXT,
+        MEASUREMENT,
+        OrderCheck,
+        OrderChecker,
+        order_check_from,
+    )
     from composable_fsdp._consistency.process_identity import has_died, process_identity
     from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks
     from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass, has_ended

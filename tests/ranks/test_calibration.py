@@ -159,7 +159,7 @@ PAUSE = 0.1
 
 def calibrate_beside_a_loaded_rank() -> None:
     model = build()
-    for number in range(4):  # ranks compare their operations in the first steps, and wait for each other to do so
+    for number in range(8):  # ranks compare their operations in the first steps, and wait for each other to do so
         step(model, number)
     if dist.get_rank() == 1:
         model[1][0].register_forward_hook(lambda *_: time.sleep(PAUSE))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from composable_fsdp._comm.communicator import Communicator, Transfer
 from composable_fsdp._comm.verify_ranks import gather_rows, multi_rank_axes
+from composable_fsdp._consistency.order_check import MEASUREMENT
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import Work
 from composable_fsdp._runtime.groups.param_group import ParamGroup
@@ -221,14 +222,13 @@ def measure_collective(communicator: Communicator, kind: str, sizes: Sequence[in
         sizes: the bytes of the full tensors, ascending. The largest ones are left out if they would take too long.
         clock: the clock of the tensors' device.
     """
-    label = "measurement of costs"
 
     def launch(part: torch.Tensor, full: torch.Tensor) -> Work:
         if kind == "all_gather":
-            return communicator.all_gather([Transfer(full, part)], label)
+            return communicator.all_gather([Transfer(full, part)], MEASUREMENT)
         if kind == "reduce_scatter":
-            return communicator.reduce_scatter([Transfer(part, full)], ReduceOp.SUM, label)
-        return communicator.all_reduce([full], ReduceOp.SUM, label)
+            return communicator.reduce_scatter([Transfer(part, full)], ReduceOp.SUM, MEASUREMENT)
+        return communicator.all_reduce([full], ReduceOp.SUM, MEASUREMENT)
 
     ranks, samples, expected = communicator.size, list[tuple[float, float]](), 0.0
     for nbytes in sizes:
@@ -308,7 +308,7 @@ def _over_ranks(
     values = list(own)
     for axis in multi_rank_axes(communicators):
         sent = torch.tensor(values, dtype=torch.float64, device=device)
-        values = choose(gather_rows(sent, [axis], "agreement on measured costs").tolist())
+        values = choose(gather_rows(sent, [axis], MEASUREMENT).tolist())
     return values
 
 
