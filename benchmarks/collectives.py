@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from report import interleaved, parser, publish, ratios, timed
 
-from composable_fsdp._comm.communicator import Communicator, Transfer
+from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
 from composable_fsdp._comm.factory import communicator_over
-from composable_fsdp._layout.grad_scaling import ReduceOp
 
 TENSORS = 8
 KINDS = ("all-gather", "reduce-scatter")
@@ -34,20 +33,20 @@ def variants(communicator: Communicator, nbytes: int) -> dict[str, Callable[[], 
     message = torch.empty(ranks, TENSORS * shard)
 
     def gather_direct() -> None:
-        communicator.all_gather([Transfer(full[i], shards[i]) for i in range(TENSORS)]).wait()
+        communicator.launch(Collective.ALL_GATHER, [Transfer(full[i], shards[i]) for i in range(TENSORS)]).wait()
 
     def gather_packed() -> None:
-        communicator.all_gather([Transfer(message.view(-1), shards.view(-1))]).wait()
+        communicator.launch(Collective.ALL_GATHER, [Transfer(message.view(-1), shards.view(-1))]).wait()
         for i in range(TENSORS):
             full[i].view(ranks, shard).copy_(message[:, i * shard : (i + 1) * shard])
 
     def scatter_direct() -> None:
-        communicator.reduce_scatter([Transfer(shards[i], full[i]) for i in range(TENSORS)], ReduceOp.SUM).wait()
+        communicator.launch(Collective.REDUCE_SCATTER, [Transfer(shards[i], full[i]) for i in range(TENSORS)]).wait()
 
     def scatter_packed() -> None:
         for i in range(TENSORS):
             message[:, i * shard : (i + 1) * shard].copy_(full[i].view(ranks, shard))
-        communicator.reduce_scatter([Transfer(shards.view(-1), message.view(-1))], ReduceOp.SUM).wait()
+        communicator.launch(Collective.REDUCE_SCATTER, [Transfer(shards.view(-1), message.view(-1))]).wait()
 
     return {
         "all-gather direct": gather_direct,

@@ -17,13 +17,10 @@ import torch.distributed as dist
 from report import interleaved, parser, publish, ratios, timed
 
 from composable_fsdp._comm.c10d import ProcessGroupCommunicator
-from composable_fsdp._comm.communicator import Communicator, Transfer
+from composable_fsdp._comm.communicator import Collective, Communicator, Transfer, find
 from composable_fsdp._comm.factory import communicator_over
-from composable_fsdp._comm.gloo.connection import GlooConnection
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
-from composable_fsdp._consistency.order_check import OrderCheck
-from composable_fsdp._layout.grad_scaling import ReduceOp
 
 KIB = [16, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
 TENSORS = 4
@@ -42,21 +39,23 @@ class Tensors:
 
     def gather(self, communicator: Communicator) -> None:
         """All-gather each tensor separately."""
-        communicator.all_gather([Transfer(*each) for each in zip(self.full, self.shards, strict=True)]).wait()
+        communicator.launch(
+            Collective.ALL_GATHER, [Transfer(*each) for each in zip(self.full, self.shards, strict=True)]
+        ).wait()
 
     def gather_packed(self, communicator: Communicator) -> None:
         torch.cat(self.shards, out=self.sent)
-        communicator.all_gather([Transfer(self.received.view(-1), self.sent)]).wait()
+        communicator.launch(Collective.ALL_GATHER, [Transfer(self.received.view(-1), self.sent)]).wait()
         torch.split_with_sizes_copy(self.received, [shard.numel() for shard in self.shards], dim=1, out=self.rows)
 
     def reduce(self, communicator: Communicator) -> None:
         """Reduce-scatter each tensor separately."""
         transfers = [Transfer(*each) for each in zip(self.shards, self.full, strict=True)]
-        communicator.reduce_scatter(transfers, ReduceOp.SUM).wait()
+        communicator.launch(Collective.REDUCE_SCATTER, transfers).wait()
 
     def reduce_packed(self, communicator: Communicator) -> None:
         torch._chunk_cat(self.full, 0, self.size, out=self.received)
-        communicator.reduce_scatter([Transfer(self.sent, self.received.view(-1))], ReduceOp.SUM).wait()
+        communicator.launch(Collective.REDUCE_SCATTER, [Transfer(self.sent, self.received.view(-1))]).wait()
 
 
 def variants(communicator: GlooCommunicator, shared: Communicator, kib: int) -> dict[str, Callable[[], None]]:
@@ -64,7 +63,7 @@ def variants(communicator: GlooCommunicator, shared: Communicator, kib: int) -> 
     tensors, plain = Tensors(communicator.size, kib), ProcessGroupCommunicator(communicator.group, "cpu")
 
     def reduce_each() -> None:
-        communicator.zero_copy_min_bytes = 0  # otherwise it would copy small tensors into one message
+        communicator.traits.zero_copy_min_bytes = 0  # otherwise it would copy small tensors into one message
         tensors.reduce(communicator)
 
     ways: dict[str, Callable[[], None]] = {
@@ -75,7 +74,7 @@ def variants(communicator: GlooCommunicator, shared: Communicator, kib: int) -> 
         "reduce-scatter, packed": lambda: tensors.reduce_packed(communicator),
         "reduce-scatter, each by itself": reduce_each,
     }
-    if isinstance(shared, SharedMemoryCommunicator):
+    if find(shared, SharedMemoryCommunicator) is not None:
         ways["all-gather, shared memory"] = lambda: tensors.gather(shared)
         ways["reduce-scatter, shared memory"] = lambda: tensors.reduce(shared)
     return ways
@@ -86,8 +85,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=25)
     arguments = options.parse_args()
     dist.init_process_group("gloo")
-    line = GlooConnection(dist.group.WORLD, None, OrderCheck.OFF)
-    communicator, shared = GlooCommunicator(dist.group.WORLD, line), communicator_over(dist.group.WORLD, "cpu")
+    communicator, shared = GlooCommunicator(dist.group.WORLD), communicator_over(dist.group.WORLD, "cpu")
     rows: list[dict[str, Any]] = []
     columns: list[str] = []
     for kib in KIB[::3] if arguments.quick else KIB:

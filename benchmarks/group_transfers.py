@@ -22,8 +22,8 @@ from report import interleaved, parser, publish, ratios, sequential, spread, tim
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
-from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
+from composable_fsdp._comm.gloo import gloo_communicator
+from composable_fsdp._comm.shm import shm_communicator
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.param_group_gradients import reduce_together
 from composable_fsdp._runtime.groups.state import state_of
@@ -148,7 +148,7 @@ def main() -> None:
     options.add_argument("--alone", action="store_true", help="all rounds of a library one after the other")
     arguments = options.parse_args()
     if arguments.batch_kib is not None:
-        GlooCommunicator.grad_bucket_bytes = SharedMemoryCommunicator.grad_bucket_bytes = arguments.batch_kib << 10
+        gloo_communicator._GRAD_BUCKET_BYTES = shm_communicator._GRAD_BUCKET_BYTES = arguments.batch_kib << 10
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()

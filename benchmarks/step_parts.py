@@ -33,7 +33,6 @@ from composable_fsdp._runtime.hooks import _ModuleHooks
 from composable_fsdp._runtime.root.iteration import Iteration
 
 MODEL, OTHERS = "model and optimizer", "other threads"
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "barrier", "end_epoch")
 PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
     "hooks": [
         (_ModuleHooks, ("begin", "take_inputs", "finish")),
@@ -43,8 +42,8 @@ PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
     "gathers": [(_AllGather, ("launch", "finish")), (CachedLaunch, ("launch", "finish"))],
     "reductions": [(ReductionLaunch, ("run",)), (PendingReduction, ("complete",))],
     "communicator": [
-        (SharedMemoryCommunicator, COLLECTIVES),
-        (GlooCommunicator, COLLECTIVES[:3]),
+        (SharedMemoryCommunicator, ("launch",)),
+        (GlooCommunicator, ("launch",)),
         (ShmWork, ("wait",)),
         (GlooWork, ("wait",)),
     ],

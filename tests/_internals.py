@@ -15,10 +15,22 @@ if TYPE_CHECKING:
     from composable_fsdp._api.materialize import reset_parameters
     from composable_fsdp._api.param_discovery import on_other_accelerators
     from composable_fsdp._comm import broadcast, c10d, factory
-    from composable_fsdp._comm.c10d import ProcessGroupCommunicator
-    from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
-    from composable_fsdp._comm.device_connection import level_on_device
+    from composable_fsdp._comm.c10d import Pooled, ProcessGroupCommunicator
+    from composable_fsdp._comm.communicator import (
+        AliasingCommunicator,
+        Around,
+        Collective,
+        Communicator,
+        GroupCommunicator,
+        Traits,
+        Transfer,
+        Work,
+        end_epoch,
+        find,
+    )
+    from composable_fsdp._comm.decorators import OrderChecked, Visible, Watched, _WatchedWork, level_through_store
     from composable_fsdp._comm.factory import communicator_over, compared, duplicate
+    from composable_fsdp._comm.factory import timeout_of as timeout_of_group
     from composable_fsdp._comm.gloo.connection import GlooConnection
     from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator, GlooWork
     from composable_fsdp._comm.loopback import LoopbackCommunicator
@@ -115,7 +127,6 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration, Pass
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
     from composable_fsdp._runtime.root.recovery import disconnect, reconnect
-    from composable_fsdp._runtime.root.recovery import timeout_of as timeout_of_group
     from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
     from composable_fsdp._runtime.schedule import passes, schedule

@@ -63,7 +63,7 @@ NO_STREAMS = {
     "_comm/gloo/": "blocks the host",
     "_comm/shm/": "blocks the host",
     "_comm/device_connection.py": "operations between processes: tests/ranks/test_device_faults.py",
-    "_comm/comm_debug.py": "a process group of one rank, for torch's CommDebugMode",
+    "_comm/decorators.py": "a process group of one rank, for torch's CommDebugMode",
 }
 """Files whose calls order no work of streams."""
 NO_ORDER = {
@@ -90,9 +90,9 @@ OWNED = (
     (
         "_runtime/collectives/encoded_reduce.py",
         "EncodedReduceScatter.launch",
-        "return self._communicator.all_to_all([Transfer(self._received, self._sent)], label)",
+        "return self._communicator.launch(Collective.ALL_TO_ALL, [Transfer(self._received, self._sent)], label)",
         "sent, self._sent = self._sent, None\n"
-        "return self._communicator.all_to_all([Transfer(self._received, sent)], label)",
+        "return self._communicator.launch(Collective.ALL_TO_ALL, [Transfer(self._received, sent)], label)",
     ),
 )
 """Statements that keep memory alive until work is done: path, function, the text in the source, and that without it."""

@@ -6,27 +6,29 @@ This is the only file that knows the names of c10d's collectives in each release
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from composable_fsdp import trace
-from composable_fsdp._comm.communicator import Transfer, Work
-from composable_fsdp._comm.device_connection import DeviceConnection
+from composable_fsdp._comm.communicator import Around, Collective, GroupReference, Traits, Transfer, Work
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.device_capabilities import backend_capabilities, device_capabilities
+from composable_fsdp.errors import PeerError
 
-__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "WorkList"]
+__all__ = ["OPERATIONS", "Pooled", "ProcessGroupCommunicator", "WorkList", "timeout_of_backend"]
 
-_Call = tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any]]
+logger = logging.getLogger(__name__)
 
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_COLLECTIVES: dict[Collective, Callable[..., Any]] = {
+    Collective.ALL_GATHER: getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+    Collective.REDUCE_SCATTER: getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
+    Collective.ALL_TO_ALL: dist.all_to_all_single,
+}
 
 OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
 
@@ -56,39 +58,34 @@ class WorkList:
 
 
 class ProcessGroupCommunicator:
-    """Collectives of ``group`` for tensors on ``device_type``. Final.
+    """Collectives of ``group`` for tensors on ``device_type``. Final."""
 
-    Args:
-        group: the process group.
-        device_type: device type of the tensors.
-        pooled: allocate messages with the backend's own allocator if it has one (NCCL registers that memory).
-        connection: checks and watches the operations; ``None`` for neither.
-    """
+    generation = 0
+    """Always the first connection: only the owner of a process group can connect it anew."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device_type: str,
-        *,
-        pooled: bool = False,
-        connection: DeviceConnection | None = None,
-    ) -> None:
-        self._connection = connection
-        self.group = group
-        self.pooled = pooled
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+        self._group = GroupReference(group)
         self._device = torch.device(device_type)
         self._backend = backend_capabilities(group, device_type)
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.aliases = False
-        self.averages = self._backend.averages
-        self.widens = False
-        self.coalesces = self._backend.coalesces
-        self.zero_copy_min_bytes = self._zero_copy_bytes()
-        self.grad_bucket_bytes = self._grad_bucket_bytes()
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.traits = Traits(
+            averages=self._backend.averages,
+            coalesces=self._backend.coalesces,
+            dispatches=True,
+            checks=self.size == 1 or not self._backend.is_watchable,
+            zero_copy_min_bytes=self._zero_copy_bytes(),
+            grad_bucket_bytes=self._grad_bucket_bytes(),
+        )
+        self.launched = 0
+        self._broken = ""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group()
 
     def _zero_copy_bytes(self) -> int:
-        if self.coalesces:
+        if self._backend.coalesces:
             return _COALESCED_LAUNCH_BYTES
         return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
 
@@ -100,80 +97,93 @@ class ProcessGroupCommunicator:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend.name}, rank {self.rank} of {self.size})"
 
-    def __eq__(self, other: object) -> bool:
-        """Return whether collectives of both communicators can share one launch."""
-        return isinstance(other, ProcessGroupCommunicator) and self.group is other.group and self.pooled == other.pooled
-
-    def __hash__(self) -> int:
-        return id(self.group)
-
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self.pooled:
-            backend = cast(Any, self.group)._get_backend(device)
-            if backend.supports_tensor_alloc(device):
-                return cast(torch.Tensor, backend.allocate_tensor(numel, dtype=dtype, device=device))
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def with_pool(self, pooled: bool) -> ProcessGroupCommunicator:
-        """Return a communicator of the same ranks that allocates with the backend's allocator or with torch's."""
-        return ProcessGroupCommunicator(self.group, self._device.type, pooled=pooled, connection=self._connection)
-
-    def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
-        return self._launch(label, [(_all_gather, (t.output, t.input), {}) for t in transfers])
-
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> Work:
-        operation = {"op": OPERATIONS[op]}
-        return self._launch(label, [(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
-
-    def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> Work:
-        return self._launch(label, [(dist.all_to_all_single, (t.output, t.input), {}) for t in transfers])
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
-        operation = {"op": OPERATIONS[op]}
-        works = []
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL coalesces only tensors of one dtype
-            same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
-            works.append(self._launch(label, [(dist.all_reduce, (tensor,), operation) for tensor in same_dtype]))
+    def launch(
+        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
+    ) -> Work:
+        self.check()
+        self.launched, group = self.launched + 1, self._group()
+        if kind is Collective.ALL_REDUCE:
+            return self._all_reduce(group, [transfer.output for transfer in transfers], op)
+        collective = _COLLECTIVES[kind]
+        options = {"op": OPERATIONS[op]} if kind is Collective.REDUCE_SCATTER else {}
+        if len(transfers) > 1 and self._backend.coalesces:
+            with dist._coalescing_manager(group=group, device=self._device, async_ops=True) as works:
+                for output, input in transfers:
+                    collective(output, input, group=group, **options)
+            return cast(Work, works)
+        works = [collective(t.output, t.input, group=group, async_op=True, **options) for t in transfers]
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
-    def _launch(self, label: str, calls: Sequence[_Call]) -> Work:
-        if trace.listeners:
-            _emit_collective(self.group, label, calls)
-        if self._connection is None or not calls:
-            return self._launch_unwatched(calls)
-        operation = self._connection.begin(label, tuple([tensors[-1].nbytes for _, tensors, _ in calls]))
-        try:
-            return self._connection.launched(operation, self._launch_unwatched(calls))
-        except dist.DistError as error:
-            raise self._connection.failure(operation, str(error)) from error
-
-    def _launch_unwatched(self, calls: Sequence[_Call]) -> Work:
-        if len(calls) > 1 and self.coalesces:
-            with self._coalesced() as works:
-                for collective, tensors, options in calls:
-                    collective(*tensors, group=self.group, **options)
-            return works[0]
-        launched = tuple(
-            cast(Work, collective(*tensors, group=self.group, async_op=True, **options))
-            for collective, tensors, options in calls
-        )
-        return WorkList(launched)
-
-    @contextmanager
-    def _coalesced(self) -> Iterator[list[Work]]:
-        """Coalesce all collectives in the block into one launch, whose work is in the list after the block."""
+    def _all_reduce(self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
         works: list[Work] = []
-        with dist._coalescing_manager(group=self.group, device=self._device, async_ops=True) as manager:
-            yield works
-        works.append(cast(Work, manager))
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL coalesces only tensors of one dtype
+            same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+            if len(same_dtype) > 1 and self._backend.coalesces:
+                with dist._coalescing_manager(group=group, device=self._device, async_ops=True) as work:
+                    for tensor in same_dtype:
+                        dist.all_reduce(tensor, op=OPERATIONS[op], group=group)
+                works.append(cast(Work, work))
+            else:
+                for tensor in same_dtype:
+                    work = dist.all_reduce(tensor, op=OPERATIONS[op], group=group, async_op=True)
+                    works.append(cast(Work, work))
+        return WorkList(tuple(works))
+
+    @property
+    def is_broken(self) -> bool:
+        return bool(self._broken)
+
+    def check(self) -> None:
+        """Raise a ``PeerError`` if operations were aborted."""
+        if self._broken:
+            raise PeerError(
+                f"ranks {list(self.ranks)} cannot go on together, since {self._broken}\nOperations were aborted, so "
+                "their results are undefined, and this process group cannot be used any more. End the job, and restart "
+                "it from a checkpoint."
+            )
+
+    def give_up(self, reason: str) -> None:
+        """Abort operations in flight, which ends a wait of the host."""
+        self._broken = self._broken or reason
+        group: Any = self.group
+        try:
+            if hasattr(group, "abort"):
+                group.abort()
+            else:  # torch has it from 2.6, but a backend in Python need not
+                group.shutdown()
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            logger.warning("the process group of ranks %s cannot be aborted: %s", list(self.ranks), error)
+
+    def abandon(self) -> None:
+        """Abort operations in flight, before their memory is freed."""
+        self.give_up("operations were given up after a failed pass.")
+
+    def reopen(self) -> None:
+        """Refuse to connect again, which only the owner of the process group can do.
+
+        Raises:
+            PeerError: always.
+        """
+        raise PeerError(
+            f"ranks {list(self.ranks)} cannot connect again over the backend of their process group after they failed "
+            "at different operations. End the job, and restart it from a checkpoint."
+        )
 
 
-_launched: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""The number of collectives per process group. Counted only while the trace has listeners."""
+class Pooled(Around):
+    """Messages are in memory of the backend's own allocator, if it has one (NCCL registers that memory)."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        backend = self.group._get_backend(device)
+        if backend.supports_tensor_alloc(device):
+            return cast(torch.Tensor, backend.allocate_tensor(numel, dtype=dtype, device=device))
+        return self.base.allocate(numel, dtype, device)
 
 
-def _emit_collective(group: dist.ProcessGroup, label: str, calls: Sequence[_Call]) -> None:
-    number = _launched[group] = _launched.get(group, 0) + 1
-    position = trace.Position(group.group_name, tuple(dist.get_process_group_ranks(group)), 0, number)
-    nbytes = sum(tensors[-1].nbytes for _, tensors, _ in calls)
-    trace.emit(trace.Operation.COLLECTIVE, label, nbytes, position=position)
+def timeout_of_backend(backend: Any) -> float:
+    """Return the timeout of a backend in seconds; the default one if it does not tell."""
+    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.distributed_c10d.default_pg_timeout)
+    return cast(timedelta, timeout).total_seconds()

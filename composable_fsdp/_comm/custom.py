@@ -8,15 +8,21 @@ is already done.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from composable_fsdp._comm.c10d import OPERATIONS, WorkList
-from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, Transfer, Work
-from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
+from composable_fsdp._comm.communicator import (
+    Around,
+    Collective,
+    Communicator,
+    GroupCommunicator,
+    Traits,
+    Transfer,
+    Work,
+)
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import ArgumentTypeError
 
@@ -37,67 +43,50 @@ class CustomCollective(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class CustomCommunicator:
-    """``base`` with one direction replaced by ``collective``. Final.
+class CustomCommunicator(Around):
+    """Collectives of one kind are launched by ``collective``, a callable of the user.
 
     All parameters of a group and dtype share one message, so that ``allocate`` is called for all of them.
 
     Args:
-        base: the communicator of the other direction.
+        base: the communicator of the other kinds.
+        kind: an all-gather or a reduce-scatter.
         collective: the user's collective.
         all_gather_options: returns additional keywords for an all-gather.
     """
 
-    base: GroupCommunicator
-    collective: CustomCollective
-    all_gather_options: Callable[[], Mapping[str, Any]] = dict
-    coalesces: bool = False
-    zero_copy_min_bytes: int = NEVER_ZERO_COPY
-    grad_bucket_bytes: int = NEVER_ZERO_COPY
-    aliases: bool = False
-    widens: bool = False
-
-    @property
-    def rank(self) -> int:
-        return self.base.rank
-
-    @property
-    def size(self) -> int:
-        return self.base.size
-
-    @property
-    def averages(self) -> bool:
-        return self.base.averages
+    def __init__(
+        self,
+        base: GroupCommunicator,
+        kind: Collective,
+        collective: CustomCollective,
+        all_gather_options: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        super().__init__(base, kind, collective, all_gather_options)
+        self.traits = Traits(averages=base.traits.averages)
+        self._kind, self._collective, self._options = kind, collective, all_gather_options
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.collective.allocate((numel,), dtype=dtype, device=device)
+        return self._collective.allocate((numel,), dtype=dtype, device=device)
 
-    def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
-        return self._launch(transfers, self.all_gather_options())
-
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> Work:
-        return self._launch(transfers, {"op": OPERATIONS[op]})
-
-    def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> Work:
-        return self.base.all_to_all(transfers, label)
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
-        return self.base.all_reduce(tensors, op, label)
-
-    def _launch(self, transfers: Sequence[Transfer], options: Mapping[str, Any]) -> Work:
-        call, group = self.collective, self.base.group
+    def launch(
+        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
+    ) -> Work:
+        if kind is not self._kind:
+            return self.base.launch(kind, transfers, label, op)
+        options = self._options() if kind is Collective.ALL_GATHER else {"op": OPERATIONS[op]}
+        call, group = self._collective, self.group
         works = [call(output_tensor=t.output, input_tensor=t.input, group=group, **options) for t in transfers]
         return WorkList(tuple(work for work in works if work is not None))
 
 
 def customize(
     base: Communicator,
+    kind: Collective,
     collective: object,
-    setter: str,
     all_gather_options: Callable[[], Mapping[str, Any]] = dict,
 ) -> Communicator:
-    """Return ``base`` with one direction replaced by ``collective``, or ``base`` itself if its axis has one rank.
+    """Return ``base`` with one kind replaced by ``collective``, or ``base`` itself if its axis has one rank.
 
     Raises:
         ArgumentTypeError: ``collective`` lacks ``allocate`` or cannot be called.
@@ -105,9 +94,9 @@ def customize(
     allocate: Callable[..., Any] | None = getattr(collective, "allocate", None)
     if not callable(collective) or not callable(allocate):
         raise ArgumentTypeError(
-            f"{setter} takes an object with allocate(size, *, dtype, device) that can be called with (output_tensor, "
-            f"input_tensor, group, ...), not {type(collective).__name__}."
+            f"set_custom_{kind.value} takes an object with allocate(size, *, dtype, device) that can be called with "
+            f"(output_tensor, input_tensor, group, ...), not {type(collective).__name__}."
         )
     if not isinstance(base, GroupCommunicator):
         return base
-    return CustomCommunicator(base, collective, all_gather_options)  # type: ignore[arg-type]
+    return CustomCommunicator(base, kind, collective, all_gather_options)  # type: ignore[arg-type]

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from composable_fsdp._comm.comm_debug import profiled
-from composable_fsdp._comm.communicator import Transfer
+from composable_fsdp._comm.communicator import Collective, Traits, Transfer
 from composable_fsdp._layout.grad_scaling import ReduceOp
 
-__all__ = ["LoopbackCommunicator"]
+__all__ = ["DONE", "LoopbackCommunicator"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +19,27 @@ class _Done:
         pass
 
 
+DONE = _Done()
+"""The work of an operation that is done."""
+
+_TRAITS = Traits(
+    averages=True,
+    widens=True,
+    aliases=True,
+    coalesces=True,
+    checks=True,
+    zero_copy_min_bytes=0,
+    grad_bucket_bytes=1 << 19,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LoopbackCommunicator:
     """Collectives of one rank: copies. The sum or average of one summand is that summand."""
 
     rank: int = 0
     size: int = 1
-    averages: bool = True
-    widens: bool = True
-    aliases: bool = True
-    coalesces: bool = True
-    zero_copy_min_bytes: int = 0
-    grad_bucket_bytes: int = 1 << 19
+    traits: Traits = _TRAITS
     epoch: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -40,29 +48,13 @@ class LoopbackCommunicator:
     def share(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def barrier(self, name: str) -> _Done:
-        return _Done()
+    def note_epoch_end(self) -> None:
+        """Do nothing: this rank alone reads the memory."""
 
-    def end_epoch(self, name: str) -> _Done:
-        return _Done()
-
-    @profiled
-    def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> _Done:
-        return self._copy(transfers)
-
-    @profiled
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> _Done:
-        return self._copy(transfers)
-
-    @profiled
-    def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> _Done:
-        return self._copy(transfers)
-
-    @profiled
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> _Done:
-        return _Done()
-
-    def _copy(self, transfers: Sequence[Transfer]) -> _Done:
-        for transfer in transfers:
-            transfer.output.copy_(transfer.input)
-        return _Done()
+    def launch(
+        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
+    ) -> _Done:
+        if kind is not Collective.ALL_REDUCE:
+            for transfer in transfers:
+                transfer.output.copy_(transfer.input)
+        return DONE

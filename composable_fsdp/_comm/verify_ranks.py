@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, Transfer
+from composable_fsdp._comm.communicator import Collective, Communicator, GroupCommunicator, Transfer
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp.errors import DivergenceError
 
@@ -114,7 +114,7 @@ def gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> 
     for axis in axes:
         # Initialized with copies of our rows, since backends that transfer nothing leave them unchanged.
         received = gathered.repeat(axis.size)
-        axis.all_gather([Transfer(received, gathered)], label).wait()
+        axis.launch(Collective.ALL_GATHER, [Transfer(received, gathered)], label).wait()
         gathered = received
     return gathered.view(-1, own.numel())
 

@@ -83,8 +83,6 @@ class OrderChecker:
         self._context: deque[str] = deque(maxlen=CONTEXT)
         self._measures = False
         """True if the last operation was a measurement."""
-        self.number = 0
-        """The number of operations begun so far."""
         self.compared = 0
         """The number of operations that were compared, which takes a message each."""
 
@@ -95,7 +93,6 @@ class OrderChecker:
             DivergenceError: another rank is about to run a different operation.
         """
         operation = f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})"
-        self.number += 1
         continues, self._measures = self._measures, label == MEASUREMENT
         context = tuple(self._context)
         known = self.level is OrderCheck.OFF or self._successors.get(context) == operation

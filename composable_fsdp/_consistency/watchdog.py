@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
 
@@ -39,7 +39,7 @@ from composable_fsdp._consistency.wait_warning import WarningTimes, reports_with
 from composable_fsdp._consistency.world_store import is_simulated, world_store
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["PATIENCE", "Watchdog", "Watched", "job_watchdog", "known_watchdog", "note_end"]
+__all__ = ["PATIENCE", "Watchdog", "job_watchdog", "known_watchdog", "note_end"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank requests reports."""
@@ -50,9 +50,6 @@ _ANSWER_SECONDS = 1.5
 """The time in which every rank whose threads run has answered."""
 _STORE_SECONDS = _ANSWER_SECONDS + 1.0
 """The time that the training thread waits for the watchdog thread, in case the store does not answer."""
-
-_LONGEST_PAUSE = 4.0
-"""The most seconds between two diagnoses of an operation on a device."""
 _STACK_SECONDS = 1.0
 """Seconds for which a stack of the main thread counts as current."""
 _STORE_FAILURES = 3
@@ -61,24 +58,6 @@ _STORE_FAILURES = 3
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Watched(Protocol):
-    """Operations that run on a device, for which no thread of the host waits."""
-
-    ranks: tuple[int, ...]
-    timeout: float
-    """The seconds after which an operation counts as failed."""
-    last: OperationId | None
-    """The last operation known to be done."""
-
-    def oldest(self) -> tuple[OperationId, float, float] | None:
-        """Return the oldest operation in flight, the seconds without progress, and those since its launch."""
-        ...
-
-    def end(self, verdict: FSDPError) -> None:
-        """Abort the operations in flight, because of ``verdict``."""
-        ...
 
 
 @dataclass(slots=True)
@@ -130,9 +109,6 @@ class Watchdog:
         self._answered = 0
         self._rendezvous: dict[str, StoreRendezvous] = {}
         self._due = 0.0
-        self._watched: WeakSet[Any] = WeakSet()
-        """Each is :class:`Watched`. Guarded by ``_lock``."""
-        self._next_diagnosis = 0.0
         self._processes: dict[int, str] = {}
         """The identities of other ranks' processes, as far as known."""
         self._submitted_own = False
@@ -146,11 +122,6 @@ class Watchdog:
             _leave_at_exit()
 
     # -- called by the training thread
-
-    def watch(self, watched: Watched) -> None:
-        """Look after operations on a device from now on, as long as the caller keeps ``watched``."""
-        with _lock:
-            self._watched.add(watched)
 
     def store_on_thread(self, seconds: float) -> Any:
         """Return the store of the job, for any thread. Each call may take ``seconds``, and raises after that."""
@@ -264,10 +235,6 @@ class Watchdog:
         here, waiting, last = self.here, self.here.waiting, self.here.last
         failure = here.failure or here.left
         seconds = time.monotonic() - here.since if waiting is not None else 0.0
-        if waiting is None and threading.current_thread() is self._thread and (stuck := self._longest_stuck()):
-            _, waiting, seconds, _ = stuck
-        lasts = [each.last for each in self._all_watched() if each.last is not None]
-        last = max(lasts, key=lambda operation: operation.number, default=last)
         verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
         at_fault = here.verdict.ranks if isinstance(here.verdict, PeerError) else ()
         place = user_line(self._stack.read()) if threading.current_thread() is self._thread else ""
@@ -288,6 +255,7 @@ class Watchdog:
 
     def _read_reports(self, wanted: Sequence[int], found: dict[int, RankReport], seconds: float) -> None:
         number = int(self._store.add("call", 1))
+        self._read_processes(wanted)
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(r not in found and not self._has_died(r) for r in wanted):
             if any(found[rank].verdict for rank in wanted if rank in found):
@@ -383,12 +351,6 @@ class Watchdog:
         failures: int | None = 0
         while failures is not None and failures < _STORE_FAILURES:
             failures = self._run_once(failures)
-        while failures is not None and self._all_watched():  # operations on a device do not fail by themselves
-            with suppress(Empty):
-                if self._requests.get(timeout=self._period) is None:
-                    return
-            with suppress(RuntimeError):  # the error cannot be published
-                self._check_watched(lost="The store of the job does not answer, so the rank that hosts it may be gone.")
 
     def _run_once(self, failures: int) -> int | None:
         """Run the next request, and the periodic checks if they are due.
@@ -402,8 +364,7 @@ class Watchdog:
             if time.monotonic() >= self._due:
                 self._due = time.monotonic() + self._period
                 self._check_own_wait()
-                self._exchange_processes()
-                self._check_watched()
+                self._write_process()
                 self._check_torch_wait()
                 self._answer()
                 if trace.fault_listeners:
@@ -446,7 +407,7 @@ class Watchdog:
     def _check_torch_wait(self) -> None:
         """Warn that the main thread waits in a collective of torch's own, which the watchdog does not know."""
         first = wait_warning()
-        if first is None or self.here.waiting is not None or self._longest_stuck() is not None:
+        if first is None or self.here.waiting is not None:
             return
         progress = (self.here.steps, self.here.last)
         if progress != self._progress:
@@ -462,44 +423,11 @@ class Watchdog:
             others = reports_with_places(reports, [other for other in range(self._size) if other not in same])
             logger.warning("%s has waited %.1f s in %s.%s", format_ranks(same), self._stack.seconds, line, others)
 
-    def _all_watched(self) -> list[Any]:
-        with _lock:
-            return list(self._watched)
-
-    def _longest_stuck(self) -> tuple[Watched, OperationId, float, float] | None:
-        """Return the operation in flight that has been without progress for longest, as :meth:`Watched.oldest` does."""
-        stuck = [(each, *oldest) for each in self._all_watched() if (oldest := each.oldest()) is not None]
-        return max(stuck, key=lambda each: each[2], default=None)
-
-    def _check_watched(self, lost: str = "") -> None:
-        """Abort operations on a device that cannot complete."""
-        stuck = self._longest_stuck()
-        if stuck is None or stuck[2] < PATIENCE or self.here.waiting is not None:
-            return
-        watched, operation, seconds, in_flight = stuck
-        error, timed_out = self.here.verdict, in_flight >= watched.timeout
-        died = any(map(self._has_died, operation.ranks))
-        if error is None and (died or lost or timed_out or time.monotonic() >= self._next_diagnosis):
-            # Long computations between two operations are usual, so the store is asked less and less often.
-            self._next_diagnosis = time.monotonic() + min(seconds, _LONGEST_PAUSE)
-            reports = {self.rank: self.report()} if lost else self.collect_reports(operation.ranks)
-            if timed_out and not lost:
-                lost = f"It has not completed within the timeout of the process group, {watched.timeout:g} s."
-            gone = self._gone(operation, reports)
-            error = diagnose(operation, reports, lost=lost, timed_out=timed_out, gone=gone)
-            if error is None:
-                self._warn(operation, reports)
-        if error is not None:
-            for each in self._all_watched():
-                each.end(error)
-            self.give_up(error)
-
-    def _exchange_processes(self) -> None:
-        """Write the identity of this process, and read those of the other ranks of watched operations."""
+    def _write_process(self) -> None:
+        """Write the identity of this process once, for ranks that wait for this one."""
         if not self._submitted_own:
             self._store.set(f"process/{self.rank}", process_identity())
             self._submitted_own = True
-        self._read_processes({rank for each in self._all_watched() for rank in each.ranks} - {self.rank})
 
     def _read_processes(self, ranks: Iterable[int]) -> None:
         for rank in set(ranks) - self._processes.keys():

@@ -18,7 +18,7 @@ from composable_fsdp._runtime.groups.unmanaged_params import warn_of_unmanaged
 from composable_fsdp._runtime.params.optimizer_steps import note_optimizer_step
 from composable_fsdp._runtime.params.sharded_param import find_parameter, find_replaced, find_unsharded, local_part
 from composable_fsdp._runtime.root.iteration import Iteration, known_iterations
-from composable_fsdp._runtime.root.recovery import check_results, set_order_check
+from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 
 __all__ = [
@@ -114,7 +114,6 @@ def _install_optimizer_hooks() -> Callable[[], None]:
         with optimizer_hooks, outside_callers_context():
             _check_optimizer(optimizer)
             _check_gradients(optimizer)
-            check_results(lambda: {state for _, state in _sharded_parameters(optimizer)})
             _wait_for_readers(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

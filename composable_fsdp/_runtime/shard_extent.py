@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from composable_fsdp._comm.communicator import Transfer
+from composable_fsdp._comm.communicator import Collective, Transfer
 from composable_fsdp._layout.block import Cut, ShardExtent
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
@@ -152,7 +152,7 @@ def _all_gather_shards(local: torch.Tensor, sharding: ParameterSharding) -> torc
         return local
     message = F.pad(local.reshape(-1).view(torch.uint8), (0, shards.padded_numel * local.itemsize - local.nbytes))
     received = message.new_empty(axis.size * message.numel())
-    axis.all_gather([Transfer(received, message)]).wait()
+    axis.launch(Collective.ALL_GATHER, [Transfer(received, message)]).wait()
     pieces = received.view(local.dtype).view(axis.size, shards.padded_numel)
     if shards.concatenates:
         return pieces.view(-1)[: shards.numel].view(shards.shape)

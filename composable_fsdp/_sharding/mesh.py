@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp._comm.communicator import Communicator
-from composable_fsdp._comm.factory import communicator_over
-from composable_fsdp._comm.loopback import LoopbackCommunicator
+from composable_fsdp._comm.factory import communicator_over, loopback
 from composable_fsdp._memory.device_capabilities import (
     backend_capabilities,
     current_accelerator,
@@ -62,7 +61,7 @@ class DataParallelAxes:
     mesh: DeviceMesh
     device: torch.device
     shard: Communicator
-    replicate: Communicator = field(default_factory=LoopbackCommunicator)
+    replicate: Communicator = field(default_factory=loopback)
     divide: float | None = None
 
     @cached_property
@@ -242,7 +241,7 @@ def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
             "fully_shard with it."
         )
     shard = _communicator(mesh, mesh.ndim - 1)
-    replicate = _communicator(mesh, 0) if mesh.ndim == 2 else LoopbackCommunicator()
+    replicate = _communicator(mesh, 0) if mesh.ndim == 2 else loopback()
     return DataParallelAxes(mesh, current_device(mesh.device_type), shard, replicate)
 
 
@@ -266,7 +265,7 @@ def named_data_parallel_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Da
     if dims.shard_names:
         return data_parallel_axes(axes_mesh)
     device = current_device(mesh.device_type)
-    return DataParallelAxes(axes_mesh, device, LoopbackCommunicator(), _communicator(axes_mesh, 0))
+    return DataParallelAxes(axes_mesh, device, loopback(), _communicator(axes_mesh, 0))
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -294,5 +293,5 @@ def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
 
 def _communicator(mesh: DeviceMesh, dim: int) -> Communicator:
     if mesh.size(dim) == 1:
-        return LoopbackCommunicator()
+        return loopback()
     return communicator_over(mesh.get_group(dim), mesh.device_type)

@@ -7,7 +7,8 @@ from typing import TypeVar, cast
 
 import torch
 
-from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator
+from composable_fsdp._comm.c10d import Pooled
+from composable_fsdp._comm.communicator import AliasingCommunicator, Collective, Communicator, GroupCommunicator
 from composable_fsdp._comm.custom import customize
 from composable_fsdp._comm.factory import duplicate
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
@@ -39,7 +40,7 @@ class ProcessGroups:
         self.gather: Communicator = axes.shard
         self.scatter: Communicator = axes.shard
         self.exchange: Communicator = axes.shard
-        self.averages = axes.shard.averages and axes.replicate.averages
+        self.averages = axes.shard.traits.averages and axes.replicate.traits.averages
         """True if every axis can compute averages itself."""
         self._custom_gather: object = None
         self._custom_scatter: object = None
@@ -94,32 +95,32 @@ class ProcessGroups:
 
     def plan_options(self, sizes: MessageSizes | None = None) -> PlanOptions:
         """Return the options of the group's plan, or of its plan with other message ``sizes``."""
-        sizes = MessageSizes() if self.gather.aliases else sizes or self.message_sizes
+        sizes = MessageSizes() if self.gather.traits.aliases else sizes or self.message_sizes
         return PlanOptions(
             num_shards=self.axes.shard.size,
-            zero_copy_min_bytes=self.gather.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
-            reduce_direct_bytes=self.scatter.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
+            zero_copy_min_bytes=self.gather.traits.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
+            reduce_direct_bytes=self.scatter.traits.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
             max_grad_buckets=sizes.grad_buckets,
-            widens=self.scatter.widens,
+            widens=self.scatter.traits.widens,
             grad_bucket_bytes=self._grad_bucket_bytes(),
-            alias=self.gather.aliases and (self.gather.size == 1 or self.shared_memory is not None),
+            alias=self.gather.traits.aliases and (self.gather.size == 1 or self.shared_memory is not None),
             flags=self.axes.num_ranks > 1 and not self.unequal_use,
         )
 
     def _grad_bucket_bytes(self) -> int:
         if self.axes.shard.size == 1 and self.replicate.size > 1:  # the only axis with communication
-            return self.replicate.grad_bucket_bytes
-        return max(self.gather.grad_bucket_bytes, self.scatter.grad_bucket_bytes)
+            return self.replicate.traits.grad_bucket_bytes
+        return max(self.gather.traits.grad_bucket_bytes, self.scatter.traits.grad_bucket_bytes)
 
     def customize_gather(self, collective: object) -> None:
         """Use ``collective`` for all-gathers."""
-        customize(self.axes.shard, collective, "set_custom_all_gather")  # raises if it cannot be used
+        customize(self.axes.shard, Collective.ALL_GATHER, collective)  # raises if it cannot be used
         self._custom_gather = collective
         self._combine()
 
     def customize_scatter(self, collective: object) -> None:
         """Use ``collective`` for reduce-scatters."""
-        customize(self.axes.shard, collective, "set_custom_reduce_scatter")
+        customize(self.axes.shard, Collective.REDUCE_SCATTER, collective)
         self._custom_scatter = collective
         self._combine()
 
@@ -156,19 +157,19 @@ class ProcessGroups:
         gather, scatter = self._with_pool(self.axes.shard), self._with_pool(self._separate or self.axes.shard)
         self.exchange = scatter
         if self._custom_gather is not None:
-            gather = customize(gather, self._custom_gather, "set_custom_all_gather", self._all_gather_options)
+            gather = customize(gather, Collective.ALL_GATHER, self._custom_gather, self._all_gather_options)
         if self._custom_scatter is not None:
-            scatter = customize(scatter, self._custom_scatter, "set_custom_reduce_scatter")
+            scatter = customize(scatter, Collective.REDUCE_SCATTER, self._custom_scatter)
         self.gather, self.scatter = gather, scatter
-        self.averages = scatter.averages and self.replicate.averages
+        self.averages = scatter.traits.averages and self.replicate.traits.averages
 
     def _all_gather_options(self) -> dict[str, bool]:
         return {"async_op": self.unshard_async_op}
 
     def _with_pool(self, communicator: Communicator) -> Communicator:
         """Return ``communicator`` with the chosen allocator of messages."""
-        if isinstance(communicator, GroupCommunicator) and self._pooled:
-            return communicator.with_pool(True)
+        if isinstance(communicator, GroupCommunicator) and self._pooled and communicator.traits.dispatches:
+            return Pooled(communicator)
         return communicator
 
 

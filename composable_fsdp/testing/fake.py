@@ -10,18 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import ClassVar
 
 import torch
 
-from composable_fsdp._comm.communicator import Transfer
+from composable_fsdp._comm.communicator import Collective, Traits, Transfer
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 
 __all__ = ["DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"]
-
-ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE = "all_gather", "reduce_scatter", "all_to_all", "all_reduce"
 
 
 class DeadlockError(AssertionError):
@@ -48,7 +45,7 @@ class _TransferSpec:
 class _Signature:
     """The properties of a collective that all ranks must agree on."""
 
-    kind: str
+    kind: Collective
     op: ReduceOp | None
     specs: tuple[_TransferSpec, ...]
 
@@ -56,7 +53,11 @@ class _Signature:
         operation = f"{self.op.value}, " if self.op else ""
         transfers = f"{len(self.specs)} transfer{'s'[: len(self.specs) != 1]}"
         shown = ", ".join([*map(str, self.specs[:6]), *["..."][: len(self.specs) > 6]])
-        return f"{self.kind}({operation}{transfers}: {shown})" if self.specs else f"{self.kind}({operation}nothing)"
+        return (
+            f"{self.kind.value}({operation}{transfers}: {shown})"
+            if self.specs
+            else f"{self.kind.value}({operation}nothing)"
+        )
 
     @property
     def bytes(self) -> int:
@@ -137,9 +138,12 @@ class FakeWorld:
         if size < 1:
             raise ConfigurationError(f"A world has at least one rank, not {size}.")
         self.size = size
-        self.averages = averages
-        self.zero_copy_min_bytes = zero_copy_min_bytes
-        self.grad_bucket_bytes = grad_bucket_bytes
+        self.traits = Traits(
+            averages=averages,
+            coalesces=True,
+            zero_copy_min_bytes=zero_copy_min_bytes,
+            grad_bucket_bytes=grad_bucket_bytes,
+        )
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self._launched = [0] * size
@@ -173,8 +177,8 @@ class FakeWorld:
 
     def _first_launch(self, number: int, signature: _Signature) -> _Collective:
         if signature.specs:
-            self.launches[signature.kind] += 1
-            self.bytes[signature.kind] += signature.bytes
+            self.launches[signature.kind.value] += 1
+            self.bytes[signature.kind.value] += signature.bytes
         collective = self._open[number] = _Collective(number, signature)
         return collective
 
@@ -192,45 +196,30 @@ class FakeCommunicator:
     rank: int
 
     size = property(attrgetter("world.size"))
-    averages = property(attrgetter("world.averages"))
-    zero_copy_min_bytes = property(attrgetter("world.zero_copy_min_bytes"))
-    grad_bucket_bytes = property(attrgetter("world.grad_bucket_bytes"))
-    widens: ClassVar[bool] = False
-    aliases: ClassVar[bool] = False
-    coalesces: ClassVar[bool] = True
+    traits = property(attrgetter("world.traits"))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> FakeWork:
-        return self._launch(ALL_GATHER, None, transfers, input_size=1, output_size=self.size)
-
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> FakeWork:
-        return self._launch(REDUCE_SCATTER, op, transfers, input_size=self.size, output_size=1)
-
-    def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> FakeWork:
-        return self._launch(ALL_TO_ALL, None, transfers, input_size=self.size, output_size=self.size)
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> FakeWork:
-        return self._launch(ALL_REDUCE, op, [Transfer(t, t) for t in tensors], input_size=1, output_size=1)
-
-    def _launch(
-        self, kind: str, op: ReduceOp | None, transfers: Sequence[Transfer], *, input_size: int, output_size: int
+    def launch(
+        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
     ) -> FakeWork:
-        """Launch a collective. ``input_size`` and ``output_size`` are in shards per transfer."""
+        input_size = 1 if kind in (Collective.ALL_GATHER, Collective.ALL_REDUCE) else self.size
+        output_size = 1 if kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE) else self.size
         for index, transfer in enumerate(transfers):
             problem = _problem(transfer, input_size, output_size)
             if problem:
-                raise ConfigurationError(f"rank {self.rank}, {kind}, transfer {index}: {problem}")
+                raise ConfigurationError(f"rank {self.rank}, {kind.value}, transfer {index}: {problem}")
         specs = tuple(_TransferSpec(t.input.dtype, t.input.numel(), t.output.numel()) for t in transfers)
         if op is ReduceOp.AVERAGE:
-            self._check_average(kind, specs)
-        return self.world._launch(self.rank, _Signature(kind, op, specs), tuple(transfers))
+            self._check_average(kind.value, specs)
+        reduces = kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+        return self.world._launch(self.rank, _Signature(kind, op if reduces else None, specs), tuple(transfers))
 
     def _check_average(self, kind: str, specs: Iterable[_TransferSpec]) -> None:
-        if not self.averages:
+        if not self.traits.averages:
             raise UnsupportedError(
-                f"rank {self.rank}, {kind}: this world does not average. Ask its `averages` first, or sum and divide."
+                f"rank {self.rank}, {kind}: this world does not average. Ask for its traits first, or sum and divide."
             )
         for spec in specs:
             if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
@@ -291,9 +280,9 @@ def _all_reduce(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
         transfer.output.data.copy_(total)
 
 
-_MOVES: dict[str, Callable[[Sequence[Transfer], ReduceOp | None], None]] = {
-    ALL_GATHER: _gather,
-    REDUCE_SCATTER: _reduce_scatter,
-    ALL_TO_ALL: _all_to_all,
-    ALL_REDUCE: _all_reduce,
+_MOVES: dict[Collective, Callable[[Sequence[Transfer], ReduceOp | None], None]] = {
+    Collective.ALL_GATHER: _gather,
+    Collective.REDUCE_SCATTER: _reduce_scatter,
+    Collective.ALL_TO_ALL: _all_to_all,
+    Collective.ALL_REDUCE: _all_reduce,
 }

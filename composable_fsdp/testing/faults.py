@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import nan
-from operator import attrgetter
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
+from composable_fsdp._comm.communicator import Around, Collective, Communicator, Transfer, Work
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._runtime.groups.state import find_state
 from composable_fsdp._runtime.lazy_init import iteration_of
@@ -109,7 +109,7 @@ class Fault:
     rank: int | None = None
 
 
-class FaultyCommunicator:
+class FaultyCommunicator(Around):
     """A communicator that forwards to ``base`` and injects faults. Final.
 
     It counts operations over its whole life, so each fault happens once. Communicators with the same ``labels`` list
@@ -122,59 +122,19 @@ class FaultyCommunicator:
     """
 
     def __init__(self, base: Communicator, faults: Sequence[Fault], labels: list[str] | None = None) -> None:
-        self.base = base
+        self.labels: list[str] = [] if labels is None else labels
+        super().__init__(base, id(self.labels))
         own = dist.get_rank() if dist.is_initialized() else base.rank
         self.faults = [fault for fault in faults if fault.rank in (None, own)]
-        self.labels: list[str] = [] if labels is None else labels
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.base})"
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether transfers of both may share one launch."""
-        return isinstance(other, FaultyCommunicator) and self.base == other.base and self.labels is other.labels
-
-    def __hash__(self) -> int:
-        return hash(self.base)
-
-    group = property(attrgetter("base.group"))
-    rank = property(attrgetter("base.rank"))
-    size = property(attrgetter("base.size"))
-    averages = property(attrgetter("base.averages"))
-    widens = property(attrgetter("base.widens"))
-    aliases = property(attrgetter("base.aliases"))
-    coalesces = property(attrgetter("base.coalesces"))
-    zero_copy_min_bytes = property(attrgetter("base.zero_copy_min_bytes"))
-    grad_bucket_bytes = property(attrgetter("base.grad_bucket_bytes"))
-    epoch = property(attrgetter("base.epoch"))
-    allocate = property(attrgetter("base.allocate"))
-    share = property(attrgetter("base.share"))
-
-    def with_pool(self, pooled: bool) -> FaultyCommunicator:
-        return FaultyCommunicator(cast(GroupCommunicator, self.base).with_pool(pooled), self.faults, self.labels)
-
-    def barrier(self, name: str) -> Work:
-        return self._launch(name, lambda: cast(AliasingCommunicator, self.base).barrier(name), [])
-
-    def end_epoch(self, name: str) -> Work:
-        return self._launch(name, lambda: cast(AliasingCommunicator, self.base).end_epoch(name), [])
-
-    def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
-        return self._launch(label, lambda: self.base.all_gather(transfers, label), _outputs(transfers))
-
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
-        return self._launch(label, lambda: self.base.reduce_scatter(transfers, op, label), _outputs(transfers))
-
-    def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
-        return self._launch(label, lambda: self.base.all_to_all(transfers, label), _outputs(transfers))
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
-        return self._launch(label, lambda: self.base.all_reduce(tensors, op, label), tensors)
-
-    def _launch(self, label: str, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+    def launch(
+        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
+    ) -> Work:
+        label = label or kind.label
+        launch: Callable[[], Work] = partial(self.base.launch, kind, transfers, label, op)
         for fault in self.faults:
             if fault.label in label and fault.number == sum(fault.label in earlier for earlier in self.labels):
-                launch = _with_effect(fault.effect, launch, outputs)
+                launch = partial(fault.effect, launch, [transfer.output for transfer in transfers])
         self.labels.append(label)
         return launch()
 
@@ -227,11 +187,3 @@ class _Corrupted:
         self.work.wait()
         for output in self.outputs:
             output.data[:1] = self.value
-
-
-def _outputs(transfers: Sequence[Transfer]) -> list[torch.Tensor]:
-    return [transfer.output for transfer in transfers]
-
-
-def _with_effect(effect: Effect, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Callable[[], Work]:
-    return lambda: effect(launch, outputs)

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 from composable_fsdp.testing import FakeWorld, run_ranks
 from tests._internals import (
     AliasingCommunicator,
+    Collective,
     Communicator,
     LoopbackCommunicator,
     ReduceOp,
@@ -25,8 +26,9 @@ from tests._internals import (
     Transfer,
     Work,
     communicator_over,
+    find,
 )
-from tests.helpers.transports import over_gloo
+from tests.helpers.transports import in_place, over_gloo
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
@@ -65,11 +67,11 @@ def assert_exact(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @case
 def properties_of_the_communicator_are_valid(comm: Communicator) -> Iterator[None]:
     assert 0 <= comm.rank < comm.size
-    assert isinstance(comm.averages, bool)
-    assert comm.zero_copy_min_bytes >= 0
-    assert comm.grad_bucket_bytes >= 0
-    assert isinstance(comm.aliases, bool)
-    assert isinstance(comm.widens, bool)
+    assert isinstance(comm.traits.averages, bool)
+    assert comm.traits.zero_copy_min_bytes >= 0
+    assert comm.traits.grad_bucket_bytes >= 0
+    assert isinstance(comm.traits.aliases, bool)
+    assert isinstance(comm.traits.widens, bool)
     yield
 
 
@@ -78,7 +80,7 @@ def all_gather_puts_every_input_in_rank_order(comm: Communicator) -> Iterator[No
     for dtype in FLOATS + INTEGERS:
         input = values(comm.rank, 7, dtype)
         output = torch.full((7 * comm.size,), 99).to(dtype)
-        work = comm.all_gather([Transfer(output, input)])
+        work = comm.launch(Collective.ALL_GATHER, [Transfer(output, input)])
         yield
         work.wait()
         assert_exact(output, gathered(comm.size, 7, dtype))
@@ -91,7 +93,7 @@ def all_gather_accepts_an_input_that_is_part_of_the_output(comm: Communicator) -
         output = torch.full((7 * comm.size,), 99).to(dtype)
         input = chunk(output, comm)
         input.copy_(values(comm.rank, 7, dtype))
-        work = comm.all_gather([Transfer(output, input)])
+        work = comm.launch(Collective.ALL_GATHER, [Transfer(output, input)])
         yield
         work.wait()
         assert_exact(output, gathered(comm.size, 7, dtype))
@@ -100,15 +102,15 @@ def all_gather_accepts_an_input_that_is_part_of_the_output(comm: Communicator) -
 @case
 def ranks_that_alias_share_memory_and_barriers_synchronize_them(comm: Communicator) -> Iterator[None]:
     yield
-    if not comm.aliases:
+    if not comm.traits.aliases:
         return
     aliasing = cast(AliasingCommunicator, comm)
     for dtype in FLOATS + INTEGERS:
         memory = aliasing.share(7 * comm.size * dtype.itemsize).view(dtype)
         assert_exact(memory, torch.zeros(7 * comm.size, dtype=dtype))
-        aliasing.barrier("read").wait()
+        aliasing.launch(Collective.BARRIER, (), "read").wait()
         chunk(memory, comm).copy_(values(comm.rank, 7, dtype))
-        aliasing.barrier("written").wait()
+        aliasing.launch(Collective.BARRIER, (), "written").wait()
         assert_exact(memory, gathered(comm.size, 7, dtype))
 
 
@@ -117,7 +119,7 @@ def a_widening_reduce_scatter_sums_in_fp32(comm: Communicator) -> Iterator[None]
     for dtype in (torch.bfloat16, torch.float16):
         input = (values(comm.rank, 5 * comm.size, torch.float32) / 3).to(dtype)
         output = torch.full((5,), 99.0)
-        work = comm.reduce_scatter([Transfer(output, input)], ReduceOp.SUM) if comm.widens else None
+        work = comm.launch(Collective.REDUCE_SCATTER, [Transfer(output, input)]) if comm.traits.widens else None
         yield
         if work is None:
             continue
@@ -131,7 +133,7 @@ def a_widening_reduce_scatter_sums_in_fp32(comm: Communicator) -> Iterator[None]
 @case
 def all_gather_writes_only_its_output(comm: Communicator) -> Iterator[None]:
     buffer = torch.full((5 * comm.size + 4,), -1.0)
-    work = comm.all_gather([Transfer(buffer[2:-2], values(comm.rank, 5, torch.float32))])
+    work = comm.launch(Collective.ALL_GATHER, [Transfer(buffer[2:-2], values(comm.rank, 5, torch.float32))])
     yield
     work.wait()
     assert_exact(buffer[2:-2], gathered(comm.size, 5, torch.float32))
@@ -144,7 +146,7 @@ def one_all_gather_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator)
     transfers = [
         Transfer(torch.empty(numel * comm.size, dtype=dtype), values(comm.rank, numel, dtype)) for numel, dtype in sizes
     ]
-    work = comm.all_gather(transfers)
+    work = comm.launch(Collective.ALL_GATHER, transfers)
     yield
     work.wait()
     for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
@@ -156,7 +158,7 @@ def reduce_scatter_sums_and_gives_every_rank_its_part(comm: Communicator) -> Ite
     for dtype in FLOATS + INTEGERS:
         numel = 7 * comm.size
         input, output = values(comm.rank, numel, dtype), torch.full((7,), 99).to(dtype)
-        work = comm.reduce_scatter([Transfer(output, input)], ReduceOp.SUM)
+        work = comm.launch(Collective.REDUCE_SCATTER, [Transfer(output, input)])
         yield
         work.wait()
         assert_exact(output, chunk(summed(comm.size, numel, dtype), comm))
@@ -168,7 +170,7 @@ def one_reduce_scatter_takes_tensors_of_several_sizes_and_dtypes(comm: Communica
     transfers = [
         Transfer(torch.empty(numel, dtype=dtype), values(comm.rank, numel * comm.size, dtype)) for numel, dtype in sizes
     ]
-    work = comm.reduce_scatter(transfers, ReduceOp.SUM)
+    work = comm.launch(Collective.REDUCE_SCATTER, transfers)
     yield
     work.wait()
     for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
@@ -180,7 +182,7 @@ def one_reduce_scatter_takes_tensors_of_one_dtype(comm: Communicator) -> Iterato
     sizes = (3, 1000, 0, 8, 1 << 20, 2)  # a large one among small ones
     fulls = [values(comm.rank + 10 * k, numel * comm.size, torch.float32) for k, numel in enumerate(sizes)]
     outputs = [torch.empty(numel) for numel in sizes]
-    work = comm.reduce_scatter([Transfer(*each) for each in zip(outputs, fulls, strict=True)], ReduceOp.SUM)
+    work = comm.launch(Collective.REDUCE_SCATTER, [Transfer(*each) for each in zip(outputs, fulls, strict=True)])
     yield
     work.wait()
     for k, (numel, output) in enumerate(zip(sizes, outputs, strict=True)):
@@ -192,7 +194,7 @@ def one_reduce_scatter_takes_tensors_of_one_dtype(comm: Communicator) -> Iterato
 def all_to_all_sends_each_rank_its_part(comm: Communicator) -> Iterator[None]:
     for dtype in FLOATS + INTEGERS:
         input, output = values(comm.rank, 3 * comm.size, dtype), torch.full((3 * comm.size,), 99).to(dtype)
-        work = comm.all_to_all([Transfer(output, input)])
+        work = comm.launch(Collective.ALL_TO_ALL, [Transfer(output, input)])
         yield
         work.wait()
         assert_exact(output, torch.cat([chunk(values(rank, 3 * comm.size, dtype), comm) for rank in range(comm.size)]))
@@ -206,7 +208,7 @@ def one_all_to_all_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator)
         Transfer(torch.empty(numel * comm.size, dtype=dtype), values(comm.rank, numel * comm.size, dtype))
         for numel, dtype in sizes
     ]
-    work = comm.all_to_all(transfers)
+    work = comm.launch(Collective.ALL_TO_ALL, transfers)
     yield
     work.wait()
     for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
@@ -217,7 +219,7 @@ def one_all_to_all_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator)
 @case
 def all_reduce_sums_in_place(comm: Communicator) -> Iterator[None]:
     tensors = [values(comm.rank, 11, dtype) for dtype in FLOATS + INTEGERS]
-    work = comm.all_reduce(tensors, ReduceOp.SUM)
+    work = comm.launch(Collective.ALL_REDUCE, in_place(tensors))
     yield
     work.wait()
     for tensor in tensors:
@@ -226,12 +228,15 @@ def all_reduce_sums_in_place(comm: Communicator) -> Iterator[None]:
 
 @case
 def a_communicator_that_averages_divides_by_its_size(comm: Communicator) -> Iterator[None]:
-    if not comm.averages:
+    if not comm.traits.averages:
         return
     for dtype in FLOATS:
         scattered = Transfer(torch.empty(6, dtype=dtype), values(comm.rank, 6 * comm.size, dtype))
         reduced = values(comm.rank, 6, dtype)
-        works = [comm.reduce_scatter([scattered], ReduceOp.AVERAGE), comm.all_reduce([reduced], ReduceOp.AVERAGE)]
+        works = [
+            comm.launch(Collective.REDUCE_SCATTER, [scattered], op=ReduceOp.AVERAGE),
+            comm.launch(Collective.ALL_REDUCE, in_place([reduced]), op=ReduceOp.AVERAGE),
+        ]
         yield
         for work in works:
             work.wait()
@@ -245,9 +250,9 @@ def all_tensors_of_a_collective_may_be_empty(comm: Communicator) -> Iterator[Non
     for dtype in FLOATS + INTEGERS:
         nothing = torch.empty(0, dtype=dtype)
         works = [
-            comm.all_gather([Transfer(nothing, nothing.clone())]),
-            comm.reduce_scatter([Transfer(nothing.clone(), nothing.clone())], ReduceOp.SUM),
-            comm.all_reduce([nothing.clone()], ReduceOp.SUM),
+            comm.launch(Collective.ALL_GATHER, [Transfer(nothing, nothing.clone())]),
+            comm.launch(Collective.REDUCE_SCATTER, [Transfer(nothing.clone(), nothing.clone())]),
+            comm.launch(Collective.ALL_REDUCE, in_place([nothing.clone()])),
         ]
         yield
         for work in works:
@@ -256,9 +261,9 @@ def all_tensors_of_a_collective_may_be_empty(comm: Communicator) -> Iterator[Non
 
 @case
 def an_empty_list_completes_without_communication(comm: Communicator) -> Iterator[None]:
-    comm.all_gather([]).wait()
-    comm.reduce_scatter([], ReduceOp.SUM).wait()
-    comm.all_reduce([], ReduceOp.SUM).wait()
+    comm.launch(Collective.ALL_GATHER, []).wait()
+    comm.launch(Collective.REDUCE_SCATTER, []).wait()
+    comm.launch(Collective.ALL_REDUCE, in_place([])).wait()
     yield
 
 
@@ -268,13 +273,13 @@ def many_launches_may_precede_waits_in_any_order(comm: Communicator) -> Iterator
     launched: list[tuple[Work, torch.Tensor, torch.Tensor]] = []
     for numel in range(1, 21):
         full = torch.empty(numel * size)
-        work = comm.all_gather([Transfer(full, values(rank, numel, torch.float32))])
+        work = comm.launch(Collective.ALL_GATHER, [Transfer(full, values(rank, numel, torch.float32))])
         launched.append((work, full, gathered(size, numel, torch.float32)))
         shard = torch.empty(numel)
-        work = comm.reduce_scatter([Transfer(shard, values(rank, numel * size, torch.float32))], ReduceOp.SUM)
+        work = comm.launch(Collective.REDUCE_SCATTER, [Transfer(shard, values(rank, numel * size, torch.float32))])
         launched.append((work, shard, chunk(summed(size, numel * size, torch.float32), comm)))
         everywhere = values(rank, numel, torch.float32)
-        work = comm.all_reduce([everywhere], ReduceOp.SUM)
+        work = comm.launch(Collective.ALL_REDUCE, in_place([everywhere]))
         launched.append((work, everywhere, summed(size, numel, torch.float32)))
     yield
     for work, actual, expected in reversed(launched):
@@ -287,7 +292,7 @@ def a_collective_reads_results_of_completed_collectives(comm: Communicator) -> I
     tensor = torch.full((4,), float(comm.rank + 1))
     expected = sum(range(1, comm.size + 1))
     for _ in range(3):
-        work = comm.all_reduce([tensor], ReduceOp.SUM)
+        work = comm.launch(Collective.ALL_REDUCE, in_place([tensor]))
         yield
         work.wait()
         assert_exact(tensor, torch.full((4,), float(expected)))
@@ -300,10 +305,10 @@ def a_work_may_be_waited_for_more_than_once(comm: Communicator) -> Iterator[None
     full, reduced = values(comm.rank, 4 * comm.size, torch.float32), torch.empty(4)
     everything, exchanged = torch.empty(4 * comm.size), torch.empty(4 * comm.size)
     works = [
-        comm.all_gather([Transfer(everything, values(comm.rank, 4, torch.float32))]),
-        comm.reduce_scatter([Transfer(reduced, full)], ReduceOp.SUM),
-        comm.all_to_all([Transfer(exchanged, full)]),
-        comm.all_reduce([tensor], ReduceOp.SUM),
+        comm.launch(Collective.ALL_GATHER, [Transfer(everything, values(comm.rank, 4, torch.float32))]),
+        comm.launch(Collective.REDUCE_SCATTER, [Transfer(reduced, full)]),
+        comm.launch(Collective.ALL_TO_ALL, [Transfer(exchanged, full)]),
+        comm.launch(Collective.ALL_REDUCE, in_place([tensor])),
     ]
     yield
     for work in works * 2:
@@ -319,7 +324,7 @@ def large_tensors_are_transferred_completely(comm: Communicator) -> Iterator[Non
     numel = 1 << 16
     gather = Transfer(torch.empty(numel * comm.size), values(comm.rank, numel, torch.float32))
     scatter = Transfer(torch.empty(numel), values(comm.rank, numel * comm.size, torch.float32))
-    works = [comm.all_gather([gather]), comm.reduce_scatter([scatter], ReduceOp.SUM)]
+    works = [comm.launch(Collective.ALL_GATHER, [gather]), comm.launch(Collective.REDUCE_SCATTER, [scatter])]
     yield
     for work in works:
         work.wait()
@@ -347,7 +352,7 @@ def run_in_shared_memory(name: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     communicator = communicator_over(group, "cpu")
-    assert isinstance(communicator, SharedMemoryCommunicator)
+    assert find(communicator, SharedMemoryCommunicator) is not None
     for _ in CASES[name](communicator):
         pass
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from tests._internals import GlooCommunicator, SharedMemoryCommunicator
+from tests._internals import Collective, GlooCommunicator, SharedMemoryCommunicator, Transfer
 
 __all__ = ["COMMUNICATORS", "counted_collectives"]
 
@@ -27,21 +27,18 @@ def counted_collectives() -> Iterator[Counter[str]]:
     """
     counts: Counter[str] = Counter()
 
-    def counting(communicator: type, name: str) -> Callable[..., Any]:
-        original = getattr(communicator, name)
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(
+            self: object, kind: Collective, transfers: Sequence[Transfer], label: str = "", *op: Any, **named: Any
+        ) -> Any:
+            counts["comparison" if label.startswith("comparison of") else kind.value] += 1
+            if kind is Collective.REDUCE_SCATTER:
+                counts["reduced"] += len(transfers)
+            return original(self, kind, transfers, label, *op, **named)
 
-        def call(self: object, *args: Any) -> Any:
-            compares = len(args) > 1 and str(args[1]).startswith("comparison of")
-            counts["comparison" if compares else name] += 1
-            if name == "reduce_scatter":
-                counts["reduced"] += len(args[0])
-            return original(self, *args)
-
-        return call
+        return launch
 
     with pytest.MonkeyPatch.context() as patch:
         for communicator in COMMUNICATORS:
-            for name in ("all_gather", "reduce_scatter", "all_reduce", "barrier"):
-                if hasattr(communicator, name):
-                    patch.setattr(communicator, name, counting(communicator, name))
+            patch.setattr(communicator, "launch", counting(communicator.launch))
         yield counts

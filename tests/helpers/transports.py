@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 
-from tests._internals import GlooCommunicator, GlooConnection, OrderCheck
+from tests._internals import Communicator, GlooCommunicator, Transfer, Watched
 
-__all__ = ["COPIES", "IN_COMMON", "SOCKETS", "TRANSPORTS", "Environment", "over_gloo"]
+__all__ = ["COPIES", "IN_COMMON", "SOCKETS", "TRANSPORTS", "Environment", "in_place", "over_gloo"]
 
 Environment = Mapping[str, str]
 
@@ -24,6 +25,11 @@ SOCKETS: Environment = {"COMPOSABLE_FSDP_SHARED_MEMORY": "0"}
 TRANSPORTS = {"in common": IN_COMMON, "copies": COPIES, "sockets": SOCKETS}
 
 
-def over_gloo(group: dist.ProcessGroup) -> GlooCommunicator:
+def over_gloo(group: dist.ProcessGroup) -> Communicator:
     """Return the communicator for ranks without shared memory. Collective."""
-    return GlooCommunicator(group, GlooConnection(group, None, OrderCheck.OFF))
+    return Watched(GlooCommunicator(group), None)
+
+
+def in_place(tensors: Sequence[torch.Tensor]) -> list[Transfer]:
+    """Return the transfers of an all-reduce."""
+    return [Transfer(tensor, tensor) for tensor in tensors]

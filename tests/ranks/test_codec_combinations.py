@@ -25,7 +25,15 @@ from composable_fsdp import (
     no_sync,
 )
 from composable_fsdp.testing import run_ranks
-from tests._internals import CommStream, Communicator, Encoder, ShardedParameter, reduce_scatter, take_gradients
+from tests._internals import (
+    Collective,
+    CommStream,
+    Communicator,
+    Encoder,
+    ShardedParameter,
+    reduce_scatter,
+    take_gradients,
+)
 from tests.helpers.counted_collectives import COMMUNICATORS
 from tests.helpers.transports import SOCKETS
 
@@ -251,16 +259,17 @@ def count_gathers(unshard_in_backward: bool) -> None:
     sent: Counter[str] = Counter()
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def count(self: Communicator, transfers: Any, label: str) -> Any:
+        def count(self: Communicator, kind: Collective, transfers: Any, label: str, *op: Any) -> Any:
             name = "all-gather" if self.size == dist.get_world_size() else "all-gather (smaller mesh)"
-            sent[name] += sum(t.output.nbytes * (self.size - 1) // self.size for t in transfers)
-            return original(self, transfers, label)
+            if kind is Collective.ALL_GATHER:
+                sent[name] += sum(t.output.nbytes * (self.size - 1) // self.size for t in transfers)
+            return original(self, kind, transfers, label, *op)
 
         return count
 
     with pytest.MonkeyPatch.context() as patch:
         for communicator in COMMUNICATORS:
-            patch.setattr(communicator, "all_gather", counting(communicator.all_gather))
+            patch.setattr(communicator, "launch", counting(communicator.launch))
         backward(model)
     rows = [row for row in communication_report(model).rows if row.direction in sent]
     assert {d: sum(row.bytes for row in rows if row.direction == d) for d in sent} == dict(sent)

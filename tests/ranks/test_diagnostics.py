@@ -19,9 +19,11 @@ from composable_fsdp.testing import run_ranks
 from tests._internals import (
     ABSENT,
     PATIENCE,
+    Collective,
     Files,
     ProcessGroupCommunicator,
     Transfer,
+    Visible,
     file_name,
     known_watchdog,
     read,
@@ -137,10 +139,10 @@ def test_a_long_wait_that_ended_is_not_reported(transport: Environment) -> None:
 def gather_over_the_backend() -> list[tuple[str, int, tuple[int, ...]]]:
     world = dist.group.WORLD
     assert world is not None
-    communicator = ProcessGroupCommunicator(world, "cpu")
+    communicator = Visible(ProcessGroupCommunicator(world, "cpu"))
     with trace.Recorder() as recorder:
         for label in ("a", "b"):
-            communicator.all_gather([Transfer(torch.empty(4), torch.ones(2))], label).wait()
+            communicator.launch(Collective.ALL_GATHER, [Transfer(torch.empty(4), torch.ones(2))], label).wait()
     positions = [event.position for event in recorder]
     assert all(event.operation is trace.Operation.COLLECTIVE and event.bytes == 8 for event in recorder)
     first = positions[0].number if positions[0] is not None else 0

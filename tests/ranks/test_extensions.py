@@ -226,14 +226,14 @@ def gather_mixed() -> None:
     fully_shard(model)
     group = state_of(model).group
     sent: list[int] = []
-    original = group.process_groups[0].gather.all_gather
+    original = group.process_groups[0].gather.launch
 
-    def counting(transfers: Any, label: str = "") -> Any:
+    def counting(kind: Any, transfers: Any, label: str = "", *op: Any) -> Any:
         if not label.startswith("comparison of"):
             sent.append(len(transfers))
-        return original(transfers, label)
+        return original(kind, transfers, label, *op)
 
-    group.process_groups[0].gather.all_gather = counting  # type: ignore[method-assign]
+    group.process_groups[0].gather.launch = counting  # type: ignore[assignment,method-assign]
     model.unshard()
     assert len(group.buckets) == 3
     assert sent == [1]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import PeerError
 from composable_fsdp.testing import run_ranks
-from tests._internals import ReduceOp, Transfer
+from tests._internals import Collective, GroupCommunicator, Transfer
 from tests.helpers.transports import over_gloo
 
 
@@ -25,7 +25,7 @@ def add_up(numel: int, dtype: torch.dtype) -> None:
     communicator = over_gloo(group)
     rank, size = communicator.rank, communicator.size
     output = torch.empty(numel, dtype=dtype)
-    communicator.reduce_scatter([Transfer(output, own(rank, size * numel, dtype))], ReduceOp.SUM).wait()
+    communicator.launch(Collective.REDUCE_SCATTER, [Transfer(output, own(rank, size * numel, dtype))]).wait()
     expected = torch.zeros(numel)
     for peer in range(size):
         part = own(peer, size * numel, dtype).view(size, numel)[rank].float()
@@ -51,7 +51,7 @@ def gather(numel: int, in_place: bool) -> None:
     if in_place:
         for k, output in enumerate(outputs):
             shards[k] = output.view(size, numel)[rank].copy_(shards[k])
-    communicator.all_gather([Transfer(*pair) for pair in zip(outputs, shards, strict=True)]).wait()
+    communicator.launch(Collective.ALL_GATHER, [Transfer(*pair) for pair in zip(outputs, shards, strict=True)]).wait()
     for k, output in enumerate(outputs):
         expected = torch.cat([own(peer + 10 * k, numel, torch.float32) for peer in range(size)])
         assert torch.equal(output, expected)
@@ -76,8 +76,8 @@ def overlap() -> None:
         shard = own(rank + 10 * k, numel, torch.float32)
         full, reduced = torch.empty(size * numel), torch.empty(numel)
         gradient = torch.full((size * numel,), float(rank + k))
-        works.append(communicator.all_gather([Transfer(full, shard)]))
-        works.append(communicator.reduce_scatter([Transfer(reduced, gradient)], ReduceOp.SUM))
+        works.append(communicator.launch(Collective.ALL_GATHER, [Transfer(full, shard)]))
+        works.append(communicator.launch(Collective.REDUCE_SCATTER, [Transfer(reduced, gradient)]))
         expected = torch.cat([own(peer + 10 * k, numel, torch.float32) for peer in range(size)])
         checks.append((full, expected, reduced, float(sum(peer + k for peer in range(size)))))
     for work in reversed(works):
@@ -101,10 +101,12 @@ def drop_one() -> None:
     if rank:
         time.sleep(0.5)  # so that the works that the first rank drops have not finished
     for k in range(2):
-        communicator.all_gather([Transfer(torch.empty(size * 1000), own(rank + 10 * k, 1000, torch.float32))])
+        communicator.launch(
+            Collective.ALL_GATHER, [Transfer(torch.empty(size * 1000), own(rank + 10 * k, 1000, torch.float32))]
+        )
         gc.collect()
     output = torch.empty(size * 1000)
-    communicator.all_gather([Transfer(output, own(rank, 1000, torch.float32))]).wait()
+    communicator.launch(Collective.ALL_GATHER, [Transfer(output, own(rank, 1000, torch.float32))]).wait()
     assert torch.equal(output, torch.cat([own(peer, 1000, torch.float32) for peer in range(size)]))
 
 
@@ -118,19 +120,20 @@ def wait_again_after_a_failure() -> None:
     group = dist.group.WORLD
     assert group is not None
     communicator = over_gloo(group)
-    line, transfer = communicator._connection, Transfer(torch.empty(communicator.size * 10), torch.ones(10))
-    works = [communicator.all_gather([transfer])] if communicator.rank == 0 else []
+    assert isinstance(communicator, GroupCommunicator)
+    transfer = Transfer(torch.empty(communicator.size * 10), torch.ones(10))
+    works = [communicator.launch(Collective.ALL_GATHER, [transfer])] if communicator.rank == 0 else []
     for work in works:
-        line._give_up("rank 1 is gone.")
+        communicator.give_up("rank 1 is gone.")
         for _ in range(2):
             with pytest.raises(PeerError, match=r"all-gather \(operation 1 .* cannot be done, since rank 1 is gone"):
                 work.wait()
-    line.abandon()
-    line.reopen()
+    communicator.abandon()
+    communicator.reopen()
     for work in works:
         with pytest.raises(PeerError, match=r"\(operation 1 .* given up when the ranks connected anew. Begin the step"):
             work.wait()
-    communicator.all_gather([transfer]).wait()
+    communicator.launch(Collective.ALL_GATHER, [transfer]).wait()
     assert torch.equal(transfer.output, torch.ones(communicator.size * 10))
 
 

@@ -99,14 +99,14 @@ def count_bytes() -> None:
     fully_shard(model, comm_policy=CommunicationPolicy(all_gather=Int8(block=256), min_numel=1000))
     group = state_of(model).group
     sent: list[int] = []
-    original = group.process_groups[0].gather.all_gather
+    original = group.process_groups[0].gather.launch
 
-    def counting(transfers: Any, label: str = "") -> Any:
+    def counting(kind: Any, transfers: Any, label: str = "", *op: Any) -> Any:
         if not label.startswith("comparison of"):
             sent.extend(transfer.input.nbytes for transfer in transfers)
-        return original(transfers, label)
+        return original(kind, transfers, label, *op)
 
-    group.process_groups[0].gather.all_gather = counting  # type: ignore[method-assign]
+    group.process_groups[0].gather.launch = counting  # type: ignore[assignment,method-assign]
     model.unshard()
     world_size = dist.get_world_size()
     encoded = Int8(block=256).payload_bytes(64 * 96 // world_size)

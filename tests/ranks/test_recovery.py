@@ -20,21 +20,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from composable_fsdp import DivergenceError, LifecycleError, PeerError, find_nonfinite, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import (
+    Collective,
     GlooCommunicator,
     GlooConnection,
     GlooWork,
     GroupCommunicator,
     OperationId,
-    OrderCheck,
     ParamGroup,
     Transfer,
+    Watched,
+    _WatchedWork,
     disconnect,
+    find,
     iteration_of,
     reconnect,
     state_of,
     timeout_of_group,
 )
-from tests._internals import factory as choose
 from tests.helpers.failing_steps import (
     Plan,
     assert_same,
@@ -140,20 +142,20 @@ def test_reductions_kept_by_fsdp2_after_a_failed_step_are_dropped(plan: Plan) ->
 
 def free_memory_last() -> None:
     """Check that all-gathers in flight keep their memory until gloo's connections are closed."""
-    found: set[tuple[str, int]] = set()
+    found: set[tuple[bool, int]] = set()
     abandon = ParamGroup.abandon
 
     def watched(group: ParamGroup) -> None:
         communicator = group.process_groups[0].axes.shard
         assert isinstance(communicator, GroupCommunicator)
-        line = choose._known[communicator.group]["cpu"]
-        assert isinstance(line, GlooConnection)
-        found.add((line.position, len(line._kept)))
+        base = find(communicator, GlooCommunicator)
+        assert base is not None
+        found.add((base.is_broken, len(base.connection.kept)))
         abandon(group)
 
     with mock.patch.object(ParamGroup, "abandon", watched):
         fail_and_continue(Plan("before", 1, 0, 1, True, True, True, False))
-    assert found == {("broken", 0)}, found
+    assert found == {(True, 0)}, found
 
 
 @pytest.mark.behaviour("H-01", "H-05")
@@ -171,11 +173,6 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
-def new_connection() -> GlooConnection:
-    group = dist.new_group()
-    return GlooConnection(group, None, OrderCheck.OFF)
-
-
 def close_connections_before_raising() -> None:
     """Check that a connection is marked broken only after it is closed.
 
@@ -184,23 +181,24 @@ def close_connections_before_raising() -> None:
     seen: list[str] = []
     close = GlooConnection._close
 
-    def watched(line: GlooConnection) -> None:
-        seen.append(line.position)
-        close(line)
-        seen.append(line.position)
+    def watched(connection: GlooConnection) -> None:
+        seen.append(connection.broken)
+        close(connection)
+        seen.append(connection.broken)
 
     with mock.patch.object(GlooConnection, "_close", watched):
-        line = new_connection()
-        operation = OperationId(line.ranks, 1, "all-gather")
-        line.keep(operation, [Interrupted()])
+        waiting = GlooCommunicator(dist.new_group())
+        work = GlooWork(waiting.connection, 1, "all-gather", [Interrupted()])
         with pytest.raises(KeyboardInterrupt):
-            line.wait(operation)
-        assert line.position == "broken"
-        launched = new_connection()
-        with pytest.raises(MemoryError), launched.launching(OperationId(launched.ranks, 1, "all-gather")):
-            raise MemoryError
-        assert launched.position == "broken"
-    assert seen == ["0", "0"] * 2
+            _WatchedWork(Watched(waiting, None), OperationId(waiting.ranks, 1, "all-gather"), work).wait()
+        assert waiting.is_broken
+        launching = GlooCommunicator(dist.new_group())
+        no_memory = mock.patch.object(launching.connection, "exchange", side_effect=MemoryError)
+        shard = torch.ones(1)
+        with no_memory, pytest.raises(MemoryError):
+            Watched(launching, None).launch(Collective.ALL_GATHER, [Transfer(shard.repeat(launching.size), shard)])
+        assert launching.is_broken
+    assert seen == ["", ""] * 2
 
 
 def keep_memory_until_the_connection_is_closed() -> None:
@@ -208,26 +206,18 @@ def keep_memory_until_the_connection_is_closed() -> None:
 
     Rank 1 never sends, so gloo may write to the memory of rank 0 at any time.
     """
-    line = new_connection()
-    communicator = GlooCommunicator(connection_group(line), line)
+    communicator = GlooCommunicator(dist.new_group())
     if dist.get_rank() == 0:
         output, own = torch.zeros(1 << 16), torch.ones(1 << 15)
         storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (output, own)]
-        communicator.all_gather([Transfer(output, own)])
+        communicator.launch(Collective.ALL_GATHER, [Transfer(output, own)])
         del output, own
         gc.collect()
         assert not any(storage.expired() for storage in storages)
-        line.abandon()
+        communicator.abandon()
         gc.collect()
         assert all(storage.expired() for storage in storages)
     dist.barrier()
-
-
-def connection_group(line: GlooConnection) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    assert line.size == world.size()
-    return world
 
 
 def keep_unsharded_memory_while_gloo_may_write() -> None:

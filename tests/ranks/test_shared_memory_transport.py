@@ -22,7 +22,10 @@ from composable_fsdp.testing import RanksError, run_ranks
 from tests._internals import (
     SLOT_BYTES,
     SWITCH,
+    Collective,
+    Communicator,
     GlooCommunicator,
+    GroupCommunicator,
     ReduceOp,
     SharedMemoryCommunicator,
     Transfer,
@@ -31,9 +34,10 @@ from tests._internals import (
     connect,
     data_parallel_axes,
     duplicate,
+    find,
 )
 from tests._internals import segment as memory
-from tests.helpers.transports import over_gloo
+from tests.helpers.transports import in_place, over_gloo
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shared memory is for Linux")
 
@@ -49,8 +53,9 @@ def world() -> dist.ProcessGroup:
 
 def shared(group: dist.ProcessGroup | None = None) -> SharedMemoryCommunicator:
     communicator = communicator_over(group or world(), "cpu")
-    assert isinstance(communicator, SharedMemoryCommunicator)
-    return communicator
+    found: SharedMemoryCommunicator | None = find(communicator, SharedMemoryCommunicator)
+    assert found is not None
+    return found
 
 
 def new_group(seconds: float = 60) -> dist.ProcessGroup:
@@ -84,16 +89,18 @@ def compare_with_gloo(seed: int) -> None:
 
 
 def collectives(
-    communicator: SharedMemoryCommunicator | GlooCommunicator,
+    communicator: Communicator,
     shards: list[torch.Tensor],
     fulls: list[torch.Tensor],
 ) -> list[list[torch.Tensor]]:
     gathered, exchanged = ([torch.empty_like(full) for full in fulls] for _ in range(2))
     scattered = [torch.empty_like(shard) for shard in shards]
     works = [
-        communicator.all_gather([Transfer(*pair) for pair in zip(gathered, shards, strict=True)]),
-        communicator.reduce_scatter([Transfer(*pair) for pair in zip(scattered, fulls, strict=True)], ReduceOp.SUM),
-        communicator.all_to_all([Transfer(*pair) for pair in zip(exchanged, fulls, strict=True)]),
+        communicator.launch(Collective.ALL_GATHER, [Transfer(*pair) for pair in zip(gathered, shards, strict=True)]),
+        communicator.launch(
+            Collective.REDUCE_SCATTER, [Transfer(*pair) for pair in zip(scattered, fulls, strict=True)]
+        ),
+        communicator.launch(Collective.ALL_TO_ALL, [Transfer(*pair) for pair in zip(exchanged, fulls, strict=True)]),
     ]
     for work in works:
         work.wait()
@@ -112,13 +119,13 @@ def reduce_everywhere() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (0, 3, 100_000, LARGE):
             reduced = make_shard(communicator.rank, numel, dtype)
-            communicator.all_reduce([reduced], ReduceOp.SUM).wait()
+            communicator.launch(Collective.ALL_REDUCE, in_place([reduced])).wait()
             expected = make_shard(0, numel, dtype).float()
             for peer in range(1, communicator.size):
                 expected += make_shard(peer, numel, dtype)
             assert torch.equal(reduced, expected.to(dtype))
     with pytest.raises(UnsupportedError, match="does not average"):
-        communicator.all_reduce([torch.ones(1)], ReduceOp.AVERAGE)
+        communicator.launch(Collective.ALL_REDUCE, in_place([torch.ones(1)]), op=ReduceOp.AVERAGE)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -133,7 +140,7 @@ def write_below_autograd() -> None:
     leaf = torch.zeros(4 * communicator.size, requires_grad=True)
     for output in (inference, leaf):
         version = None if output.is_inference() else output._version
-        communicator.all_gather([Transfer(output, torch.ones(4))]).wait()
+        communicator.launch(Collective.ALL_GATHER, [Transfer(output, torch.ones(4))]).wait()
         assert output.eq(1).all()
         assert output.is_inference() or output._version == version
     assert not communicator.share(64).is_inference()
@@ -151,7 +158,9 @@ def launch_many(count: int) -> None:
     launched: list[tuple[Work, torch.Tensor]] = []
     for k in range(count):
         output = torch.empty(communicator.size * 8)
-        launched.append((communicator.all_gather([Transfer(output, torch.full((8,), float(k)))]), output))
+        launched.append(
+            (communicator.launch(Collective.ALL_GATHER, [Transfer(output, torch.full((8,), float(k)))]), output)
+        )
     for k, (work, output) in enumerate(launched):
         work.wait()
         assert output.eq(k).all()
@@ -168,7 +177,7 @@ def wait_in_opposite_orders() -> None:
     for _ in range(3):
         outputs = [torch.empty(size * LARGE) for _ in communicators]
         works = [
-            communicator.all_gather([Transfer(output, make_shard(rank + k, LARGE))])
+            communicator.launch(Collective.ALL_GATHER, [Transfer(output, make_shard(rank + k, LARGE))])
             for k, (communicator, output) in enumerate(zip(communicators, outputs, strict=True))
         ]
         for work in works if rank % 2 else reversed(works):
@@ -188,28 +197,28 @@ def bound_staging_memory() -> None:
         works = []
         for numel in (100, 50_000, LARGE):
             full = torch.ones(communicator.size * numel)
-            works.append(communicator.all_gather([Transfer(full, torch.ones(numel))]))
-            works.append(communicator.reduce_scatter([Transfer(torch.empty(numel), full.clone())], ReduceOp.SUM))
+            works.append(communicator.launch(Collective.ALL_GATHER, [Transfer(full, torch.ones(numel))]))
+            works.append(communicator.launch(Collective.REDUCE_SCATTER, [Transfer(torch.empty(numel), full.clone())]))
         for work in works:
             work.wait()
     # A peer reports completed operations when it launches, so two blocks can hold six operations each.
-    assert len(communicator._engine.blocks.segments) <= 12
+    assert len(communicator.engine.blocks.segments) <= 12
 
 
 def free_memory_after_a_burst() -> None:
     communicator = shared(new_group())
-    blocks = communicator._engine.blocks
+    blocks = communicator.engine.blocks
     output = torch.empty(communicator.size * LARGE)
-    works = [communicator.all_gather([Transfer(output, torch.ones(LARGE))]) for _ in range(20)]
+    works = [communicator.launch(Collective.ALL_GATHER, [Transfer(output, torch.ones(LARGE))]) for _ in range(20)]
     assert blocks.written_bytes == 20 * memory.BLOCK_BYTES
     for work in works:
         work.wait()
     for _ in range(3):
-        communicator.all_gather([Transfer(output[: 4 * communicator.size], torch.ones(4))]).wait()
+        communicator.launch(Collective.ALL_GATHER, [Transfer(output[: 4 * communicator.size], torch.ones(4))]).wait()
     assert blocks.written_bytes <= memory._KEPT_BYTES + memory.BLOCK_BYTES
     resident = sum(os.fstat(segment.descriptor).st_blocks * 512 for segment in blocks.segments)
     assert resident <= blocks.written_bytes
-    communicator.all_gather([Transfer(output, make_shard(communicator.rank, LARGE))]).wait()
+    communicator.launch(Collective.ALL_GATHER, [Transfer(output, make_shard(communicator.rank, LARGE))]).wait()
     assert torch.equal(output, torch.cat([make_shard(peer, LARGE) for peer in range(communicator.size)]))
 
 
@@ -226,12 +235,12 @@ def write_to_shared_memory() -> None:
     rank, size = communicator.rank, communicator.size
     common = communicator.share(size * LARGE).view(size, LARGE)
     assert not common.any()
-    communicator.barrier("looking").wait()
+    communicator.launch(Collective.BARRIER, (), "looking").wait()
     for turn in range(1, 4):
         common[rank] = rank + turn
-        communicator.barrier("writing").wait()
+        communicator.launch(Collective.BARRIER, (), "writing").wait()
         assert all(common[peer].eq(peer + turn).all() for peer in range(size))
-        communicator.barrier("reading").wait()
+        communicator.launch(Collective.BARRIER, (), "reading").wait()
     assert communicator.share(0).numel() == 0
 
 
@@ -261,17 +270,17 @@ def choose_with_one_rank_disabled() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setenv(SWITCH, "0")
-        assert isinstance(communicator_over(new_group(), "cpu"), GlooCommunicator)
+        assert find(communicator_over(new_group(), "cpu"), GlooCommunicator) is not None
 
 
 def choose_on_two_hosts() -> None:
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connect, "host_identity", lambda: f"host {rank // 2}")
-        assert isinstance(communicator_over(new_group(), "cpu"), GlooCommunicator)
+        assert find(communicator_over(new_group(), "cpu"), GlooCommunicator) is not None
         axes = data_parallel_axes(dist.init_device_mesh("cpu", (2, 2)))
-        assert isinstance(axes.shard, SharedMemoryCommunicator)
-        assert isinstance(axes.replicate, GlooCommunicator)
+        assert find(axes.shard, SharedMemoryCommunicator) is not None
+        assert find(axes.replicate, GlooCommunicator) is not None
 
 
 def choose_with_failing_memory() -> None:
@@ -287,21 +296,21 @@ def choose_with_failing_memory() -> None:
                 communicator = communicator_over(new_group(), "cpu")
         else:
             communicator = communicator_over(new_group(), "cpu")
-    assert isinstance(communicator, GlooCommunicator)
-    communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()
+    assert find(communicator, GlooCommunicator) is not None
+    communicator.launch(Collective.ALL_REDUCE, in_place([torch.ones(1)])).wait()
 
 
 def choose_in_a_mesh() -> None:
     axes = data_parallel_axes(dist.init_device_mesh("cpu", (4,)))
     smaller = axes.smaller_shard_axis(2)
-    assert isinstance(axes.shard, SharedMemoryCommunicator)
-    assert isinstance(smaller, SharedMemoryCommunicator)
+    assert find(axes.shard, SharedMemoryCommunicator) is not None
+    assert isinstance(axes.shard, GroupCommunicator)
+    assert find(smaller, SharedMemoryCommunicator) is not None
     double = duplicate(axes.shard, "cpu")
-    assert isinstance(double, SharedMemoryCommunicator)
+    assert find(double, SharedMemoryCommunicator) is not None
     assert double.group is not axes.shard.group
     again = data_parallel_axes(axes.mesh).shard
-    assert isinstance(again, SharedMemoryCommunicator)
-    assert again._engine is axes.shard._engine, "each process group has one connection"
+    assert again is axes.shard, "each process group has one connection"
     with torch.device("meta"):
         model = fully_shard(nn.Linear(8, 8), mesh=axes.mesh)
     model.to_empty(device="cpu")
@@ -310,7 +319,7 @@ def choose_in_a_mesh() -> None:
 
 def choose_with_a_backend_per_device() -> None:
     """Check ``init_process_group("cpu:gloo,cuda:nccl")`` without CUDA: torch's backend name lists all devices."""
-    assert isinstance(communicator_over(dist.new_group(backend="cpu:gloo"), "cpu"), SharedMemoryCommunicator)
+    assert find(communicator_over(dist.new_group(backend="cpu:gloo"), "cpu"), SharedMemoryCommunicator) is not None
 
 
 def test_groups_with_a_backend_of_each_device_use_it() -> None:
@@ -339,11 +348,11 @@ def test_hybrid_and_smaller_meshes_and_doubles_use_shared_memory() -> None:
 def lose_a_rank(numel: int) -> None:
     communicator = shared(new_group())
     full, shard = torch.ones(communicator.size * numel), torch.ones(numel)
-    communicator.reduce_scatter([Transfer(shard, full)], ReduceOp.SUM).wait()
+    communicator.launch(Collective.REDUCE_SCATTER, [Transfer(shard, full)]).wait()
     if communicator.rank == 1:
         os._exit(3)
     for _ in range(2):
-        communicator.reduce_scatter([Transfer(shard, full)], ReduceOp.SUM).wait()
+        communicator.launch(Collective.REDUCE_SCATTER, [Transfer(shard, full)]).wait()
 
 
 @pytest.mark.behaviour("H-03")
@@ -369,17 +378,19 @@ def wait_for_a_missing_rank(switch: str) -> None:
     }[switch]
     if communicator.rank == 0:
         with pytest.raises(PeerError, match=expected):
-            communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()
+            communicator.launch(Collective.ALL_REDUCE, in_place([torch.ones(1)])).wait()
         if switch == "1":
             with pytest.raises(PeerError, match=r"ranks \[0, 1\] cannot go on together, since rank 1 \(process"):
-                communicator.all_reduce([torch.ones(1)], ReduceOp.SUM)
+                communicator.launch(Collective.ALL_REDUCE, in_place([torch.ones(1)]))
     dist.barrier()
     if communicator.rank == 1 and switch == "1":
-        communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()  # rank 0 had launched this operation
+        communicator.launch(
+            Collective.ALL_REDUCE, in_place([torch.ones(1)])
+        ).wait()  # rank 0 had launched this operation
         with pytest.raises(
             PeerError, match=r"all-reduce \(operation 1, .* cannot be done: rank 0 \(process \d+\) gave up: rank 1 \("
         ):
-            communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()
+            communicator.launch(Collective.ALL_REDUCE, in_place([torch.ones(1)])).wait()
 
 
 @pytest.mark.behaviour("H-03")
@@ -391,13 +402,17 @@ def test_a_missing_rank_is_an_error_after_the_timeout(switch: str) -> None:
 def diverge() -> None:
     eight, four, two = torch.ones(8), torch.ones(4), torch.ones(2)
     calls: dict[str, Callable[[SharedMemoryCommunicator], Work]] = {
-        "all-gather (8 bytes)": lambda c: c.all_gather([Transfer(four, two)]),
-        "reduce-scatter (16 bytes)": lambda c: c.reduce_scatter([Transfer(four, eight)], ReduceOp.SUM),
-        "all-gather (16 bytes)": lambda c: c.all_gather([Transfer(four, two), Transfer(four, two)]),
+        "all-gather (8 bytes)": lambda c: c.launch(Collective.ALL_GATHER, [Transfer(four, two)]),
+        "reduce-scatter (16 bytes)": lambda c: c.launch(Collective.REDUCE_SCATTER, [Transfer(four, eight)]),
+        "all-gather (16 bytes)": lambda c: c.launch(Collective.ALL_GATHER, [Transfer(four, two), Transfer(four, two)]),
     }
     for name, call in calls.items():
         communicator = shared(new_group())
-        work = call(communicator) if communicator.rank else communicator.all_gather([Transfer(eight, four)])
+        work = (
+            call(communicator)
+            if communicator.rank
+            else communicator.launch(Collective.ALL_GATHER, [Transfer(eight, four)])
+        )
         with pytest.raises(DivergenceError, match="The order of collectives differs across ranks") as caught:
             work.wait()
         text = str(caught.value)
@@ -418,10 +433,10 @@ def compare_long_labels() -> None:
     begin = "all-gather of " + "expert.\N{GREEK SMALL LETTER ALPHA}, " * 1000
     communicator = shared(new_group())
     four, two = torch.empty(4), torch.ones(2)
-    communicator.all_gather([Transfer(four, two)], f"{begin}, last").wait()
+    communicator.launch(Collective.ALL_GATHER, [Transfer(four, two)], f"{begin}, last").wait()
     assert four.tolist() == [1] * 4
     with pytest.raises(DivergenceError, match="The order of collectives differs across ranks"):
-        communicator.all_gather([Transfer(four, two)], f"{begin}, {communicator.rank}").wait()
+        communicator.launch(Collective.ALL_GATHER, [Transfer(four, two)], f"{begin}, {communicator.rank}").wait()
 
 
 def test_labels_of_any_length_are_compared() -> None:
@@ -433,7 +448,7 @@ def interrupt_a_wait() -> None:
     output = torch.empty(communicator.size * LARGE)
     if communicator.rank == 0:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        work = communicator.all_gather([Transfer(output, make_shard(0, LARGE))])
+        work = communicator.launch(Collective.ALL_GATHER, [Transfer(output, make_shard(0, LARGE))])
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             work.wait()
@@ -441,7 +456,7 @@ def interrupt_a_wait() -> None:
         dist.barrier()
     else:
         dist.barrier()
-        work = communicator.all_gather([Transfer(output, make_shard(communicator.rank, LARGE))])
+        work = communicator.launch(Collective.ALL_GATHER, [Transfer(output, make_shard(communicator.rank, LARGE))])
     work.wait()
     assert torch.equal(output, torch.cat([make_shard(peer, LARGE) for peer in range(communicator.size)]))
 
@@ -468,7 +483,9 @@ def leave_nothing_open() -> None:
         group = new_group()
         communicator = shared(group)
         outputs = [torch.empty(communicator.size * LARGE) for _ in range(4)]
-        works = [communicator.all_gather([Transfer(output, torch.ones(LARGE))]) for output in outputs]
+        works = [
+            communicator.launch(Collective.ALL_GATHER, [Transfer(output, torch.ones(LARGE))]) for output in outputs
+        ]
         for work in works:
             work.wait()
         common = communicator.share(1000)
@@ -489,12 +506,12 @@ def fork_a_worker() -> None:
     child = os.fork()
     if child == 0:
         try:
-            communicator.barrier("of a child")
+            communicator.launch(Collective.BARRIER, (), "of a child")
         except PeerError as error:
             os._exit("forked" in str(error))
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    communicator.barrier("of parents").wait()
+    communicator.launch(Collective.BARRIER, (), "of parents").wait()
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")

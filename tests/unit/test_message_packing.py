@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from composable_fsdp.testing import FakeWorld
-from tests._internals import AllGatherBuffers, group_by_key, pack_messages
+from tests._internals import AllGatherBuffers, Collective, group_by_key, pack_messages
 
 HOST = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -27,7 +27,10 @@ def test_every_gather_gets_its_payloads_from_every_rank(shapes: list[list[tuple[
     ]
     world = FakeWorld(len(ranks))
     communicators = [world.communicator(rank) for rank in range(len(ranks))]
-    works = [c.all_gather(pack_messages(gathers, c, HOST)) for gathers, c in zip(ranks, communicators, strict=True)]
+    works = [
+        c.launch(Collective.ALL_GATHER, pack_messages(gathers, c, HOST))
+        for gathers, c in zip(ranks, communicators, strict=True)
+    ]
     for work in works:
         work.wait()
     for gathers in ranks:

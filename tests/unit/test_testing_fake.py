@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.testing import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
-from tests._internals import ReduceOp, Transfer
+from tests._internals import Collective, ReduceOp, Transfer
+from tests.helpers.transports import in_place
 
 
 def ranks_of(world: FakeWorld) -> list[FakeCommunicator]:
@@ -20,11 +21,11 @@ def ranks_of(world: FakeWorld) -> list[FakeCommunicator]:
 
 def gather(comm: FakeCommunicator, *numels: int, dtype: torch.dtype = torch.float32) -> FakeWork:
     inputs = [torch.ones(numel, dtype=dtype) for numel in numels]
-    return comm.all_gather([Transfer(input.repeat(comm.size), input) for input in inputs])
+    return comm.launch(Collective.ALL_GATHER, [Transfer(input.repeat(comm.size), input) for input in inputs])
 
 
 def scatter(comm: FakeCommunicator, numel: int, op: ReduceOp = ReduceOp.SUM) -> FakeWork:
-    return comm.reduce_scatter([Transfer(torch.empty(numel), torch.ones(numel * comm.size))], op)
+    return comm.launch(Collective.REDUCE_SCATTER, [Transfer(torch.empty(numel), torch.ones(numel * comm.size))], op=op)
 
 
 def message(error: pytest.ExceptionInfo[BaseException]) -> str:
@@ -40,7 +41,7 @@ def test_data_move_when_the_last_rank_launches_and_not_before() -> None:
     works = []
     for comm, output in zip(ranks_of(world), outputs, strict=True):
         assert all(o.tolist() == [0, 0, 0] for o in outputs)
-        works.append(comm.all_gather([Transfer(output, torch.tensor([comm.rank + 1.0]))]))
+        works.append(comm.launch(Collective.ALL_GATHER, [Transfer(output, torch.tensor([comm.rank + 1.0]))]))
     assert all(o.tolist() == [1, 2, 3] for o in outputs)
     for work in works:
         work.wait()
@@ -50,9 +51,9 @@ def test_ranks_may_be_many_collectives_apart() -> None:
     world = FakeWorld(2)
     first, second = ranks_of(world)
     sums = [torch.tensor([float(i)]) for i in range(5)]
-    works = [first.all_reduce([tensor], ReduceOp.SUM) for tensor in sums]
+    works = [first.launch(Collective.ALL_REDUCE, in_place([tensor])) for tensor in sums]
     for i in range(5):
-        second.all_reduce([torch.tensor([10.0 * i])], ReduceOp.SUM)
+        second.launch(Collective.ALL_REDUCE, in_place([torch.tensor([10.0 * i])]))
         works[i].wait()
     assert torch.cat(sums).tolist() == [0, 11, 22, 33, 44]
 
@@ -69,7 +70,7 @@ def test_all_communicators_of_a_rank_share_its_sequence() -> None:
 def test_data_are_written_without_autograd() -> None:
     output = torch.zeros(2)
     product = torch.ones(2, requires_grad=True) * output
-    FakeWorld(1).communicator(0).all_gather([Transfer(output, torch.ones(2))])
+    FakeWorld(1).communicator(0).launch(Collective.ALL_GATHER, [Transfer(output, torch.ones(2))])
     product.sum().backward()
     assert output.tolist() == [1, 1]
 
@@ -104,7 +105,7 @@ def test_an_early_wait_succeeds_once_all_ranks_have_launched() -> None:
 
 def test_an_empty_launch_waits_for_no_rank_but_counts_in_the_sequence() -> None:
     first, second = ranks_of(FakeWorld(2))
-    first.all_gather([]).wait()
+    first.launch(Collective.ALL_GATHER, []).wait()
     with pytest.raises(MismatchError, match=re.escape("rank 0: all_gather(nothing)\n  rank 1: all_gather(1 transfer")):
         gather(second, 4)
 
@@ -185,20 +186,22 @@ def test_an_invalid_transfer_is_named(output: torch.Tensor, input: torch.Tensor,
     comm = FakeWorld(2).communicator(1)
     good = Transfer(torch.empty(2), torch.empty(1))
     with pytest.raises(ConfigurationError, match=re.escape(f"rank 1, all_gather, transfer 1: {text}")):
-        comm.all_gather([good, Transfer(output, input)])
+        comm.launch(Collective.ALL_GATHER, [good, Transfer(output, input)])
 
 
 def test_a_reduce_scatter_swaps_the_sizes_of_an_all_gather() -> None:
     comm = FakeWorld(2).communicator(0)
     with pytest.raises(ConfigurationError, match="output has 8 elements and input 4, but they must be as 1 to 2"):
-        comm.reduce_scatter([Transfer(torch.empty(8), torch.empty(4))], ReduceOp.SUM)
+        comm.launch(Collective.REDUCE_SCATTER, [Transfer(torch.empty(8), torch.empty(4))])
 
 
 def test_averages_are_refused_for_integers_and_unsupported_backends() -> None:
     with pytest.raises(UnsupportedError, match="reduce_scatter: this world does not average"):
         scatter(FakeWorld(2, averages=False).communicator(0), 4, ReduceOp.AVERAGE)
     with pytest.raises(UnsupportedError, match=re.escape("rank 0, all_reduce: torch.int64 has no average")):
-        FakeWorld(2).communicator(0).all_reduce([torch.ones(2, dtype=torch.int64)], ReduceOp.AVERAGE)
+        FakeWorld(2).communicator(0).launch(
+            Collective.ALL_REDUCE, in_place([torch.ones(2, dtype=torch.int64)]), op=ReduceOp.AVERAGE
+        )
 
 
 def test_worlds_and_ranks_that_do_not_exist_are_refused() -> None:
@@ -214,8 +217,14 @@ def test_worlds_and_ranks_that_do_not_exist_are_refused() -> None:
 
 def test_the_settings_reach_every_communicator() -> None:
     comm = FakeWorld(2, averages=False, zero_copy_min_bytes=77).communicator(1)
-    assert (comm.rank, comm.size, comm.averages, comm.aliases, comm.zero_copy_min_bytes) == (1, 2, False, False, 77)
-    assert FakeWorld(2).communicator(0).averages
+    assert (comm.rank, comm.size, comm.traits.averages, comm.traits.aliases, comm.traits.zero_copy_min_bytes) == (
+        1,
+        2,
+        False,
+        False,
+        77,
+    )
+    assert FakeWorld(2).communicator(0).traits.averages
 
 
 def test_a_collective_counts_once_with_its_full_size() -> None:
@@ -224,8 +233,8 @@ def test_a_collective_counts_once_with_its_full_size() -> None:
         gather(comm, 8, 1, dtype=torch.bfloat16)
         scatter(comm, 2)
         scatter(comm, 3)
-        comm.all_reduce([torch.ones(5)], ReduceOp.SUM)
-        comm.all_gather([])
+        comm.launch(Collective.ALL_REDUCE, in_place([torch.ones(5)]))
+        comm.launch(Collective.ALL_GATHER, [])
     assert world.launches == {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 1}
     assert world.bytes == {"all_gather": (8 + 1) * 4 * 2, "reduce_scatter": (2 + 3) * 4 * 4, "all_reduce": 5 * 4}
 
@@ -242,7 +251,7 @@ def test_launches_are_counted_when_the_first_rank_launches() -> None:
 
 def all_reduced(tensors: list[torch.Tensor], op: ReduceOp = ReduceOp.SUM) -> torch.Tensor:
     for comm, tensor in zip(ranks_of(FakeWorld(len(tensors))), tensors, strict=True):
-        comm.all_reduce([tensor], op)
+        comm.launch(Collective.ALL_REDUCE, in_place([tensor]), op=op)
     assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
     return tensors[0]
 
@@ -273,7 +282,7 @@ def test_the_order_in_which_ranks_launch_does_not_change_the_sum() -> None:
     world = FakeWorld(4)
     tensors = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
     for rank in (2, 0, 3, 1):
-        world.communicator(rank).all_reduce([tensors[rank]], ReduceOp.SUM)
+        world.communicator(rank).launch(Collective.ALL_REDUCE, in_place([tensors[rank]]))
     assert tensors[0].item() == 1.0
 
 
@@ -284,11 +293,11 @@ def test_a_reduce_scatter_and_an_all_gather_make_an_all_reduce(size: int, numels
     shards = {rank: [torch.empty(n, dtype=torch.int64) for n in numels] for rank in range(size)}
     fulls = {rank: [torch.empty_like(tensor) for tensor in inputs[rank]] for rank in range(size)}
     for rank, comm in enumerate(ranks_of(world)):
-        comm.reduce_scatter(list(map(Transfer, shards[rank], inputs[rank])), ReduceOp.SUM)
+        comm.launch(Collective.REDUCE_SCATTER, list(map(Transfer, shards[rank], inputs[rank])))
     for rank, comm in enumerate(ranks_of(world)):
-        comm.all_gather(list(map(Transfer, fulls[rank], shards[rank])))
+        comm.launch(Collective.ALL_GATHER, list(map(Transfer, fulls[rank], shards[rank])))
     for rank, comm in enumerate(ranks_of(world)):
-        comm.all_reduce(inputs[rank], ReduceOp.SUM)
+        comm.launch(Collective.ALL_REDUCE, in_place(inputs[rank]))
     for rank in range(size):
         assert all(map(torch.equal, fulls[rank], inputs[rank]))
 
@@ -298,7 +307,7 @@ def test_a_thousand_fake_ranks_need_only_the_memory_of_their_tensors() -> None:
     world = FakeWorld(size)
     shards = [torch.full((2,), float(rank)) for rank in range(size)]
     full = torch.zeros(2 * size)  # all ranks share one output
-    works = [comm.all_gather([Transfer(full, shards[comm.rank])]) for comm in ranks_of(world)]
+    works = [comm.launch(Collective.ALL_GATHER, [Transfer(full, shards[comm.rank])]) for comm in ranks_of(world)]
     for work in works:
         work.wait()
     assert full[::2].tolist() == list(range(size))

@@ -40,7 +40,7 @@ from tests._internals import (
     has_died,
     has_ended,
     interrupt,
-    level_on_device,
+    level_through_store,
     main_thread_frames,
     order_check_from,
     process_identity,
@@ -560,9 +560,9 @@ def test_a_new_sequence_is_compared_between_ranks() -> None:
 
 @pytest.mark.parametrize(("ranks", "level"), [(64, OrderCheck.FIRST), (65, OrderCheck.OFF)])
 def test_very_many_ranks_compare_through_a_store_only_if_they_always_do(ranks: int, level: OrderCheck) -> None:
-    assert level_on_device(OrderCheck.FIRST, ranks) is level
-    assert level_on_device(OrderCheck.ALWAYS, ranks) is OrderCheck.ALWAYS
-    assert level_on_device(OrderCheck.OFF, ranks) is OrderCheck.OFF
+    assert level_through_store(OrderCheck.FIRST, ranks) is level
+    assert level_through_store(OrderCheck.ALWAYS, ranks) is OrderCheck.ALWAYS
+    assert level_through_store(OrderCheck.OFF, ranks) is OrderCheck.OFF
 
 
 @pytest.mark.behaviour("G-01")
@@ -577,33 +577,7 @@ def test_levels_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         order_check_from()
 
 
-# Operations on a device
-
-
-class OnDevice:
-    """An operation in flight on a device that never completes."""
-
-    ranks: tuple[int, ...] = (0, 1)
-    timeout = 60.0
-    last: OperationId | None = OperationId((0, 1), 6, "all-gather of layers.1 in forward")
-
-    def __init__(self) -> None:
-        self.begin = time.monotonic()
-        self.ended: list[Exception] = []
-
-    def oldest(self) -> tuple[OperationId, float, float] | None:
-        seconds = time.monotonic() - self.begin
-        return None if self.ended else (OperationId((0, 1), 7, OWN.label), seconds, seconds)
-
-    def end(self, verdict: Exception) -> None:
-        self.ended.append(verdict)
-
-    def wait_for_end(self) -> str:
-        deadline = time.monotonic() + 120
-        while not self.ended and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert [type(error) for error in self.ended] == [PeerError]
-        return str(self.ended[0])
+# Processes of other ranks
 
 
 @pytest.fixture
@@ -615,52 +589,13 @@ def watchdogs() -> Iterator[Callable[[dist.Store], Watchdog]]:
         each.join(5.0)
 
 
-@pytest.mark.behaviour("H-03")
-def test_an_operation_on_a_device_is_aborted_if_the_process_of_a_rank_has_ended(
-    watchdogs: Callable[[dist.Store], Watchdog],
-) -> None:
+def test_a_process_of_this_host_is_known_to_have_ended() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         start = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
         identity = f"{process_identity().rsplit(' ', 2)[0]} {process.pid} {start}"
         assert not has_died(identity)
-        store, operation = dist.HashStore(), OnDevice()
-        store.set("process/1", identity)
-        watchdogs(store).watch(operation)
         process.kill()
     assert has_died(identity)
-    text = operation.wait_for_end()
-    assert "cannot be done: rank 1 is gone. Look for the first error in its output." in text
-    assert "rank 1 last took part in all-gather of layers.1 in forward" in text
-
-
-@pytest.mark.behaviour("H-07")
-def test_a_long_operation_on_a_device_is_warned_of(
-    watchdogs: Callable[[dist.Store], Watchdog],
-    first_warning: Callable[[float | None], None],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    first_warning(0.5)
-    store, operation = dist.HashStore(), OnDevice()
-    other = Watchdog(store, 1, 2)
-    watchdogs(store).watch(operation)
-    deadline = time.monotonic() + 120.0
-    while not caplog.messages and time.monotonic() < deadline:
-        time.sleep(0.05)
-    other.stop()
-    text = caplog.messages[0]
-    assert re.match(r"rank 0 has waited \d+\.\d s for rank 1 in all-gather of layers\.2 in forward \(operation 7", text)
-    assert "\n  rank 1 is at work (0 steps done), and executes " in text
-
-
-@pytest.mark.behaviour("H-03")
-def test_an_operation_on_a_device_is_aborted_if_the_store_is_gone(
-    watchdogs: Callable[[dist.Store], Watchdog],
-) -> None:
-    store, operation = PartitionableStore(dist.HashStore(), seconds=0.1), OnDevice()
-    watchdogs(store).watch(operation)
-    with store.cut_off():
-        text = operation.wait_for_end()
-    assert "The store of the job does not answer, so the rank that hosts it may be gone." in text
 
 
 # The end of a rank by another's fault

@@ -1,4 +1,4 @@
-"""The communicator over gloo, with point-to-point collectives and an order check before each.
+"""The communicator over gloo, with point-to-point collectives.
 
 Gloo's own all-gather is a ring on a thread of its own. Its reduce-scatter accumulates in the dtype of the message, in
 an order that depends on the rank. Here, all-gather, reduce-scatter and all-to-all are point-to-point, and zero-copy for
@@ -9,15 +9,15 @@ every run. All-reduce is gloo's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.comm_debug import profiled
-from composable_fsdp._comm.communicator import Transfer, Work
-from composable_fsdp._comm.gloo.connection import GlooConnection
-from composable_fsdp._consistency.rank_report import OperationId
+from composable_fsdp._comm.communicator import Collective, GroupReference, Traits, Transfer, Work
+from composable_fsdp._comm.gloo.connection import DATA, DATA_TAGS, GlooConnection
+from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._layout.grad_scaling import ReduceOp, add_up
 from composable_fsdp.errors import UnsupportedError
 
@@ -36,6 +36,11 @@ copies take memory. With 4 ranks, all-gather and reduce-scatter are faster from 
 _MIN_BYTES_PER_RANK = 1 << 16
 """The cost in bytes of posting a message. Estimated, not measured."""
 
+_GRAD_BUCKET_BYTES = 1 << 21
+"""With a quarter of this, reductions of groups of 2 to 4 MiB take 1.4 to 2.3 times as long
+(``benchmarks/group_transfers.py``).
+"""
+
 
 class GlooWork:
     """The work of one operation: gloo's works and a ``finish`` step. Waiting again does nothing.
@@ -47,23 +52,25 @@ class GlooWork:
     def __init__(
         self,
         connection: GlooConnection,
-        operation: OperationId,
+        number: int,
+        label: str,
         works: Sequence[Work],
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self._connection, self._operation, self._finish = connection, operation, finish
+        self._connection, self._label, self._finish = connection, label, finish
+        self._key = connection.generation, number
+        connection.kept[self._key] = works
         self._is_done = False
-        connection.keep(operation, works)
 
     def wait(self) -> None:
         """Wait for gloo's works and run ``finish``.
 
         Raises:
-            PeerError: a rank failed, is gone, or did not answer within the timeout of the process group.
-            DivergenceError: a rank is about to run a different operation.
+            PeerError: the connection is broken.
+            LostError: gloo failed.
         """
         if not self._is_done:
-            self._connection.wait(self._operation)
+            self._connection.wait(self._key, self._label)
             self._is_done = True
         if self._finish is not None:
             self._finish()
@@ -71,131 +78,133 @@ class GlooWork:
 
 
 class GlooCommunicator:
-    """Collectives of CPU tensors over gloo. Final.
+    """Collectives of CPU tensors over gloo. Final."""
 
-    Args:
-        group: the process group.
-        connection: the connection of ``group``, which all communicators of the group on this rank share.
-    """
-
-    aliases = False
-    averages = False
-    """Gloo averages in a separate pass. Dividing the sharded result is cheaper."""
-    widens = True
-    coalesces = True  # all messages of a call are on their way before the first is waited for
-    grad_bucket_bytes = 1 << 21
-    """With a quarter of this, reductions of groups of 2 to 4 MiB take 1.4 to 2.3 times as long
-    (``benchmarks/group_transfers.py``).
-    """
-
-    def __init__(self, group: dist.ProcessGroup, connection: GlooConnection) -> None:
-        self.group = group
-        self.rank, self.size = connection.rank, connection.size
-        self.zero_copy_min_bytes = max(
-            min(connection.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES), connection.size * _MIN_BYTES_PER_RANK
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.connection = GroupReference(group), GlooConnection(group)
+        self.ranks, self.rank, self.size = self.connection.ranks, self.connection.rank, self.connection.size
+        self.traits = Traits(
+            widens=True,
+            coalesces=True,  # all messages of a launch are on their way before the first is waited for
+            zero_copy_min_bytes=max(
+                min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES), self.size * _MIN_BYTES_PER_RANK
+            ),
+            grad_bucket_bytes=_GRAD_BUCKET_BYTES,
         )
-        self._connection = connection
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
 
-    def __eq__(self, other: object) -> bool:
-        """Return whether collectives of both communicators can share one launch."""
-        return isinstance(other, GlooCommunicator) and self.group is other.group
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group()
 
-    def __hash__(self) -> int:
-        return id(self.group)
+    @property
+    def generation(self) -> int:
+        return self.connection.generation
+
+    @property
+    def launched(self) -> int:
+        return self.connection.launched
+
+    @property
+    def is_broken(self) -> bool:
+        return bool(self.connection.broken)
+
+    def check(self) -> None:
+        self.connection.check()
+
+    def give_up(self, reason: str) -> None:
+        self.connection.give_up(reason)
+
+    def abandon(self) -> None:
+        self.connection.abandon()
+
+    def reopen(self) -> None:
+        self.connection.reopen()
+
+    def level(self, level: OrderCheck) -> OrderCheck:
+        return level
+
+    def exchange_numbers(self, own: int) -> list[int]:
+        return self.connection.exchange_numbers(own)
+
+    def exchange_texts(self, own: str) -> dict[int, str]:
+        return self.connection.exchange_texts(own)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def with_pool(self, pooled: bool) -> GlooCommunicator:
-        return self
-
-    @profiled
-    def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
-        connection, operation = self._connection, self._connection.begin(label, transfers)
+    def launch(
+        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
+    ) -> GlooWork:
+        if op is not ReduceOp.SUM:
+            raise UnsupportedError("a communicator over gloo does not average: ask for its traits, or sum and divide.")
+        messages = self._messages(transfers) if kind is Collective.REDUCE_SCATTER else []
+        connection = self.connection
+        if connection.broken:
+            connection.check()
+        number = connection.launched = connection.launched + 1
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with connection.launching(operation):
-            tag = connection.tag(operation)
-            for output, shard in transfers:
-                rows = output.view(self.size, shard.numel()).unbind(0)
-                works += connection.exchange([shard] * self.size, rows, tag)
-                own.append((rows[self.rank], shard))
+        finish = None
+        try:
+            tag = DATA + number % DATA_TAGS
+            if kind is Collective.REDUCE_SCATTER:
+                for _, parts, summands in messages:
+                    works += connection.exchange(parts, summands, tag)
+                finish = partial(_add_up, messages)
+            elif kind is Collective.ALL_REDUCE:
+                works += [connection.backend.allreduce([transfer.output]) for transfer in transfers]
+            else:
+                for output, sent in transfers:
+                    rows = self._rows(output).unbind(0)
+                    parts = [sent] * self.size if kind is Collective.ALL_GATHER else list(self._rows(sent).unbind(0))
+                    works += connection.exchange(parts, rows, tag)
+                    own.append((rows[self.rank], parts[self.rank]))
+        except RuntimeError as error:
+            raise connection.lost(error, 0.0) from error
         _copy(own)  # overlaps with the messages
-        return GlooWork(connection, operation, works)
+        return GlooWork(connection, number, label or kind.label, works, finish)
 
-    @profiled
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
-        _check_sum(op)
-        messages = [(outputs, full.unbind(0), self._summands(full)) for outputs, full in self._messages(transfers)]
-        connection, operation = self._connection, self._connection.begin(label, transfers)
-        works: list[Work] = []
-        with connection.launching(operation):
-            tag = connection.tag(operation)
-            for _, parts, summands in messages:
-                works += connection.exchange(parts, summands, tag)
-
-        def finish() -> None:
-            for outputs, _, summands in messages:
-                widths = [output.numel() for output in outputs]
-                columns = zip(*[summand.split(widths) for summand in summands], strict=True)
-                for output, column in zip(outputs, columns, strict=True):
-                    add_up(column, output)
-
-        return GlooWork(connection, operation, works, finish)
-
-    def _summands(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return a buffer for each rank's contribution to our part. Ours is used in place."""
-        summands = list(full.new_empty(self.size - 1, full.size(1)).unbind(0))
-        summands.insert(self.rank, full[self.rank])
-        return summands
-
-    def _messages(self, transfers: Sequence[Transfer]) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-        """Return outputs and inputs, ``(size, numel)``, that share a message. Small tensors are copied in."""
+    def _messages(self, transfers: Sequence[Transfer]) -> list[_Message]:
+        """Return the messages of a reduce-scatter. Small tensors share one for each dtype, and are copied in."""
         small: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         large: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         for output, full in transfers:
-            rows = self._rows(full)
-            if full.nbytes >= self.zero_copy_min_bytes:
+            rows = full.view(self.size, full.numel() // self.size)
+            if full.nbytes >= self.traits.zero_copy_min_bytes:
                 large.append(([output], rows))
             else:
                 outputs, inputs = small.setdefault(full.dtype, ([], []))
                 outputs.append(output)
                 inputs.append(rows)
         packed = [(outputs, r[0] if len(r) == 1 else torch.cat(r, dim=1)) for outputs, r in small.values()]
-        return packed + large
+        messages = []
+        for outputs, rows in packed + large:
+            summands = list(rows.new_empty(self.size - 1, rows.size(1)).unbind(0))
+            summands.insert(self.rank, rows[self.rank])  # this rank's part is summed in place
+            messages.append(_Message(outputs, rows.unbind(0), summands))
+        return messages
 
     def _rows(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(self.size, full.numel() // self.size)
 
-    @profiled
-    def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
-        connection, operation = self._connection, self._connection.begin(label, transfers)
-        works: list[Work] = []
-        own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with connection.launching(operation):
-            tag = connection.tag(operation)
-            for output, full in transfers:
-                rows, parts = self._rows(output).unbind(0), self._rows(full).unbind(0)
-                works += connection.exchange(parts, rows, tag)
-                own.append((rows[self.rank], parts[self.rank]))
-        _copy(own)  # overlaps with the messages
-        return GlooWork(connection, operation, works)
 
-    @profiled
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
-        _check_sum(op)
-        operation = self._connection.begin(label, [Transfer(tensor, tensor) for tensor in tensors])
-        with self._connection.launching(operation):
-            works = [self._connection.backend.allreduce([tensor]) for tensor in tensors]
-        return GlooWork(self._connection, operation, cast(list[Work], works))
+class _Message(NamedTuple):
+    """A message of a reduce-scatter: the part for each rank, and the memory for the part that each rank sends."""
+
+    outputs: Sequence[torch.Tensor]
+    parts: Sequence[torch.Tensor]
+    summands: Sequence[torch.Tensor]
 
 
-def _check_sum(op: ReduceOp) -> None:
-    if op is not ReduceOp.SUM:
-        raise UnsupportedError("a communicator over gloo does not average: ask its `averages`, or sum and divide.")
+def _add_up(messages: Sequence[_Message]) -> None:
+    for outputs, _, summands in messages:
+        widths = [output.numel() for output in outputs]
+        columns = zip(*[summand.split(widths) for summand in summands], strict=True)
+        for output, column in zip(outputs, columns, strict=True):
+            add_up(column, output)
 
 
 def _copy(own: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -7,12 +7,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from composable_fsdp._comm.communicator import Transfer
+from composable_fsdp._comm.communicator import Collective, Transfer
 from composable_fsdp._comm.shm.segment import SLOT_BYTES, Segment
 from composable_fsdp._comm.shm.staging import Piece, Round, StagedRange, plan_rounds
 from composable_fsdp._layout.grad_scaling import add_up
 
-__all__ = ["Barrier", "Collective", "Operation", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+__all__ = ["Barrier", "Operation", "StagedCollective", "collective"]
 
 
 class Operation(Protocol):
@@ -65,7 +65,7 @@ class _Pair(NamedTuple):
     numel: int
 
 
-class Collective:
+class StagedCollective:
     """A collective in which peers receive different rows or the same row, and sum or concatenate them. Final.
 
     Its rounds alternate between the two slots of a staging block.
@@ -136,24 +136,19 @@ def _staged(memory: torch.Tensor, round: int, piece: Piece, index: int, dtype: t
     return memory[begin : begin + (piece.stop - piece.start) * dtype.itemsize].view(dtype)
 
 
-def all_gather(rank: int, size: int, transfers: Sequence[Transfer], label: str) -> Collective:
-    pairs = [_Pair(t.output, t.input, t.input.numel()) for t in transfers]
-    return Collective(label, rank, size, pairs, to_each=False, sums=False)
-
-
-def reduce_scatter(rank: int, size: int, transfers: Sequence[Transfer], label: str) -> Collective:
-    pairs = [_Pair(t.output, t.input, t.output.numel()) for t in transfers]
-    return Collective(label, rank, size, pairs, to_each=True, sums=True)
-
-
-def all_to_all(rank: int, size: int, transfers: Sequence[Transfer], label: str) -> Collective:
-    pairs = [_Pair(t.output, t.input, t.input.numel() // size) for t in transfers]
-    return Collective(label, rank, size, pairs, to_each=True, sums=False)
-
-
-def all_reduce(rank: int, size: int, tensors: Sequence[torch.Tensor], label: str) -> Collective:
-    pairs = [_Pair(tensor, tensor, tensor.numel()) for tensor in tensors]
-    return Collective(label, rank, size, pairs, to_each=False, sums=True)
+def collective(kind: Collective, rank: int, size: int, transfers: Sequence[Transfer], label: str) -> StagedCollective:
+    """Return the operation for a collective of ``kind``, which is no barrier."""
+    if kind is Collective.ALL_GATHER:
+        pairs = [_Pair(t.output, t.input, t.input.numel()) for t in transfers]
+    elif kind is Collective.ALL_TO_ALL:
+        pairs = [_Pair(t.output, t.input, t.input.numel() // size) for t in transfers]
+    else:
+        pairs = [_Pair(t.output, t.input, t.output.numel()) for t in transfers]
+    to_each, sums = (
+        kind in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL),
+        kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE),
+    )
+    return StagedCollective(label, rank, size, pairs, to_each=to_each, sums=sums)
 
 
 class Barrier:

@@ -21,7 +21,6 @@ from functools import cache
 import torch
 
 from composable_fsdp import trace
-from composable_fsdp._comm.comm_debug import notify_comm_debug
 from composable_fsdp._comm.shm.collective import Operation
 from composable_fsdp._comm.shm.peer_errors import Peers
 from composable_fsdp._comm.shm.segment import Blocks, Segment
@@ -102,21 +101,21 @@ class ShmEngine:
         self.aliases = aliases
         self.rank, self.size = rank, len(peers.ranks)
         self._timeout, self._peers, self._watchdog = timeout, peers, watchdog
-        self._name, self._generation = name, -1
+        self._name, self.generation = name, -1
         self.reopen(shm_socket)
         _engines.add(self)
         _abandon_in_forked_processes()
 
     def reopen(self, shm_socket: ShmSocket) -> None:
         """Restart over ``shm_socket`` after the connection was given up. All ranks must call it together."""
-        self._generation += 1
+        self.generation += 1
         self.completed = 0
         """The number of completed operations. Operations complete in order."""
         self.epoch = 0
         """The number of barriers that ended an epoch of shared memory."""
         self.blocks = Blocks()
         self._socket = shm_socket
-        self._launched = 0
+        self.launched = 0
         self._running: deque[_Running] = deque()
         self._peer_blocks: dict[int, list[torch.Tensor]] = {peer: [] for peer in shm_socket.peers}
         """The staging blocks of each peer."""
@@ -127,33 +126,27 @@ class ShmEngine:
         """True while the watchdog knows what this rank waits for."""
 
     @property
-    def position(self) -> str:
-        """The number of operations launched so far, as text, or ``"broken"``."""
-        return "broken" if self._broken else str(self._launched)
+    def is_broken(self) -> bool:
+        return bool(self._broken)
 
     def segment(self, nbytes: int) -> Segment:
         """Return new memory to share with the peers."""
-        self._check_working()
+        self.check()
         try:
             return Segment(nbytes)
         except OSError as error:
-            self._give_up(error, "sharing of memory")
+            self.give_up(error, "sharing of memory")
             raise
 
     def launch(self, operation: Operation) -> ShmWork:
         """Stage the first rounds of ``operation`` and notify the peers. Never waits."""
-        self._check_working()
-        running = _Running(self._launched, operation, NO_BLOCK, None)
-        self._launched += 1
-        if torch._C._len_torch_dispatch_stack():
-            notify_comm_debug(operation.label)
-        if trace.listeners:
-            position = self._position(running.sequence)
-            trace.emit(trace.Operation.COLLECTIVE, operation.label, operation.nbytes, position=position)
+        self.check()
+        running = _Running(self.launched, operation, NO_BLOCK, None)
+        self.launched += 1
         try:
             self._begin(running)
         except BaseException as error:
-            self._give_up(error, running)
+            self.give_up(error, running)
             raise
         self._running.append(running)
         _thread_engines().add(self)
@@ -194,7 +187,7 @@ class ShmEngine:
     def _wait(self, sequence: int) -> None:
         reached, since, patience = None, 0.0, PATIENCE
         while self.completed <= sequence:
-            self._check_working()
+            self.check()
             self._advance(sequence)
             if self.completed > sequence:
                 return
@@ -220,7 +213,7 @@ class ShmEngine:
                 self._last_completed = self._running.popleft().operation.label
                 self.completed += 1
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             raise
         if not self._running and not self._socket.has_unsent:
             _thread_engines().discard(self)
@@ -265,7 +258,8 @@ class ShmEngine:
 
     # -- failures
 
-    def _check_working(self) -> None:
+    def check(self) -> None:
+        """Raise a ``PeerError`` if the connection is broken."""
         if self._broken:
             raise self._peers.broken_error(self._broken)
 
@@ -287,21 +281,21 @@ class ShmEngine:
         reports = self._watchdog.collect_reports(self._peers.ranks) if self._watchdog is not None else {}
         known = {peer: self._last_known(peer) for peer in self._missing_peers()}
         error = self._peers.timeout_error(known, self._timeout, self._running[0], reports)
-        self._give_up(error)
+        self.give_up(error)
         raise error
 
     def _ask_watchdog(self, seconds: float) -> None:
         """Ask where the other ranks are after ``seconds`` of waiting, and give up if they cannot go on."""
         if self._watchdog is None or not self._running:
             return
-        connection, first = f"{self._name}/{self._generation}", self._running[0]
+        connection, first = f"{self._name}/{self.generation}", self._running[0]
         operation = OperationId(tuple(self._peers.ranks), first.sequence, first.operation.label, connection)
         self._wait_reported = True
         self._watchdog.begin_wait(operation, seconds=seconds)
         error = self._watchdog.diagnose_wait(operation)
         if error is not None:
             self._watchdog.give_up(error)
-            self._give_up(error)
+            self.give_up(error)
             raise error
 
     def _missing_peers(self) -> list[int]:
@@ -311,7 +305,7 @@ class ShmEngine:
         running = self._running[0]
         return [peer for peer in self._socket.peers if not self._socket.has_read(peer, running.sequence, running.round)]
 
-    def _give_up(self, error: BaseException, failed: object = "") -> None:
+    def give_up(self, error: BaseException, failed: object = "") -> None:
         """Close the connection because of ``error``, raised by ``failed`` or else by the oldest operation in flight."""
         self._broken = self._broken or (str(error) if isinstance(error, FSDPError) else error_summary(error))
         if self._watchdog is not None and isinstance(error, PeerError):
@@ -328,7 +322,7 @@ class ShmEngine:
         return f"{self._running[0]} over {self._peers}" if self._running else f"an operation over {self._peers}"
 
     def _position(self, sequence: int) -> trace.Position:
-        return trace.Position(self._name, tuple(self._peers.ranks), self._generation, sequence)
+        return trace.Position(self._name, tuple(self._peers.ranks), self.generation, sequence + 1)
 
     def poll_events(self) -> dict[int, int]:
         """Return the events to poll for, by file descriptor."""

@@ -8,12 +8,11 @@ Buckets that must be encoded, moved between devices or sent zero-copy are prepar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
 from composable_fsdp._comm.c10d import WorkList
-from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, Transfer
+from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
 from composable_fsdp._layout.bucket_layout import aligned_bytes, split_at
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
@@ -97,18 +96,18 @@ class _AllGather:
             transfers = [transfer for gather in gathers for transfer in gather.zero_copy]
             writes_to_places = bool(transfers)
             transfers += pack_messages(gathers, communicator, self._device)
-            if communicator.aliases and not transfers:  # all shards are in place once every rank reaches the barrier
-                works.append(cast(AliasingCommunicator, communicator).barrier(self._label))
+            if communicator.traits.aliases and not transfers:  # shards are in place once all ranks reach the barrier
+                works.append(communicator.launch(Collective.BARRIER, (), self._label))
             else:
-                works.append(communicator.all_gather(transfers, self._label))
+                works.append(communicator.launch(Collective.ALL_GATHER, transfers, self._label))
             self.writes_to_places = self.writes_to_places or writes_to_places
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
     def _await_readers(self) -> None:
         """Block until no rank reads shared memory that this all-gather overwrites."""
         awaited = [bucket.pgs.axes.shard for bucket in self._buckets if bucket.awaits_readers]
-        axes = [cast(AliasingCommunicator, axis) for axis in dict.fromkeys(awaited)]
-        for work in [axis.barrier("release before an all-gather") for axis in axes]:
+        axes = dict.fromkeys(awaited)
+        for work in [axis.launch(Collective.BARRIER, (), "release before an all-gather") for axis in axes]:
             work.wait()
 
     def finish(self) -> None:
@@ -228,7 +227,7 @@ class CachedGather:
             sent = torch.cat(self._packed, out=rows[communicator.rank])
         elif sent.dtype != self._dtype:
             sent = rows[communicator.rank].copy_(sent)
-        return communicator.all_gather([Transfer(rows.view(-1), sent)], label)
+        return communicator.launch(Collective.ALL_GATHER, [Transfer(rows.view(-1), sent)], label)
 
     def take(self, rows: torch.Tensor) -> None:
         """Copy ``rows`` to their places, whose memory is allocated only now."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from composable_fsdp._comm.communicator import Communicator, Transfer, Work
+from composable_fsdp._comm.communicator import Collective, Communicator, Transfer, Work
 from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp.codecs._encoder import Encoder
 
@@ -59,7 +59,7 @@ class EncodedReduceScatter:
     def launch(self, label: str) -> Work:
         """Launch the all-to-all."""
         self._received = self._communicator.allocate(self._sent.numel(), torch.uint8, self._sent.device)
-        return self._communicator.all_to_all([Transfer(self._received, self._sent)], label)
+        return self._communicator.launch(Collective.ALL_TO_ALL, [Transfer(self._received, self._sent)], label)
 
     def finish(self) -> None:
         """Decode and sum the received messages."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from composable_fsdp._comm.c10d import WorkList
-from composable_fsdp._comm.communicator import Communicator
+from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
 from composable_fsdp._layout.grad_scaling import Reduction, divide
 from composable_fsdp._layout.plan import BucketPlan
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
@@ -97,7 +97,7 @@ class _HybridReduce:
         for (communicator, op), reductions in group_by_key(keys, self._reductions):
             transfers = [transfer for each in reductions for transfer in each.scatter.transfers]
             if transfers:
-                works.append(communicator.reduce_scatter(transfers, op, label))
+                works.append(communicator.launch(Collective.REDUCE_SCATTER, transfers, label, op))
         works += [encoded.launch(label) for encoded in self._encoded_scatters]
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
@@ -129,7 +129,8 @@ class _HybridReduce:
             bucket.scatter.add_partial(scatter)
             encoded = bucket.scatter.encode_all_reduce(scatter)
             if encoded is None:
-                works.append(bucket.pgs.replicate.all_reduce([scatter.output], reduction.op, label))
+                own = [Transfer(scatter.output, scatter.output)]
+                works.append(bucket.pgs.replicate.launch(Collective.ALL_REDUCE, own, label, reduction.op))
             else:
                 self._all_reduces.append((bucket.pgs.replicate, encoded))
         messages = [(communicator, encoded.message) for communicator, encoded in self._all_reduces]
@@ -145,8 +146,10 @@ class _HybridReduce:
         by_communicator = group_by_key([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
         return WorkList(
             tuple(
-                communicator.all_gather(
-                    [encoded.gather(communicator) for encoded in of_communicator], f"all-gather of sums of {self._name}"
+                communicator.launch(
+                    Collective.ALL_GATHER,
+                    [encoded.gather(communicator) for encoded in of_communicator],
+                    f"all-gather of sums of {self._name}",
                 )
                 for communicator, of_communicator in by_communicator
             )

@@ -44,7 +44,7 @@ def smaller_mesh_wire_bytes(buckets: Sequence[AnyBucket], size: int) -> WireByte
     """Return the bytes of the all-gather over ``size`` neighbouring ranks, where nothing is encoded."""
     total = plain = 0
     for pgs, members in by_process_groups(buckets):
-        num_shards, direct_from = min(size, pgs.axes.shard.size), pgs.axes.shard.zero_copy_min_bytes
+        num_shards, direct_from = min(size, pgs.axes.shard.size), pgs.axes.shard.traits.zero_copy_min_bytes
         slices = [bucket.smaller_mesh_bytes(num_shards, direct_from) for bucket in members]
         payloads = [nbytes for of_bucket, _ in slices for nbytes in of_bucket]
         total += num_shards * (_packed(payloads) + sum(zero_copy for _, zero_copy in slices))

@@ -374,7 +374,7 @@ class ParamGroup:
         for bucket in self.buckets:
             smaller = bucket.pgs.smaller
             assert smaller is not None
-            bucket.keep_slice(smaller.size, smaller.rank, smaller.zero_copy_min_bytes)
+            bucket.keep_slice(smaller.size, smaller.rank, smaller.traits.zero_copy_min_bytes)
         self._release()
 
     def _release(self) -> None:

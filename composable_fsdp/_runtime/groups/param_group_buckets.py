@@ -259,7 +259,9 @@ class ParamGroupBuckets:
 
         All ranks must call this together. The operating system allocates pages when they are written.
         """
-        able = [c for c in self.process_groups if c.gather.aliases and c.gather.size > 1 and not self.is_offloaded]
+        able = [
+            c for c in self.process_groups if c.gather.traits.aliases and c.gather.size > 1 and not self.is_offloaded
+        ]
         if not able:
             return
         if order_check_from() is not OrderCheck.OFF:

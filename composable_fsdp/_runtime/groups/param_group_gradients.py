@@ -469,20 +469,24 @@ class ReductionLaunch:
             self.round_bytes += sum(nbytes)
 
     @labelled("post_backward_reduce", lambda self: describe_groups([member.name for member in self.members]))
-    @without_grad
     def run(self) -> PendingReduction:
         """Take the gradients and launch their reduction. May be called once."""
-        begin = trace.now() if trace.listeners else None
-        first, name = self.members[0], describe_groups([member.name for member in self.members])
-        pending = launch_reduction(self._streams, self._jobs(), first.device, name, partial=self.partial)
-        for member, grad_buckets in self.by_group:
-            if trace.listeners:
-                moved = member.traffic_of(grad_buckets)
-                stream = self._streams.reduce.name
-                trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
-            if self.is_last:
-                member.begin_last_reduction(pending, partial=self.partial)
-        return PendingReduction(self, pending)
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            begin = trace.now() if trace.listeners else None
+            first, name = self.members[0], describe_groups([member.name for member in self.members])
+            pending = launch_reduction(self._streams, self._jobs(), first.device, name, partial=self.partial)
+            for member, grad_buckets in self.by_group:
+                if trace.listeners:
+                    moved = member.traffic_of(grad_buckets)
+                    stream = self._streams.reduce.name
+                    trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
+                if self.is_last:
+                    member.begin_last_reduction(pending, partial=self.partial)
+            return PendingReduction(self, pending)
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
 
     def _jobs(self) -> list[BucketReduction]:
         first, *others = self.members

@@ -12,10 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import Communicator, Transfer
+from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
 from composable_fsdp._comm.verify_ranks import gather_rows, multi_rank_axes
 from composable_fsdp._consistency.order_check import MEASUREMENT
-from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import Work
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.root.clock import Clock, Mark
@@ -224,11 +223,12 @@ def measure_collective(communicator: Communicator, kind: str, sizes: Sequence[in
     """
 
     def launch(part: torch.Tensor, full: torch.Tensor) -> Work:
-        if kind == "all_gather":
-            return communicator.all_gather([Transfer(full, part)], MEASUREMENT)
-        if kind == "reduce_scatter":
-            return communicator.reduce_scatter([Transfer(part, full)], ReduceOp.SUM, MEASUREMENT)
-        return communicator.all_reduce([full], ReduceOp.SUM, MEASUREMENT)
+        transfers = {
+            Collective.ALL_GATHER: Transfer(full, part),
+            Collective.REDUCE_SCATTER: Transfer(part, full),
+            Collective.ALL_REDUCE: Transfer(full, full),
+        }
+        return communicator.launch(Collective(kind), [transfers[Collective(kind)]], MEASUREMENT)
 
     ranks, samples, expected = communicator.size, list[tuple[float, float]](), 0.0
     for nbytes in sizes:

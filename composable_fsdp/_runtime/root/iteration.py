@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from composable_fsdp import trace
-from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
+from composable_fsdp._comm.communicator import AliasingCommunicator, Collective, Communicator, end_epoch
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._memory.streams import CommStreams, Work
 from composable_fsdp._runtime.groups import profiling
@@ -108,7 +108,7 @@ class Iteration:
         self._is_verified = False
         """True once the ranks have verified that they built the same model."""
         axes = (pgs.axes.shard for state in states.values() for pgs in state.group.process_groups)
-        self._aliasing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
+        self._aliasing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.traits.aliases and c.size > 1]
         """Shard-axis communicators over which shards or unsharded buffers may be in memory shared between ranks."""
         self._runner = ScheduleRunner(root, states, streams, self.steps)
         self._reductions = ReductionQueue(streams, self._runner)
@@ -480,7 +480,7 @@ class Iteration:
             occasion: name of the event in errors.
             awaited: communicators over which ranks have read since the epoch began. The others need no synchronization.
         """
-        works = [communicator.end_epoch(occasion) for communicator in self._aliasing if communicator in awaited]
+        works = [end_epoch(communicator, occasion) for communicator in self._aliasing if communicator in awaited]
         for state in self.states.values() if works else ():
             state.group.note_epoch_end()
         return works
@@ -525,7 +525,7 @@ class Iteration:
         awaited = dict.fromkeys(c.axes.shard for c in state.group.process_groups if c.awaits_epoch_end)
         if is_new and awaited:
             state.group.copy_out_shared()
-            _wait_for([cast(AliasingCommunicator, c).barrier(f"unshard() of {state.name}") for c in awaited])
+            _wait_for([c.launch(Collective.BARRIER, (), f"unshard() of {state.name}") for c in awaited])
             state.group.note_epoch_end()
 
     def schedule(self) -> Schedule:

@@ -6,22 +6,20 @@ before the others have noticed the failure. If all ranks failed at the same plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from composable_fsdp._comm.communicator import Communicator, GroupCommunicator
-from composable_fsdp._comm.device_connection import timeout_of_backend
-from composable_fsdp._comm.factory import abandon, check_aborted, compare, position, reopen
+from composable_fsdp._comm.factory import abandon, compare, position, reopen, timeout_of
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp._memory.device_capabilities import is_host
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp.errors import DivergenceError
 
-__all__ = ["Rendezvous", "check_results", "disconnect", "has_failed", "reconnect", "rendezvous", "set_order_check"]
+__all__ = ["Rendezvous", "disconnect", "has_failed", "reconnect", "rendezvous", "set_order_check"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +83,6 @@ def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
     return Rendezvous(is_in_sync, {rank: int(note.split(" ")[0]) for note, who in notes.items() for rank in who})
 
 
-def check_results(states: Callable[[], Iterable[FSDPState]]) -> None:
-    """Check that no operation of ``states`` on a device was aborted, which leaves its results undefined.
-
-    Raises:
-        PeerError: a rank failed or is gone.
-        DivergenceError: ranks were about to run different operations.
-    """
-    check_aborted(lambda: _groups(states()))
-
-
 def disconnect(states: Iterable[FSDPState]) -> None:
     """Stop all writes to the memory of work in flight. Call it before :func:`reconnect`."""
     abandon(_groups(states))
@@ -129,11 +117,3 @@ def _ranks(states: Iterable[FSDPState]) -> list[int]:
     """Return all ranks of the meshes of ``states``. The result is the same on each of them."""
     meshes = {pgs.axes.mesh for state in states for pgs in state.group.process_groups}
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
-
-
-def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the timeout of ``group`` in seconds, that of its CPU backend if it has one."""
-    if type(group) is not dist.ProcessGroup:
-        return timeout_of_backend(group)
-    device = min(group._device_types, key=lambda device: not is_host(device))
-    return timeout_of_backend(group._get_backend(device))

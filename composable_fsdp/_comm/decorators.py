@@ -1,0 +1,301 @@
+"""What every communicator gets around it: launches are visible, waits are reported, orders are compared.
+
+See ``factory.AROUND`` for the order of these decorators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import cache
+from itertools import chain
+from typing import Generic, NoReturn, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _RecordFunctionFast
+from torch.autograd import profiler
+
+from composable_fsdp import trace
+from composable_fsdp._comm.communicator import Around, Collective, GroupCommunicator, LostError, Transfer, Work
+from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
+from composable_fsdp._consistency.rank_report import OperationId
+from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
+from composable_fsdp._consistency.watchdog import Watchdog
+from composable_fsdp._layout.grad_scaling import ReduceOp
+from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
+
+__all__ = ["Exchange", "OrderChecked", "StoreExchange", "Visible", "Watched", "level_through_store"]
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+_NAMES = {
+    Collective.ALL_GATHER: "c10d::_allgather_base_",
+    Collective.ALL_REDUCE: "c10d::allreduce_",
+    Collective.ALL_TO_ALL: "c10d::alltoall_base_",
+    Collective.BARRIER: "c10d::barrier",
+    Collective.REDUCE_SCATTER: "c10d::_reduce_scatter_base_",
+}
+"""The names in profiles of torch's process groups."""
+
+
+class Visible(Around):
+    """Emits a trace event for each launch, and shows those that bypass torch's dispatcher as collectives of torch."""
+
+    def launch(
+        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
+    ) -> Work:
+        if trace.listeners and isinstance(self.base, GroupCommunicator):
+            nbytes = sum(transfer.input.nbytes for transfer in transfers)
+            trace.emit(trace.Operation.COLLECTIVE, label, nbytes, position=position(self.base, self.base.launched + 1))
+        if self.traits.dispatches:
+            return self.base.launch(kind, transfers, label, op)
+        if self.size > 1 and torch._C._len_torch_dispatch_stack():
+            notify_comm_debug(kind)
+        if not profiler._is_profiler_enabled:
+            return self.base.launch(kind, transfers, label, op)
+        tensors = [(t.input,) if t.input is t.output else tuple(t) for t in transfers]
+        details = {"bytes": sum(t.input.nbytes for t in transfers), "operation": label, "group": _group_of(label)}
+        with _RecordFunctionFast(_NAMES[kind], list(chain.from_iterable(tensors)), details):
+            return self.base.launch(kind, transfers, label, op)
+
+
+def position(communicator: GroupCommunicator, number: int) -> trace.Position:
+    """Return the position of the ``number``-th collective since the ranks have connected, from 1."""
+    return trace.Position(communicator.group.group_name, communicator.ranks, communicator.generation, number)
+
+
+def _group_of(label: str) -> str:
+    """Return ``layers.0`` for ``all-gather of layers.0 in forward``."""
+    return label.partition(" of ")[2].removesuffix(" in forward").removesuffix(" in backward")
+
+
+def notify_comm_debug(kind: Collective) -> None:
+    """Report a collective to an active dispatch mode such as ``CommDebugMode``. Call it if there is one.
+
+    Calls torch's collective of this kind on one element in a process group of one rank. The mode then counts it for the
+    running module.
+    """
+    group, element = _single_rank_group(), torch.ones(1)
+    if kind is Collective.ALL_GATHER:
+        group._allgather_base(element, element).wait()
+    elif kind is Collective.REDUCE_SCATTER:
+        group._reduce_scatter_base(element, element, dist.ReduceScatterOptions()).wait()
+    elif kind is Collective.ALL_REDUCE:
+        group.allreduce([element]).wait()
+
+
+@cache
+def _single_rank_group() -> dist.ProcessGroup:
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+class Watched(Around):
+    """Waits are known to ``watchdog``, which ends those that cannot complete, and errors say what other ranks did."""
+
+    def __init__(self, base: GroupCommunicator, watchdog: Watchdog | None) -> None:
+        super().__init__(base, watchdog)
+        self.watchdog, self._ranks = watchdog, base.ranks
+        self.end_wait = base.give_up
+        """Ends a wait. For any thread."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._number, self._line = 0, f"{self.group.group_name}/{self.generation}"
+
+    def launch(
+        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
+    ) -> Work:
+        self._number += 1
+        operation = OperationId(self._ranks, self._number, label or kind.label, self._line)
+        try:
+            return _WatchedWork(self, operation, self.base.launch(kind, transfers, label, op))
+        except BaseException as error:
+            self.fail(operation, error, "the launch of")
+
+    def next_operation(self, label: str) -> OperationId:
+        return OperationId(self._ranks, self._number + 1, label, self._line)
+
+    def reopen(self) -> None:
+        """Connect anew. All ranks must call it together."""
+        cast(GroupCommunicator, self.base).reopen()
+        self._begin()
+
+    def fail(self, operation: OperationId, error: BaseException, during: str) -> NoReturn:
+        """Raise why ``operation`` failed, and close the connection.
+
+        Raises:
+            PeerError: a rank failed, is gone, or did not answer within the timeout of the process group.
+            DivergenceError: a rank is about to run a different operation.
+        """
+        if isinstance(error, FSDPError) and not isinstance(error, LostError):
+            raise error
+        if not isinstance(error, (LostError, dist.DistError)):
+            if not self.traits.dispatches:  # part of the operation may be in flight, and write to memory that is freed
+                self.give_up(f"{during} {operation} was ended by {type(error).__name__}")
+            raise error
+        found = None
+        if self.watchdog is not None:
+            late = isinstance(error, LostError) and error.timed_out
+            found = self.watchdog.diagnose_failure(operation, str(error), timed_out=late)
+        if found is None:
+            found = PeerError(
+                f"{operation} failed: a rank is gone, or did not answer within the timeout of the process group. Look "
+                f"at the output of each for the first error. {error}"
+            )
+        self.give_up(str(found).split("\n", 1)[0])
+        trace.emit_fault(found, str(operation), position(self, operation.number))
+        raise found from error
+
+
+class _WatchedWork:
+    """The work of ``operation``. Waiting again does nothing.
+
+    ``wait`` raises what :meth:`Watched.fail` does.
+    """
+
+    __slots__ = ("_operation", "_watched", "_work")
+
+    def __init__(self, watched: Watched, operation: OperationId, work: Work) -> None:
+        self._watched, self._operation = watched, operation
+        self._work: Work | None = work
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        watched, operation, done = self._watched, self._operation, False
+        watchdog = watched.watchdog
+        if watchdog is not None:
+            watchdog.begin_wait(operation, watched.end_wait)
+        try:
+            self._work.wait()
+            done = True
+        except BaseException as error:
+            watched.fail(operation, error, "the wait for")
+        finally:
+            if watchdog is not None:
+                watchdog.end_wait(done=done)
+        self._work = None
+
+
+_MOST_COMPARED_RANKS = 64
+"""The ranks from which on ``FIRST`` compares nothing through the store.
+
+Each operation of the first step takes several requests of each rank to the one store of the job. Estimated.
+"""
+
+
+class Exchange(Protocol):
+    """Exchanges what ranks compare. All of them must call it together."""
+
+    def exchange_numbers(self, own: int) -> Sequence[int]:
+        """Return the numbers of all ranks, in rank order."""
+        ...
+
+    def exchange_texts(self, own: str) -> Mapping[int, str]:
+        """Return the texts of all ranks by global rank."""
+        ...
+
+    def level(self, level: OrderCheck) -> OrderCheck:
+        """Return how much is compared if the user wants ``level``."""
+        ...
+
+
+class OrderChecked(Around):
+    """Ranks compare the label and sizes of an operation before it is launched. See ``OrderChecker`` for how often."""
+
+    def __init__(self, base: Watched, exchange: Exchange, level: OrderCheck) -> None:
+        super().__init__(base)
+        self._watched, self._exchange, self._level = base, exchange, level
+        self._begin()
+
+    def _begin(self) -> None:
+        level = self._exchange.level(self._level)
+        self.checker = OrderChecker(self._numbers, self._texts, level)
+
+    def launch(
+        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
+    ) -> Work:
+        label = label or kind.label
+        try:
+            self._label = label
+            self.checker.begin(label, tuple([transfer.input.nbytes for transfer in transfers]))
+        except DivergenceError as error:
+            operation = self._watched.next_operation(label)
+            trace.emit_fault(error, str(operation), position(self._watched, operation.number))
+            raise
+        return self._watched.launch(kind, transfers, label, op)
+
+    def set_level(self, level: OrderCheck) -> None:
+        """Set how much ranks compare from now on. It must be the same on every rank."""
+        self._level = level
+        self.checker.level = self._exchange.level(level)
+
+    def reopen(self) -> None:
+        """Connect anew, and forget the order. All ranks must call it together."""
+        self._watched.reopen()
+        self._begin()
+
+    def _numbers(self, own: int) -> Sequence[int]:
+        return self._exchanged(self._exchange.exchange_numbers, own)
+
+    def _texts(self, own: str) -> Mapping[int, str]:
+        return self._exchanged(self._exchange.exchange_texts, own)
+
+    def _exchanged(self, exchange: Callable[[T], R], own: T) -> R:
+        """Return ``exchange(own)``, a wait for the ranks that are to run the next operation."""
+        exchanging = _Exchanging(exchange, own)
+        _WatchedWork(self._watched, self._watched.next_operation(self._label), exchanging).wait()
+        return exchanging.result
+
+
+def level_through_store(level: OrderCheck, num_ranks: int) -> OrderCheck:
+    """Return how much ``num_ranks`` ranks compare through the store at ``level``: nothing if they are very many."""
+    return OrderCheck.OFF if level is OrderCheck.FIRST and num_ranks > _MOST_COMPARED_RANKS else level
+
+
+class _Exchanging(Generic[T, R]):
+    """An exchange as a work."""
+
+    result: R
+
+    def __init__(self, exchange: Callable[[T], R], own: T) -> None:
+        self._exchange, self._own = exchange, own
+
+    def wait(self) -> None:
+        self.result = self._exchange(self._own)
+
+
+class StoreExchange:
+    """An exchange through the store of the job, for devices with streams, on which a comparison would block the host.
+
+    Args:
+        group: the process group.
+        watchdog: the watchdog of the job.
+        seconds: the timeout of the process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, seconds: float) -> None:
+        self._ranks = dist.get_process_group_ranks(group)
+        self._meeting = StoreRendezvous(f"order/{group.group_name}", dist.get_rank(), self._ranks)
+        self._store, self._seconds = watchdog.store_on_thread(seconds), seconds
+
+    def level(self, level: OrderCheck) -> OrderCheck:
+        return level_through_store(level, len(self._ranks))
+
+    def exchange_numbers(self, own: int) -> Sequence[int]:
+        return list(map(int, self.exchange_texts(str(own)).values()))
+
+    def exchange_texts(self, own: str) -> Mapping[int, str]:
+        begin = time.monotonic()
+        verdict = self._meeting.meet(self._store, own, self._seconds)
+        if verdict.missing:
+            late = time.monotonic() - begin >= self._seconds
+            raise LostError(verdict.reason or "not all ranks came to compare their next operation.", timed_out=late)
+        return dict(sorted((rank, note) for note, ranks in verdict.notes.items() for rank in ranks))
