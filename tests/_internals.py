@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         Traits,
         Transfer,
         Work,
-        end_epoch,
         find,
     )
     from composable_fsdp._comm.decorators import OrderChecked, Visible, Watched, _WatchedWork, level_through_store

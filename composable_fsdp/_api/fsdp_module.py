@@ -24,7 +24,7 @@ from composable_fsdp._api.group_setters import (
     on_stream,
     set_root_option,
 )
-from composable_fsdp._comm.communicator import GroupCommunicator
+from composable_fsdp._comm.communicator import Communicator
 from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.callers_context import runs_outside
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state_of
@@ -566,7 +566,7 @@ class FSDPModule(TorchFSDPModule):
 
         Every rank must call it, at the same place.
         """
-        separate: dict[object, GroupCommunicator] = {}
+        separate: dict[object, Communicator] = {}
         for state in _states(self, recurse):
             for pgs in state.group.process_groups:
                 pgs.separate_scatter(separate if enable else None)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import Around, Collective, GroupReference, Traits, Transfer, Work
+from composable_fsdp._comm.communicator import SUM, Around, Collective, GroupReference, Traits, Transfer, Work
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.device_capabilities import backend_capabilities, device_capabilities
 from composable_fsdp.errors import PeerError
@@ -64,7 +64,7 @@ class ProcessGroupCommunicator:
     """Always the first connection: only the owner of a process group can connect it anew."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
-        self._group = GroupReference(group)
+        self._group, self.name = GroupReference(group), group.group_name
         self._device = torch.device(device_type)
         self._backend = backend_capabilities(group, device_type)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -100,9 +100,7 @@ class ProcessGroupCommunicator:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> Work:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         self.check()
         self.launched, group = self.launched + 1, self._group()
         if kind is Collective.ALL_REDUCE:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, TypeVar
 from weakref import ref
 
 import torch
@@ -21,6 +21,7 @@ from composable_fsdp._memory.streams import Work
 from composable_fsdp.errors import PeerError
 
 __all__ = [
+    "SUM",
     "AliasingCommunicator",
     "Around",
     "Collective",
@@ -31,11 +32,14 @@ __all__ = [
     "Traits",
     "Transfer",
     "Work",
-    "end_epoch",
+    "barrier",
     "find",
+    "is_over_group",
 ]
 
 T = TypeVar("T")
+
+SUM = ReduceOp.SUM
 
 
 class LostError(PeerError):
@@ -134,9 +138,7 @@ class Communicator(Protocol):
         """Allocate an uninitialized 1-d message buffer."""
         ...
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> Work:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         """Launch one collective for all ``transfers`` at once.
 
         Every rank of the axis must make the same calls in the same order. The caller must not touch the tensors until
@@ -164,11 +166,10 @@ class AliasingCommunicator(Communicator, Protocol):
         ...
 
     def note_epoch_end(self) -> None:
-        """Count one epoch more. For :func:`end_epoch`."""
+        """Count one epoch more. For :func:`barrier`."""
         ...
 
 
-@runtime_checkable
 class GroupCommunicator(Communicator, Protocol):
     """A communicator over the ranks of a ``torch.distributed`` process group.
 
@@ -177,6 +178,11 @@ class GroupCommunicator(Communicator, Protocol):
 
     @property
     def group(self) -> dist.ProcessGroup: ...
+
+    @property
+    def name(self) -> str:
+        """The name of the group."""
+        ...
 
     ranks: tuple[int, ...]
     """The global ranks of the group."""
@@ -268,6 +274,11 @@ class GroupReference:
         return group
 
 
+def is_over_group(communicator: object) -> TypeGuard[GroupCommunicator]:
+    """Return whether ``communicator``, or what it is around, communicates over a process group."""
+    return hasattr(communicator, "ranks")
+
+
 def find(communicator: object, kind: type[T]) -> T | None:
     """Return the first object of type ``kind`` among ``communicator`` and what it is around, or ``None``."""
     while not isinstance(communicator, kind):
@@ -277,11 +288,12 @@ def find(communicator: object, kind: type[T]) -> T | None:
     return communicator
 
 
-def end_epoch(communicator: AliasingCommunicator, name: str) -> Work:
-    """Launch the barrier that ends an epoch of shared memory. ``name`` is its name in errors.
+def barrier(communicator: AliasingCommunicator, name: str, *, ends_epoch: bool) -> Work:
+    """Launch a barrier, which may end an epoch of shared memory. ``name`` is its name in errors.
 
     No rank reads what others wrote before it. Afterwards each rank may write to its own part of the shared memory.
     Every rank must wait for the work before it launches anything else.
     """
-    communicator.note_epoch_end()
+    if ends_epoch:
+        communicator.note_epoch_end()
     return communicator.launch(Collective.BARRIER, (), name)

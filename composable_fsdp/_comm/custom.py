@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from composable_fsdp._comm.c10d import OPERATIONS, WorkList
 from composable_fsdp._comm.communicator import (
+    SUM,
     Around,
     Collective,
     Communicator,
@@ -22,6 +23,7 @@ from composable_fsdp._comm.communicator import (
     Traits,
     Transfer,
     Work,
+    is_over_group,
 )
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import ArgumentTypeError
@@ -69,9 +71,7 @@ class CustomCommunicator(Around):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._collective.allocate((numel,), dtype=dtype, device=device)
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> Work:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         if kind is not self._kind:
             return self.base.launch(kind, transfers, label, op)
         options = self._options() if kind is Collective.ALL_GATHER else {"op": OPERATIONS[op]}
@@ -97,6 +97,6 @@ def customize(
             f"set_custom_{kind.value} takes an object with allocate(size, *, dtype, device) that can be called with "
             f"(output_tensor, input_tensor, group, ...), not {type(collective).__name__}."
         )
-    if not isinstance(base, GroupCommunicator):
+    if not is_over_group(base):
         return base
     return CustomCommunicator(base, kind, collective, all_gather_options)  # type: ignore[arg-type]

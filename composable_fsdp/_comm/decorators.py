@@ -18,7 +18,16 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 
 from composable_fsdp import trace
-from composable_fsdp._comm.communicator import Around, Collective, GroupCommunicator, LostError, Transfer, Work
+from composable_fsdp._comm.communicator import (
+    SUM,
+    Around,
+    Collective,
+    GroupCommunicator,
+    LostError,
+    Transfer,
+    Work,
+    is_over_group,
+)
 from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
@@ -44,10 +53,8 @@ _NAMES = {
 class Visible(Around):
     """Emits a trace event for each launch, and shows those that bypass torch's dispatcher as collectives of torch."""
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> Work:
-        if trace.listeners and isinstance(self.base, GroupCommunicator):
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
+        if trace.listeners and is_over_group(self.base):
             nbytes = sum(transfer.input.nbytes for transfer in transfers)
             trace.emit(trace.Operation.COLLECTIVE, label, nbytes, position=position(self.base, self.base.launched + 1))
         if self.traits.dispatches:
@@ -64,7 +71,7 @@ class Visible(Around):
 
 def position(communicator: GroupCommunicator, number: int) -> trace.Position:
     """Return the position of the ``number``-th collective since the ranks have connected, from 1."""
-    return trace.Position(communicator.group.group_name, communicator.ranks, communicator.generation, number)
+    return trace.Position(communicator.name, communicator.ranks, communicator.generation, number)
 
 
 def _group_of(label: str) -> str:
@@ -107,11 +114,9 @@ class Watched(Around):
         self._begin()
 
     def _begin(self) -> None:
-        self._number, self._line = 0, f"{self.group.group_name}/{self.generation}"
+        self._number, self._line = 0, f"{self.name}/{self.generation}"
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> Work:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         self._number += 1
         operation = OperationId(self._ranks, self._number, label or kind.label, self._line)
         try:
@@ -219,9 +224,7 @@ class OrderChecked(Around):
         level = self._exchange.level(self._level)
         self.checker = OrderChecker(self._numbers, self._texts, level)
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> Work:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         label = label or kind.label
         try:
             self._label = label

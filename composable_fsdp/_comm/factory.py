@@ -18,7 +18,7 @@ from composable_fsdp._comm.shm.connect import connect
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp._memory.device_capabilities import backend_capabilities
+from composable_fsdp._memory.device_capabilities import backend_capabilities, is_host
 
 __all__ = [
     "AROUND",
@@ -96,12 +96,13 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
 
     All ranks must make the first call for a group together. The communicator is cached.
     """
-    known = _known.setdefault(group, {})
-    if device_type not in known:
+    known = _known.setdefault(group, {}).get(device_type)
+    if known is None:
         _creation_order.setdefault(group, next(_next_index))
         made = (transport(group, device_type) for transport in TRANSPORTS)
-        known[device_type] = cast(GroupCommunicator, _decorated(next(each for each in made if each is not None)))
-    return known[device_type]
+        known = cast(GroupCommunicator, _decorated(next(each for each in made if each is not None)))
+        _known[group][device_type] = known
+    return known
 
 
 def loopback() -> Communicator:
@@ -161,5 +162,5 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     """Return the timeout of ``group`` in seconds, that of its CPU backend if it has one."""
     if type(group) is not dist.ProcessGroup:
         return timeout_of_backend(group)
-    device = min(group._device_types, key=lambda device: device.type != "cpu")
+    device = min(group._device_types, key=lambda device: not is_host(device))
     return timeout_of_backend(group._get_backend(device))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from composable_fsdp._comm.communicator import Collective, Traits, Transfer
+from composable_fsdp._comm.communicator import SUM, Collective, Traits, Transfer
 from composable_fsdp._layout.grad_scaling import ReduceOp
 
 __all__ = ["DONE", "LoopbackCommunicator"]
@@ -51,9 +51,7 @@ class LoopbackCommunicator:
     def note_epoch_end(self) -> None:
         """Do nothing: this rank alone reads the memory."""
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> _Done:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> _Done:
         if kind is not Collective.ALL_REDUCE:
             for transfer in transfers:
                 transfer.output.copy_(transfer.input)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from composable_fsdp._comm.communicator import Collective, Communicator, GroupCommunicator, Transfer
+from composable_fsdp._comm.communicator import Collective, Communicator, Transfer, is_over_group
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp.errors import DivergenceError
 
@@ -105,7 +105,7 @@ def multi_rank_axes(communicators: Iterable[Communicator]) -> list[Communicator]
     """Return the axes with several ranks. There are none in simulations, whose fake tensors cannot be compared."""
     if isinstance(torch.empty(0), FakeTensor):
         return []
-    return [c for c in communicators if isinstance(c, GroupCommunicator) and c.size > 1]
+    return [c for c in communicators if is_over_group(c) and c.size > 1]
 
 
 def gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> torch.Tensor:
@@ -125,9 +125,12 @@ def _decompress(packed: bytes) -> str:
 
 def gather_objects(own: T, axis: Communicator | dist.ProcessGroup) -> list[T]:
     """Return ``own`` of every rank of ``axis``, in rank order. For setup only. All ranks must call it together."""
-    if not isinstance(axis, (GroupCommunicator, dist.ProcessGroup)):
+    if isinstance(axis, dist.ProcessGroup):
+        group = axis
+    elif is_over_group(axis):
+        group = axis.group
+    else:
         return [own] * axis.size
-    group = axis if isinstance(axis, dist.ProcessGroup) else axis.group
     gathered = [own] * dist.get_world_size(group)
     with torch.device("cpu"):  # the caller may have set another default device
         dist.all_gather_object(gathered, own, group=group)

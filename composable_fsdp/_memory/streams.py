@@ -223,12 +223,7 @@ class CommStream:
                 self.join()  # copies may still use buffers, for which nothing waits now
                 raise
         elif after is None:
-            grad_mode = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)
-            try:
-                pending._work = launch()
-            finally:
-                torch._C._set_grad_enabled(grad_mode)
+            pending.start()
         return pending
 
 

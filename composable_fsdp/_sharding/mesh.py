@@ -125,15 +125,14 @@ class DataParallelAxes:
         if key not in known:
             ranks = dist.get_process_group_ranks(shard_group)
             first = self.shard.rank - self.shard.rank % size
-            group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-            known[key] = communicator_over(group, self.mesh.device_type)
-        return known[key]
+            known[key] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+        return communicator_over(known[key], self.mesh.device_type)
 
 
 # Keyed by process group, because every slice of a mesh is a new object; then by type of device, because a process group
 # can have a backend for each.
 _shard_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
-_smaller_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], Communicator]] = WeakKeyDictionary()
+_smaller_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], dist.ProcessGroup]] = WeakKeyDictionary()
 _default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import torch
 
 from composable_fsdp._comm.c10d import Pooled
-from composable_fsdp._comm.communicator import AliasingCommunicator, Collective, Communicator, GroupCommunicator
+from composable_fsdp._comm.communicator import AliasingCommunicator, Collective, Communicator, is_over_group
 from composable_fsdp._comm.custom import customize
 from composable_fsdp._comm.factory import duplicate
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
@@ -129,7 +129,7 @@ class ProcessGroups:
         self._pooled = pooled
         self._combine()
 
-    def separate_scatter(self, known: MutableMapping[object, GroupCommunicator] | None) -> None:
+    def separate_scatter(self, known: MutableMapping[object, Communicator] | None) -> None:
         """Give reduce-scatters their own process group, or undo that.
 
         Args:
@@ -139,7 +139,7 @@ class ProcessGroups:
         shard = self.axes.shard
         if known is None:
             self._separate = None
-        elif self._separate is None and isinstance(shard, GroupCommunicator):
+        elif self._separate is None and is_over_group(shard):
             if shard.group not in known:
                 known[shard.group] = duplicate(shard, self.axes.device.type)
             self._separate = known[shard.group]
@@ -168,7 +168,7 @@ class ProcessGroups:
 
     def _with_pool(self, communicator: Communicator) -> Communicator:
         """Return ``communicator`` with the chosen allocator of messages."""
-        if isinstance(communicator, GroupCommunicator) and self._pooled and communicator.traits.dispatches:
+        if self._pooled and communicator.traits.dispatches:
             return Pooled(communicator)
         return communicator
 

@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._comm.communicator import Communicator, GroupCommunicator
+from composable_fsdp._comm.communicator import Communicator, is_over_group
 from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.root.calibration import (
@@ -166,7 +166,7 @@ def _medians(
 
 def _neighbours(communicator: Communicator, device_type: str) -> Communicator | None:
     """Return the communicator of this rank and its neighbour, or ``None`` if not all of more than 2 ranks have one."""
-    if not isinstance(communicator, GroupCommunicator) or communicator.size == 2 or communicator.size % 2:
+    if not is_over_group(communicator) or communicator.size == 2 or communicator.size % 2:
         return None
     ranks = dist.get_process_group_ranks(communicator.group)
     first = communicator.rank - communicator.rank % 2

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import torch
 
-from composable_fsdp._comm.communicator import Collective, Traits, Transfer
+from composable_fsdp._comm.communicator import SUM, Collective, Traits, Transfer
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
@@ -201,9 +201,7 @@ class FakeCommunicator:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> FakeWork:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> FakeWork:
         input_size = 1 if kind in (Collective.ALL_GATHER, Collective.ALL_REDUCE) else self.size
         output_size = 1 if kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE) else self.size
         for index, transfer in enumerate(transfers):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._comm.communicator import Around, Collective, Communicator, Transfer, Work
+from composable_fsdp._comm.communicator import SUM, Around, Collective, Communicator, Transfer, Work
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._runtime.groups.state import find_state
 from composable_fsdp._runtime.lazy_init import iteration_of
@@ -127,9 +127,7 @@ class FaultyCommunicator(Around):
         own = dist.get_rank() if dist.is_initialized() else base.rank
         self.faults = [fault for fault in faults if fault.rank in (None, own)]
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> Work:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         label = label or kind.label
         launch: Callable[[], Work] = partial(self.base.launch, kind, transfers, label, op)
         for fault in self.faults:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import AllGatherBuffers, CommStreams, GatherCache, Transfer, launch_gather
+from tests._internals import AllGatherBuffers, Collective, CommStreams, GatherCache, Traits, Transfer, launch_gather
 
 CPU = torch.device("cpu")
 
@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 class ShmSocket:
     """A communicator whose operations never complete, or which cannot launch."""
 
-    aliases = False
+    traits = Traits()
     size = 2
 
     def __init__(self, *, works: bool) -> None:
         self._works = works
 
-    def all_gather(self, transfers: Sequence[Transfer], label: str) -> ShmSocket:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str) -> ShmSocket:
         if not self._works:
             raise MemoryError(label)
         return self

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import Collective, GroupReference, Traits, Transfer, Work
+from composable_fsdp._comm.communicator import SUM, Collective, GroupReference, Traits, Transfer, Work
 from composable_fsdp._comm.gloo.connection import DATA, DATA_TAGS, GlooConnection
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._layout.grad_scaling import ReduceOp, add_up
@@ -81,8 +81,12 @@ class GlooCommunicator:
     """Collectives of CPU tensors over gloo. Final."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.connection = GroupReference(group), GlooConnection(group)
-        self.ranks, self.rank, self.size = self.connection.ranks, self.connection.rank, self.connection.size
+        self._group, self.name = GroupReference(group), group.group_name
+        self.connection = connection = GlooConnection(group)
+        self.check, self.give_up = connection.check, connection.give_up
+        self.abandon, self.reopen = connection.abandon, connection.reopen
+        self.exchange_numbers, self.exchange_texts = connection.exchange_numbers, connection.exchange_texts
+        self.ranks, self.rank, self.size = connection.ranks, connection.rank, connection.size
         self.traits = Traits(
             widens=True,
             coalesces=True,  # all messages of a launch are on their way before the first is waited for
@@ -111,33 +115,13 @@ class GlooCommunicator:
     def is_broken(self) -> bool:
         return bool(self.connection.broken)
 
-    def check(self) -> None:
-        self.connection.check()
-
-    def give_up(self, reason: str) -> None:
-        self.connection.give_up(reason)
-
-    def abandon(self) -> None:
-        self.connection.abandon()
-
-    def reopen(self) -> None:
-        self.connection.reopen()
-
     def level(self, level: OrderCheck) -> OrderCheck:
         return level
-
-    def exchange_numbers(self, own: int) -> list[int]:
-        return self.connection.exchange_numbers(own)
-
-    def exchange_texts(self, own: str) -> dict[int, str]:
-        return self.connection.exchange_texts(own)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> GlooWork:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> GlooWork:
         if op is not ReduceOp.SUM:
             raise UnsupportedError("a communicator over gloo does not average: ask for its traits, or sum and divide.")
         messages = self._messages(transfers) if kind is Collective.REDUCE_SCATTER else []

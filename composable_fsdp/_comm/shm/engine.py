@@ -51,7 +51,7 @@ class _Running:
     def __str__(self) -> str:
         operation = self.operation
         where = f", round {self.round + 1} of {operation.num_rounds}" if operation.num_rounds > 1 else ""
-        return f"{operation.label} (operation {self.sequence}, {operation.nbytes} bytes{where})"
+        return f"{operation.label} (operation {self.sequence + 1}, {operation.nbytes} bytes{where})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class ShmEngine:
             same_label = here[0] == there[0]
             own, other = (f"{label} ({nbytes} bytes)" if same_label else label for label, nbytes in (here, there))
             divided = ", divided into other tensors" if here == there else ""
-            raise self._peers.order_error(running.sequence, (self.rank, own), (rank, other + divided))
+            raise self._peers.order_error(running.sequence + 1, (self.rank, own), (rank, other + divided))
         if message.block == NO_BLOCK:
             return message.memory
         if message.memory is not None:
@@ -289,7 +289,7 @@ class ShmEngine:
         if self._watchdog is None or not self._running:
             return
         connection, first = f"{self._name}/{self.generation}", self._running[0]
-        operation = OperationId(tuple(self._peers.ranks), first.sequence, first.operation.label, connection)
+        operation = OperationId(tuple(self._peers.ranks), first.sequence + 1, first.operation.label, connection)
         self._wait_reported = True
         self._watchdog.begin_wait(operation, seconds=seconds)
         error = self._watchdog.diagnose_wait(operation)

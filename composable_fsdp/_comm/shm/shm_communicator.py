@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import Collective, GroupReference, Traits, Transfer, Work
+from composable_fsdp._comm.communicator import SUM, Collective, GroupReference, Traits, Transfer, Work
 from composable_fsdp._comm.loopback import DONE
 from composable_fsdp._comm.shm.collective import Barrier, collective
 from composable_fsdp._comm.shm.connect import reconnect
@@ -38,7 +38,8 @@ class SharedMemoryCommunicator:
     """
 
     def __init__(self, group: dist.ProcessGroup, engine: ShmEngine) -> None:
-        self._group, self.ranks = GroupReference(group), tuple(dist.get_process_group_ranks(group))
+        self._group, self.name = GroupReference(group), group.group_name
+        self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank, self.size = engine.rank, engine.size
         self.traits = Traits(
             widens=True,
@@ -79,9 +80,7 @@ class SharedMemoryCommunicator:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def launch(
-        self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = ReduceOp.SUM
-    ) -> Work:
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         if op is not ReduceOp.SUM:
             raise UnsupportedError(
                 "a communicator in shared memory does not average: ask for its traits, or sum and divide."

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from composable_fsdp import trace
-from composable_fsdp._comm.communicator import AliasingCommunicator, Collective, Communicator, end_epoch
+from composable_fsdp._comm.communicator import AliasingCommunicator, barrier
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._memory.streams import CommStreams, Work
 from composable_fsdp._runtime.groups import profiling
@@ -471,7 +471,7 @@ class Iteration:
         self._passes.end_backward()
         self._pass, self._pass_around_backward = self._pass_around_backward, Pass.IDLE
 
-    def _end_epoch(self, occasion: str, awaited: Container[Communicator]) -> list[Work]:
+    def _end_epoch(self, occasion: str, awaited: Container[AliasingCommunicator]) -> list[Work]:
         """Launch the end of the epoch of shared memory: this rank reads nothing in it until the next all-gather.
 
         Once the returned works are done, no rank reads there, and each may write.
@@ -480,7 +480,7 @@ class Iteration:
             occasion: name of the event in errors.
             awaited: communicators over which ranks have read since the epoch began. The others need no synchronization.
         """
-        works = [end_epoch(communicator, occasion) for communicator in self._aliasing if communicator in awaited]
+        works = [barrier(c, occasion, ends_epoch=True) for c in self._aliasing if c in awaited]
         for state in self.states.values() if works else ():
             state.group.note_epoch_end()
         return works
@@ -494,10 +494,10 @@ class Iteration:
         _wait_for(self._end_epoch("end of forward", self._awaited))
 
     @property
-    def _awaited(self) -> set[Communicator]:
+    def _awaited(self) -> set[AliasingCommunicator]:
         """The axes over which ranks may read shared memory: the same on every rank."""
         process_groups = (pgs for state in self.states.values() for pgs in state.group.process_groups)
-        return {pgs.axes.shard for pgs in process_groups if pgs.awaits_epoch_end}
+        return {cast(AliasingCommunicator, pgs.axes.shard) for pgs in process_groups if pgs.awaits_epoch_end}
 
     @property
     def awaits_readers(self) -> bool:
@@ -522,10 +522,11 @@ class Iteration:
         profiling.look_for_readers()
         self._verify_ranks()
         is_new = self._runner.unshard_explicitly(state)
-        awaited = dict.fromkeys(c.axes.shard for c in state.group.process_groups if c.awaits_epoch_end)
+        shared = dict.fromkeys(pgs.axes.shard for pgs in state.group.process_groups if pgs.awaits_epoch_end)
+        awaited = [cast(AliasingCommunicator, communicator) for communicator in shared]
         if is_new and awaited:
             state.group.copy_out_shared()
-            _wait_for([c.launch(Collective.BARRIER, (), f"unshard() of {state.name}") for c in awaited])
+            _wait_for([barrier(c, f"unshard() of {state.name}", ends_epoch=False) for c in awaited])
             state.group.note_epoch_end()
 
     def schedule(self) -> Schedule:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import Communicator, GroupCommunicator
+from composable_fsdp._comm.communicator import Communicator, is_over_group
 from composable_fsdp._comm.factory import abandon, compare, position, reopen, timeout_of
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._consistency.rank_report import ranks_text
@@ -110,7 +110,7 @@ def _groups(states: Iterable[FSDPState]) -> list[dist.ProcessGroup]:
             communicators += [pgs.axes.shard, pgs.axes.replicate, pgs.scatter]
             if pgs.smaller is not None:
                 communicators.append(pgs.smaller)
-    return list(dict.fromkeys(c.group for c in communicators if isinstance(c, GroupCommunicator)))
+    return list(dict.fromkeys(c.group for c in communicators if is_over_group(c)))
 
 
 def _ranks(states: Iterable[FSDPState]) -> list[int]:
