@@ -21,11 +21,11 @@ if TYPE_CHECKING:
         Around,
         Collective,
         Communicator,
-        GroupCommunicator,
         Traits,
         Transfer,
         Work,
         find,
+        is_over_group,
     )
     from composable_fsdp._comm.decorators import OrderChecked, Visible, Watched, _WatchedWork, level_through_store
     from composable_fsdp._comm.factory import communicator_over, compared, duplicate

@@ -19,7 +19,7 @@ import composable_fsdp as ours
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import GroupCommunicator, find_state, state_of
+from tests._internals import find_state, is_over_group, state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.sharding import sharded
@@ -244,7 +244,7 @@ def test_custom_collectives_get_one_message_per_group(mesh_shape: tuple[int, ...
 
 
 def group_of(communicator: object) -> dist.ProcessGroup:
-    assert isinstance(communicator, GroupCommunicator)
+    assert is_over_group(communicator)
     return communicator.group
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import PeerError
 from composable_fsdp.testing import run_ranks
-from tests._internals import Collective, GroupCommunicator, Transfer
+from tests._internals import Collective, Transfer, is_over_group
 from tests.helpers.transports import over_gloo
 
 
@@ -120,7 +120,7 @@ def wait_again_after_a_failure() -> None:
     group = dist.group.WORLD
     assert group is not None
     communicator = over_gloo(group)
-    assert isinstance(communicator, GroupCommunicator)
+    assert is_over_group(communicator)
     transfer = Transfer(torch.empty(communicator.size * 10), torch.ones(10))
     works = [communicator.launch(Collective.ALL_GATHER, [transfer])] if communicator.rank == 0 else []
     for work in works:

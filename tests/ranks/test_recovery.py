@@ -24,7 +24,6 @@ from tests._internals import (
     GlooCommunicator,
     GlooConnection,
     GlooWork,
-    GroupCommunicator,
     OperationId,
     ParamGroup,
     Transfer,
@@ -32,6 +31,7 @@ from tests._internals import (
     _WatchedWork,
     disconnect,
     find,
+    is_over_group,
     iteration_of,
     reconnect,
     state_of,
@@ -147,7 +147,7 @@ def free_memory_last() -> None:
 
     def watched(group: ParamGroup) -> None:
         communicator = group.process_groups[0].axes.shard
-        assert isinstance(communicator, GroupCommunicator)
+        assert is_over_group(communicator)
         base = find(communicator, GlooCommunicator)
         assert base is not None
         found.add((base.is_broken, len(base.connection.kept)))

@@ -25,7 +25,6 @@ from tests._internals import (
     Collective,
     Communicator,
     GlooCommunicator,
-    GroupCommunicator,
     ReduceOp,
     SharedMemoryCommunicator,
     Transfer,
@@ -35,6 +34,7 @@ from tests._internals import (
     data_parallel_axes,
     duplicate,
     find,
+    is_over_group,
 )
 from tests._internals import segment as memory
 from tests.helpers.transports import in_place, over_gloo
@@ -304,7 +304,7 @@ def choose_in_a_mesh() -> None:
     axes = data_parallel_axes(dist.init_device_mesh("cpu", (4,)))
     smaller = axes.smaller_shard_axis(2)
     assert find(axes.shard, SharedMemoryCommunicator) is not None
-    assert isinstance(axes.shard, GroupCommunicator)
+    assert is_over_group(axes.shard)
     assert find(smaller, SharedMemoryCommunicator) is not None
     double = duplicate(axes.shard, "cpu")
     assert find(double, SharedMemoryCommunicator) is not None
