@@ -223,7 +223,12 @@ class CommStream:
                 self.join()  # copies may still use buffers, for which nothing waits now
                 raise
         elif after is None:
-            pending.start()
+            grad_mode = torch.is_grad_enabled()  # as in start(), without its frame
+            torch._C._set_grad_enabled(False)
+            try:
+                pending._work = launch()
+            finally:
+                torch._C._set_grad_enabled(grad_mode)
         return pending
 
 
