@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test true-device test-fast check goldens format docs behaviours upstream errors bench bench-quick gpu clients suites clean
+.PHONY: help install demo demo-short quantized elastic test true-device test-fast plugins check goldens format docs behaviours upstream errors bench bench-quick gpu clients suites clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -63,6 +63,9 @@ test: $(READY) ## run the tests: unit tests on two cores, then the others one by
 
 true-device: $(READY) ## build a device that is not the CPU, by g++, and test training on it
 	TRUE_DEVICE=1 $(BIN)/python -m pytest tests/ranks/test_true_device.py
+
+plugins: $(READY) ## run the tests without each plugin, and print a table; takes hours (PLUGINS_ARGS="ForwardOrder --tests tests/unit")
+	$(BIN)/python benchmarks/plugin_table.py $(PLUGINS_ARGS)
 
 test-fast: $(READY) ## run the tests that start no other process, in at most 3 minutes (TEST_ARGS=...)
 	$(BIN)/python -m pytest -m "not multiprocess" $(TEST_ARGS)

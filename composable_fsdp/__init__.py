@@ -19,8 +19,6 @@ from composable_fsdp._api.materialize import initialize, to_empty
 from composable_fsdp._api.random_shards import sharded_rng
 from composable_fsdp._consistency.shutdown import shutdown
 from composable_fsdp._consistency.wait_warning import set_wait_warning
-from composable_fsdp._runtime.groups.unmanaged_params import PlainParameterWarning
-from composable_fsdp._runtime.lazy_init import LowPrecisionWarning
 from composable_fsdp._runtime.params.tensor_subclass import LostExtensionWarning
 from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp._sharding.mesh import OffloadBackendWarning
@@ -52,9 +50,11 @@ from composable_fsdp.errors import (
     ShardDimError,
     UnsupportedError,
 )
-from composable_fsdp.full_params import apply_to_full_params, unsharded_params
 from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
 from composable_fsdp.optim.local_optimizer import local_optimizer
+from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
+from composable_fsdp.plugins.optimizer_checks import LowPrecisionWarning
+from composable_fsdp.plugins.plain_parameters import PlainParameterWarning
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,

@@ -15,6 +15,7 @@ from composable_fsdp._runtime.lazy_init import known_iteration
 from composable_fsdp.codecs._encoder import Encoder
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.plugins.residuals import commit_residuals
 
 __all__ = ["CommunicationState"]
 
@@ -84,7 +85,7 @@ class CommunicationState:
         for state_name, state in states_of(self._model):
             iteration = known_iteration(state)
             if iteration is not None:
-                iteration.commit_residuals()
+                commit_residuals(iteration)
             for bucket in state.group.buckets:
                 name = _name(bucket, module_names) or state_name
                 for stage, encoder in bucket.scatter.encoders.items():

@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime import lazy_init
     from composable_fsdp._runtime.collectives import all_gather, bucket, reduce_scatter
     from composable_fsdp._runtime.collectives.all_gather import (
+        CachedLaunch,
         GatherCache,
         cached_gather,
         launch_gather,
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
         GradientState,
         ParameterOperation,
         ParameterState,
+        Pass,
         advance,
     )
     from composable_fsdp._runtime.lazy_init import iteration_of
@@ -120,25 +122,13 @@ if TYPE_CHECKING:
         local_part,
         take_gradients,
     )
-    from composable_fsdp._runtime.root import schedule_runner
-    from composable_fsdp._runtime.root.calibration import Calibration, measure_collective
-    from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
-    from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration, Pass
+    from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
-    from composable_fsdp._runtime.root.recovery import disconnect, reconnect
     from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
     from composable_fsdp._runtime.schedule import passes, schedule
-    from composable_fsdp._runtime.schedule.choose import (
-        DEFAULT_SETTINGS,
-        EXTRA_BYTES,
-        Choice,
-        ScheduleSettings,
-        choose,
-    )
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-    from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
-    from composable_fsdp._runtime.schedule.simulate import Timeline, fit_computation, simulate
+    from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions, ScheduleSettings
     from composable_fsdp._runtime.schedule.unused_groups import UnusedGroups
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._sharding import mesh, process_groups
@@ -197,6 +187,18 @@ if TYPE_CHECKING:
     from composable_fsdp.diagnostics._timeline_files import merged
     from composable_fsdp.optim import _local_step
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
+    from composable_fsdp.plugins.forward_order import ExecutionOrderWarning
+    from composable_fsdp.plugins.recovery import disconnect, reconnect
+    from composable_fsdp.plugins.tuning import tuning
+    from composable_fsdp.plugins.tuning.calibration import Calibration, measure_collective
+    from composable_fsdp.plugins.tuning.choose import (
+        DEFAULT_SETTINGS,
+        EXTRA_BYTES,
+        Choice,
+        choose,
+    )
+    from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
+    from composable_fsdp.plugins.version_check import reads_shards
     from composable_fsdp.testing import _pool, _stream_group
     from composable_fsdp.testing._messages import (
         Call,

@@ -21,6 +21,7 @@ from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState
 from composable_fsdp._runtime.lazy_init import optimizer_hooks
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.params.tensor_subclass import hooks_of
+from composable_fsdp._runtime.root.observer import OBSERVERS
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.errors import ConfigurationError
 
@@ -114,7 +115,8 @@ def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
     optimizer_hooks.keep_for(clone)
     uncaught_errors.keep_for(clone)
     clone.copy_settings(state)
-    clone.version_check = None if state.version_check is None else state.version_check.copy_for(copied)
+    for observer in OBSERVERS:
+        observer.after_copy(state, clone)
     for ahead in ("forward_prefetch", "backward_prefetch"):
         known = getattr(state, ahead)
         if known is not None and all(id(other) in memo for other in alive(known)):

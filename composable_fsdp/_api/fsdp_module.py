@@ -7,6 +7,7 @@ import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, NoReturn
 from weakref import ref
@@ -25,18 +26,15 @@ from composable_fsdp._api.group_setters import (
     set_root_option,
 )
 from composable_fsdp._comm.communicator import Communicator
+from composable_fsdp._comm.factory import compare
 from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.callers_context import runs_outside
-from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, state_of
+from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, connections, state_of
 from composable_fsdp._runtime.groups.state_machine import GradientState, ParameterState
-from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import hooked_forward
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration, states_by_name
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.root.iteration import Iteration
-from composable_fsdp._runtime.root.model_check import check_costs
-from composable_fsdp._runtime.root.recovery import set_order_check
-from composable_fsdp._runtime.schedule.choose import Choice
 from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.schedule import Schedule
 from composable_fsdp._runtime.shard_extent import states_below
@@ -49,6 +47,10 @@ from composable_fsdp.errors import (
     LifecycleError,
     UnsupportedError,
 )
+from composable_fsdp.plugins.tuning.choose import Choice
+from composable_fsdp.plugins.tuning.costs_check import check_costs
+from composable_fsdp.plugins.tuning.tuning import choice_of, tuning_of
+from composable_fsdp.plugins.version_check import set_version_check
 from composable_fsdp.policies import Reshard
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
@@ -199,7 +201,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits at its end for reductions in flight. If not, a later backward does."""
-        iteration_of(_state(self)).is_last_backward = is_last_backward
+        iteration_of(_state(self)).finalization.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards leave reductions in flight until :meth:`finalize_backward` is called, once per step.
@@ -399,6 +401,9 @@ class FSDPModule(TorchFSDPModule):
         found = _read_costs(costs)
         check_costs(states_by_name(_state(self)), found)
         set_root_option(_state(self), "costs", found)
+        iteration = known_iteration(_state(self))
+        if iteration is not None:
+            tuning_of(iteration)
 
     def calibrate(self, steps: int = 2) -> None:
         """Measure the costs of collectives and computation in the next training steps, and choose by them.
@@ -416,18 +421,19 @@ class FSDPModule(TorchFSDPModule):
             ConfigurationError: ``steps`` is less than 1.
         """
         check_count("steps", steps, least=1)
-        iteration_of(_state(self)).tuning.calibrate(steps)
+        iteration = iteration_of(_state(self))
+        tuning_of(iteration).calibrate(iteration, steps)
 
     def costs(self) -> Costs | None:
         """Return the table by which settings are chosen: that of ``set_costs``, or the one that was measured last."""
-        return _state(self).costs
+        return _state(self).options.costs
 
     def schedule_choice(self) -> Choice | None:
         """Return the settings that were chosen by costs, with the predicted time and memory of a step.
 
         ``print(model.schedule_choice())`` shows them. It is ``None`` until a choice has been made. Call it on the root.
         """
-        return iteration_of(_state(self)).choice
+        return choice_of(iteration_of(_state(self)))
 
     def set_max_fused_bytes(self, max_fused_bytes: int | None) -> None:
         """Set how many bytes of full parameters of small, adjacent groups share one all-gather and one reduction.
@@ -473,8 +479,8 @@ class FSDPModule(TorchFSDPModule):
         """
         chosen, states = order_check_from(level), _states(self, recurse=True)
         for state in states:
-            state.order_check = chosen
-        set_order_check(states, chosen)
+            state.options = replace(state.options, order_check=chosen)
+        compare(connections(states), chosen)
 
     def set_version_check(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set how backward detects parameters that have changed since their forward.
@@ -488,7 +494,7 @@ class FSDPModule(TorchFSDPModule):
             recurse: apply the setting to the sharded modules below this one too.
         """
         for state in _states(self, recurse):
-            state.version_check = VersionCheck(state.group, reads_shards=True) if enable else None
+            set_version_check(state, enable)
 
     # -- communication
 

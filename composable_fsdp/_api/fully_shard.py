@@ -18,10 +18,10 @@ from composable_fsdp._runtime.compile import mark_managed
 from composable_fsdp._runtime.groups.callers_context import outside_callers_context
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of
-from composable_fsdp._runtime.groups.unmanaged_params import plain_places
 from composable_fsdp._runtime.hooks import install_hooks, wrap_forward_method
 from composable_fsdp._runtime.lazy_init import optimizer_hooks
 from composable_fsdp._runtime.params.sharded_param import note_replaced
+from composable_fsdp._runtime.root.observer import OBSERVERS
 from composable_fsdp._sharding.mesh import (
     DataParallelAxes,
     data_parallel_axes,
@@ -215,7 +215,8 @@ def fully_shard(
         for each, its_class in zip(modules, classes, strict=True):
             state.attach(each)
             each.__class__ = its_class
-        state.plain_places = plain_places(modules)
+        for observer in OBSERVERS:
+            observer.after_sharding(state)
     return module
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, SupportsFloat, cast
 
 import torch
@@ -58,20 +59,20 @@ def check_between_steps(setter: str, states: Sequence[FSDPState]) -> None:
         )
 
 
-def set_root_option(state: FSDPState, choice: str, value: object) -> None:
+def set_root_option(state: FSDPState, choice: str, value: Any) -> None:
     """Set an option that applies to all FSDP states of a root.
 
     Raises:
         ConfigurationError: the root has run, and it is another module, whose option has another value.
     """
-    before = getattr(state, choice)
-    setattr(state, choice, value)
+    before = state.options
+    state.options = replace(before, **{choice: value})
     if state.iteration is None:  # the first forward checks it
         return
     try:
         check_settings(state.iteration.root, [state])
     except ConfigurationError:
-        setattr(state, choice, before)
+        state.options = before
         raise
 
 

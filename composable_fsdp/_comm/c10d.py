@@ -112,8 +112,10 @@ class ProcessGroupCommunicator:
                 for output, input in transfers:
                     collective(output, input, group=group, **options)
             return cast(Work, works)
-        works = [collective(t.output, t.input, group=group, async_op=True, **options) for t in transfers]
-        return works[0] if len(works) == 1 else WorkList(tuple(works))
+        started: list[Work] = []
+        for output, input in transfers:  # no comprehension, which would be one more frame
+            started.append(collective(output, input, group=group, async_op=True, **options))
+        return started[0] if len(started) == 1 else WorkList(tuple(started))
 
     def _all_reduce(self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
         works: list[Work] = []

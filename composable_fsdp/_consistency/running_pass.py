@@ -27,7 +27,18 @@ class RunningPass:
         caller: the Python frame that runs a forward; ``None`` for a backward, which has an :class:`EndOfRun`.
     """
 
-    __slots__ = ("_caller", "_raised", "_summary", "is_reported", "kind", "module", "raised_in", "run_has_ended")
+    __slots__ = (
+        "_caller",
+        "_raised",
+        "_summary",
+        "began",
+        "is_reported",
+        "kind",
+        "module",
+        "raised_in",
+        "run_has_ended",
+        "succeeded",
+    )
 
     def __init__(self, kind: str, module: str, caller: FrameType | None) -> None:
         self.kind = kind
@@ -38,6 +49,10 @@ class RunningPass:
         """True if fault listeners have been notified of its failure."""
         self.run_has_ended = False
         """True if autograd's run of a backward is over. Set by :class:`EndOfRun`."""
+        self.succeeded = False
+        """True if it has ended without an exception."""
+        self.began: float | None = None
+        """The time at which it began, for traces."""
         self._caller = caller
         self._raised = 0
         self._summary = ""

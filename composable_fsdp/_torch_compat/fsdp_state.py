@@ -21,11 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, ModuleReference
-from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS
+from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
 from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.root.iteration import Pass
 from composable_fsdp._torch_compat.torch_types import (
     TorchFSDPMeshInfo,
     TorchFSDPState,
@@ -339,21 +338,21 @@ class ClientGroup:
 
     @property
     def pre_backward(self) -> Callable[..., None]:
-        return (self._is_of_first and self._state.client_pre_backward) or self._pre_backward
+        return (self._is_of_first and self._state.client.pre_backward) or self._pre_backward
 
     @pre_backward.setter
     def pre_backward(self, function: Callable[..., None]) -> None:
         if self._is_of_first:
-            self._state.client_pre_backward = function
+            self._state.client = self._state.client._replace(pre_backward=function)
 
     @property
     def post_backward(self) -> Callable[..., None]:
-        return (self._is_of_first and self._state.client_post_backward) or self._post_backward
+        return (self._is_of_first and self._state.client.post_backward) or self._post_backward
 
     @post_backward.setter
     def post_backward(self, function: Callable[..., None]) -> None:
         if self._is_of_first:
-            self._state.client_post_backward = function
+            self._state.client = self._state.client._replace(post_backward=function)
 
     def _pre_backward(self, call: ForwardCall) -> None:
         iteration_of(self._state).pre_backward(call)

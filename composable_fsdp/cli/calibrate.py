@@ -20,7 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_fsdp._comm.communicator import Communicator, is_over_group
 from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._memory.device_capabilities import current_accelerator
-from composable_fsdp._runtime.root.calibration import (
+from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
+from composable_fsdp._sharding.mesh import data_parallel_axes
+from composable_fsdp.cli.printing import Json, console, print_json
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.plugins.tuning.calibration import (
     axes_costs,
     collectives_of,
     measure_collective,
@@ -28,11 +32,7 @@ from composable_fsdp._runtime.root.calibration import (
     median_over_ranks,
     message_sizes,
 )
-from composable_fsdp._runtime.root.clock import Clock
-from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
-from composable_fsdp._sharding.mesh import data_parallel_axes
-from composable_fsdp.cli.printing import Json, console, print_json
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.plugins.tuning.clock import Clock
 
 __all__ = ["calibrate", "measure_costs"]
 

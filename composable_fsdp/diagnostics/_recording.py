@@ -33,6 +33,7 @@ from composable_fsdp.diagnostics._records import Dump, Fault, Header, NumberedEv
 from composable_fsdp.diagnostics._signals import SignalWatch
 from composable_fsdp.diagnostics.timeline import Lanes, predicted
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
+from composable_fsdp.plugins.tuning.tuning import choice_of
 
 __all__ = [
     "FOLDER_VARIABLE",
@@ -100,7 +101,7 @@ class _Recording:
             self.groups.setdefault(event.group)
         if event.operation is trace.Operation.CHOOSE:
             iterations = {iteration_of(state) for module in _sharded if (state := find_state(module)) is not None}
-            choices = [each.choice for each in iterations if each.choice is not None]
+            choices = [choice for each in iterations if (choice := choice_of(each)) is not None]
             self.predicted = next((predicted(each.timeline) for each in choices if each.summary == event.group), None)
 
     def on_fault(self, error: BaseException | None, where: str, position: trace.Position | None = None) -> None:

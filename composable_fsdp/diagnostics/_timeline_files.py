@@ -22,6 +22,7 @@ from composable_fsdp.diagnostics.timeline import (
     write_chrome_trace,
 )
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.plugins.tuning.tuning import choice_of
 
 __all__ = ["merged", "write_timeline"]
 
@@ -48,7 +49,7 @@ def write_timeline(
         ConfigurationError: ``model`` is not sharded, or there is no training step to draw.
         UnsupportedError: a picture was asked for without matplotlib.
     """
-    choice = None if model is None else iteration_of(states_of(model)[0][1]).choice
+    choice = None if model is None else choice_of(iteration_of(states_of(model)[0][1]))
     processes = with_prediction([performed(events, title)], predicted(choice.timeline) if choice else None)
     if os.fspath(path).endswith(".json"):
         write_chrome_trace(path, processes)

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from composable_fsdp._runtime.schedule.schedule import Hook
-from composable_fsdp._runtime.schedule.simulate import Timeline as Simulated
+from composable_fsdp.plugins.tuning.simulate import Timeline as Simulated
 from composable_fsdp.trace import Operation, TraceEvent
 
 __all__ = ["Lanes", "Slice", "aligned", "performed", "predicted", "with_prediction", "write_chrome_trace"]

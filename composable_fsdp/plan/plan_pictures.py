@@ -7,8 +7,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from composable_fsdp._runtime.schedule.simulate import Span
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.plugins.tuning.simulate import Span
 
 __all__ = ["html_page", "picture"]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from composable_fsdp._runtime.schedule.html_table import html_table
-from composable_fsdp._runtime.schedule.simulate import Span
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plan.known_accelerators import Accelerator
 from composable_fsdp.plan.plan_advice import Advice
 from composable_fsdp.plan.plan_pictures import html_page, picture
+from composable_fsdp.plugins.tuning.simulate import Span
 
 __all__ = ["Plan", "Row", "saved_text", "size_text", "time_text"]
 

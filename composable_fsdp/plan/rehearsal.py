@@ -24,18 +24,19 @@ from composable_fsdp import fully_shard, to_empty
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp._runtime.root.calibration import Calibration
-from composable_fsdp._runtime.root.clock import Clock
 from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.schedule.costs import AxisCosts, Costs
 from composable_fsdp._runtime.schedule.passes import GroupSpec
 from composable_fsdp._runtime.schedule.schedule import Hook
-from composable_fsdp._runtime.schedule.simulate import Timeline
 from composable_fsdp.errors import ConfigurationError, FSDPError
 from composable_fsdp.plan.known_accelerators import Accelerator
 from composable_fsdp.plan.memory_ledger import MemoryLedger, Peak, peak_of
 from composable_fsdp.plan.model_inputs import Batch, make_batch
 from composable_fsdp.plan.simulated_job import mesh_shape, simulated_job
+from composable_fsdp.plugins.tuning.calibration import Calibration
+from composable_fsdp.plugins.tuning.clock import Clock
+from composable_fsdp.plugins.tuning.simulate import Timeline
+from composable_fsdp.plugins.tuning.tuning import predicted, tuning_of
 
 __all__ = ["GroupActivations", "Rehearsal", "rehearse"]
 
@@ -183,14 +184,14 @@ def rehearse(
                 sum(prod(parameter.shape) for parameter in model.parameters()),
                 len(iteration.states),
                 peak_of(ledger),
-                iteration.predict(costs),
+                predicted(iteration.runner, costs),
                 optimizer_seconds,
                 ledger.flops,
                 observer.activations,
                 costs.forward,
                 dtypes,
                 observer.keeps_cache,
-                {name: iteration.predict(costs, change) for name, change in changes.items()},
+                {name: predicted(iteration.runner, costs, change) for name, change in changes.items()},
             )
 
 
@@ -249,7 +250,7 @@ def _calibration(iteration: Iteration, ledger: MemoryLedger) -> Calibration:
 def _observe(iteration: Iteration, ledger: MemoryLedger) -> _Observer:
     """Return the observer of ``iteration``, which also notes the bytes of inputs of the modules of each group."""
     observer = _Observer(ledger, iteration.states, _calibration(iteration, ledger))
-    iteration.tuning.observer = observer
+    tuning_of(iteration).measure(iteration, observer)
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.requires_grad)

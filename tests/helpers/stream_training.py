@@ -29,7 +29,7 @@ from composable_fsdp import (
 from composable_fsdp.checkpoint import Full, save, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
 from composable_fsdp.testing import ALONE
-from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout_plan, planner, schedule_runner
+from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout_plan, planner, tuning
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
 
@@ -332,7 +332,7 @@ def chosen(settings: ScheduleSettings) -> Iterator[None]:
     with (
         mock.patch.multiple(c10d, **sizes),
         mock.patch.object(layout_plan, "SMALL_BYTES", 1 << 10),
-        mock.patch.object(schedule_runner, "choose", return_value=choice),
+        mock.patch.object(tuning, "choose", return_value=choice),
     ):
         yield
 

@@ -266,7 +266,7 @@ def forget_to_divide(self: BucketReduceScatter, *args: object) -> object:
 def forget_kept_groups(self: Iteration, *args: object) -> object:
     ORIGINALS["end_backward"](self, *args)
     for state in self.states.values():
-        state.kept_version = None
+        state.kept = None
     return None
 
 

@@ -63,7 +63,7 @@ def interrupt(kind: type[BaseException], *_: object) -> None:
 def interrupted(model: Any, point: str, kind: type[BaseException]) -> Any:
     """Interrupt a step of this rank at ``point``."""
     if point == "collective":
-        with mock.patch("composable_fsdp._runtime.root.calibration.measure_collective", partial(interrupt, kind)):
+        with mock.patch("composable_fsdp.plugins.tuning.calibration.measure_collective", partial(interrupt, kind)):
             yield
         return
     register = model[1].register_forward_pre_hook if point == "forward" else model[1].register_full_backward_pre_hook

@@ -237,7 +237,7 @@ def set_limits() -> None:
         with pytest.raises(ConfigurationError, match=f"^limit must be an int of at least 0 or None, not {bad!r}"):
             model.set_prefetch_limit(bad)  # type: ignore[arg-type]
     model.set_max_unsharded_bytes(10)
-    assert state_of(model).max_unsharded_bytes == 10
+    assert state_of(model).options.max_unsharded_bytes == 10
 
 
 def test_limits_must_be_numbers() -> None:

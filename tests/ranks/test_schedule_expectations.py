@@ -40,15 +40,15 @@ def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tup
     task, rank, draws, eager = TASKS[task_name], dist.get_rank(), random.Random(0), []
     begin, row = ScheduleRunner.begin_forward, ScheduleRunner._eager_row
 
-    def begin_forward(self: ScheduleRunner, **arguments: Any) -> ForwardRecord:
+    def begin_forward(self: ScheduleRunner, **arguments: Any) -> None:
         if expect is not None:
             wrong = ForwardRecord()
             wrong.events = expect(self._known.events, draws)
             known, self._known = self._known, wrong
-            record = begin(self, **arguments)
+            begin(self, **arguments)
             self._known = known
-            return record
-        return begin(self, **arguments)
+        else:
+            begin(self, **arguments)
 
     def eager_row(self: ScheduleRunner, *arguments: Any, **more: Any) -> Any:
         eager.append(arguments)

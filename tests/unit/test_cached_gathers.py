@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import FakeCommunicator, FakeWorld
-from tests._internals import CachedPart, OwnedBuffer, Pooled, TensorShards, cached_gather, plan_gather
+from tests._internals import CachedLaunch, CachedPart, OwnedBuffer, Pooled, TensorShards, cached_gather, plan_gather
 
 RANKS = 2
 
@@ -66,12 +66,14 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
     for step in range(2):
         for part in (part for parts in ranks for part in parts):
             part.packed.add_(step)  # like an optimizer
-        received = [gather.allocate() for gather in gathers]
-        sent = [gather.send(rows, "") for gather, rows in zip(gathers, received, strict=True)]
-        for work, rows, gather, parts in zip(sent, received, gathers, ranks, strict=True):
+        launches = [CachedLaunch(gather, "") for gather in gathers]
+        for launch in launches:
+            launch.allocate()
+        sent = [launch.launch() for launch in launches]
+        for work, launch, parts in zip(sent, launches, ranks, strict=True):
             assert all(part.buffer.nbytes == 0 for part in parts), "no buffer may be allocated before data arrives"
             work.wait()
-            gather.take(rows)
+            launch.finish()
         for parts in ranks:
             for i, (part, widths) in enumerate(zip(parts, buckets, strict=True)):
                 for begin, width, place in zip(part.begins, widths, part.places, strict=True):

@@ -32,7 +32,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("_runtime.groups",),
     ("_runtime.root", "wrap"),
     ("_runtime",),
-    ("full_params", "optim", "testing", "_torch_compat", "checkpoint._coordination"),
+    ("plugins",),
+    ("optim", "testing", "_torch_compat", "checkpoint._coordination"),
     ("checkpoint._state_dict", "diagnostics"),
     ("_api", "communication_state", "checkpoint._safetensors"),
     ("checkpoint._dcp",),
@@ -46,7 +47,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
 ROW = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 
 # Pure modules use no process groups, streams or modules. Placements are plain values, so layouts may use them.
-PURE = ("_consistency.rank_report", "_runtime.groups.state_machine", "_layout", "_runtime.schedule")
+PURE = (
+    *("_consistency.rank_report", "_runtime.groups.state_machine", "_layout", "_runtime.schedule"),
+    *("plugins.tuning.choose", "plugins.tuning.simulate"),
+)
 IMPURE = ("torch.distributed", "torch.nn", "torch.cuda", "torch.accelerator")
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 
@@ -197,6 +201,19 @@ def test_the_architecture_page_shows_the_layers() -> None:
     assert tuple(drawn) == ROWS
 
 
+def test_plugins_do_not_import_each_other() -> None:
+    for path in MODULES.values():
+        module = module_name(path)
+        if module.startswith("plugins."):
+            plugin = ".".join(module.split(".")[:2])
+            found = [
+                own_module(name, MODULES) or ""
+                for _, name in imports(path.read_text(), path.relative_to(ROOT).as_posix())
+            ]
+            others = {each for each in found if is_within(each, ("plugins",)) and not is_within(each, (plugin,))}
+            assert not others, (module, others)
+
+
 def test_tests_import_private_names_only_through_internals() -> None:
     tests = ROOT.parent / "tests"
     found = []
@@ -275,8 +292,8 @@ def test_imports_from_above_are_accepted(path: str, source: str) -> None:
         ),
         pytest.param(
             "trace.py",
-            "import importlib\nimportlib.import_module('.full_params', __package__)",
-            "imports full_params",
+            "import importlib\nimportlib.import_module('.policies', __package__)",
+            "imports policies",
             id="by call",
         ),
         pytest.param(

@@ -73,10 +73,10 @@ def test_inner_modules_refuse_root_settings_after_the_first_forward(setter: str)
     model = fully_shard(Chain(), policy={nn.Linear})
     model(torch.ones(1, 8)).sum().backward()
     choice = setter.removeprefix("set_")
-    before = getattr(state_of(model.layers[1]), choice)
+    before = getattr(state_of(model.layers[1]).options, choice)
     with pytest.raises(ConfigurationError, match=rf"the {choice} of 'layers\.1' .* is 7, .*Call {setter} on the root"):
         getattr(model.layers[1], setter)(7)
-    assert getattr(state_of(model.layers[1]), choice) == before
+    assert getattr(state_of(model.layers[1]).options, choice) == before
     getattr(model, setter)(7)
     model(torch.ones(1, 8)).sum().backward()
 

@@ -62,7 +62,7 @@ def specs_of(size: int, settings: ScheduleSettings) -> dict[str, GroupSpec]:
 @contextmanager
 def extra_bytes(bound: int) -> Iterator[None]:
     """Let choices exceed the peak of the plain settings by ``bound`` bytes."""
-    with mock.patch("composable_fsdp._runtime.schedule.choose.EXTRA_BYTES", bound):
+    with mock.patch("composable_fsdp.plugins.tuning.choose.EXTRA_BYTES", bound):
         yield
 
 

@@ -112,7 +112,7 @@ def check_costs(network: Any) -> None:
 
 def allow_memory(patch: pytest.MonkeyPatch) -> None:
     """Let choices take more memory, so that reducing large groups in buckets is one of them."""
-    patch.setattr("composable_fsdp._runtime.schedule.choose.EXTRA_BYTES", 1 << 40)
+    patch.setattr("composable_fsdp.plugins.tuning.choose.EXTRA_BYTES", 1 << 40)
 
 
 def test_a_network_that_changes_is_measured_again_by_another_call(

@@ -34,7 +34,6 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import Full, save, state_dict, state_dict_form
 from tests._internals import data_parallel_axes, explanation_of, warn_without_cpu_backend
-from tests._internals import lazy_init as assemble
 from tests.helpers.fresh_process import run_program
 from tests.helpers.sharding import single_rank
 
@@ -592,7 +591,7 @@ def step(module: nn.Module, kind: type[torch.optim.Optimizer], dtype: torch.dtyp
 def test_one_warning_tells_of_an_optimizer_that_updates_parameters_of_low_precision(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "_has_warned_of_low_precision", False)
+    monkeypatch.setattr("composable_fsdp.plugins.optimizer_checks._has_warned_of_low_precision", False)
     name = str(dtype).removeprefix("torch.")
     silent: list[tuple[nn.Module, type[torch.optim.Optimizer], torch.dtype]] = [
         (fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=dtype)), torch.optim.SGD, dtype),

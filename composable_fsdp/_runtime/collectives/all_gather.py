@@ -198,7 +198,7 @@ class CachedGather:
     """An all-gather of ``parts`` over ``communicator`` that can be launched any number of times. Final."""
 
     def __init__(self, parts: Sequence[CachedPart], communicator: Communicator) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._packed = [part.packed for part in parts]
         self._numel = sum(packed.numel() for packed in self._packed)
         self._dtype = parts[0].dtype
@@ -215,19 +215,14 @@ class CachedGather:
 
     def allocate(self) -> torch.Tensor:
         """Return memory for the rows of a launch."""
-        return _allocate_rows(self._communicator, self._numel, self._dtype, self._device)
+        return _allocate_rows(self.communicator, self._numel, self._dtype, self._device)
 
-    def send(self, rows: torch.Tensor, label: str) -> Work:
-        """Launch, and return the work. The caller keeps ``rows``, which receive the result, until they are read.
-
-        The message is this rank's row, or the shard.
-        """
-        communicator, sent = self._communicator, self._packed[0]
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the message of this rank: its row of ``rows``, or the shard."""
+        sent = self._packed[0]
         if len(self._packed) > 1:
-            sent = torch.cat(self._packed, out=rows[communicator.rank])
-        elif sent.dtype != self._dtype:
-            sent = rows[communicator.rank].copy_(sent)
-        return communicator.launch(Collective.ALL_GATHER, [Transfer(rows.view(-1), sent)], label)
+            return torch.cat(self._packed, out=rows[self.communicator.rank])
+        return sent if sent.dtype == self._dtype else rows[self.communicator.rank].copy_(sent)
 
     def take(self, rows: torch.Tensor) -> None:
         """Copy ``rows`` to their places, whose memory is allocated only now."""
@@ -260,7 +255,8 @@ class CachedLaunch:
     def launch(self) -> Work:
         if self._rows is None:
             self._rows = self._gather.allocate()
-        return self._gather.send(self._rows, self._label)
+        transfer = Transfer(self._rows.view(-1), self._gather.pack(self._rows))
+        return self._gather.communicator.launch(Collective.ALL_GATHER, [transfer], self._label)
 
     def finish(self) -> None:
         assert self._rows is not None

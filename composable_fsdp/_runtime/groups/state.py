@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
-from typing import Any, Protocol, TypeAlias
-from weakref import WeakKeyDictionary, ref
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._consistency.order_check import order_check_from
+from composable_fsdp._comm.communicator import Communicator, is_over_group
+from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._layout.plan import GroupPlan
 from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.version_check import Seen, VersionCheck
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_parameter
 from composable_fsdp._runtime.pytree import CallInputs
 from composable_fsdp._runtime.schedule.costs import Costs
@@ -33,15 +34,16 @@ from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 
 __all__ = [
     "ITERATION_ATTRIBUTE",
-    "ROOT_DEFAULTS",
     "Accumulation",
     "BoundActions",
+    "ClientBackward",
     "FSDPState",
     "ForwardCall",
     "ModuleReference",
     "PassHooks",
-    "PlainPlaces",
+    "RootOptions",
     "alive",
+    "connections",
     "find_state",
     "state_of",
     "state_of_parameter",
@@ -52,8 +54,6 @@ ITERATION_ATTRIBUTE = "_composable_fsdp_iteration"
 """The attribute of a root's modules with its iteration. A copied module has none until it runs."""
 BoundActions: TypeAlias = Sequence[tuple[Callable[..., None], object]]
 """Scheduled actions, each a function and its target."""
-PlainPlaces = WeakKeyDictionary[nn.Module, set[str]]
-"""The attributes of plain parameters, by module."""
 
 
 class Accumulation(Enum):
@@ -69,22 +69,54 @@ class Accumulation(Enum):
 
 _DEFAULTS: dict[str, object] = {}
 """The settings of an FSDP state that have a default, with it."""
-ROOT_DEFAULTS: dict[str, object] = {}
-"""The settings in ``_DEFAULTS`` that have one value for all states of a root."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootOptions:
+    """The settings that have one value for all states of a root.
+
+    Args:
+        order_check: the checks between ranks before collectives.
+        max_unsharded_bytes: the bound for prefetching, in bytes of unsharded parameters.
+        prefetch_limit: the number of groups to prefetch, if the user has set it.
+        max_fused_bytes: the size up to which adjacent small groups share an all-gather or a reduction, if the user has
+            set it.
+        costs: the costs by which settings are chosen that the user has not set.
+    """
+
+    order_check: OrderCheck = field(default_factory=order_check_from)
+    max_unsharded_bytes: int | None = None
+    prefetch_limit: int | None = None
+    max_fused_bytes: int | None = None
+    costs: Costs | None = None
+
+
+class Kept(NamedTuple):
+    """A group that stays unsharded between passes: its version then, and the optimizer steps that it includes."""
+
+    version: int
+    steps: object
+    is_frozen: bool
+    """True if it stays so, and has no parameter that an optimizer could change."""
+
+
+class ClientBackward(NamedTuple):
+    """Wrappers that a client put around the iteration's pre-backward and post-backward."""
+
+    pre_backward: Callable[..., None] | None = None
+    post_backward: Callable[..., None] | None = None
 
 
 class _Setting:
     """A setting of an FSDP state; each change increments its ``settings_version``. Reads are plain attributes."""
 
-    def __init__(self, default: object, *, of_root: bool) -> None:
-        self._default, self._of_root = default, of_root
+    def __init__(self, default: object) -> None:
+        self._default = default
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
         if self._default is not ...:
             _DEFAULTS[name] = self._default
-        if self._of_root:
-            ROOT_DEFAULTS[name] = self._default
 
     def __set__(self, state: FSDPState, value: object) -> None:
         if vars(state).get(self._name, ...) != value:
@@ -92,9 +124,9 @@ class _Setting:
             state.settings_version += 1
 
 
-def _setting(default: object = ..., *, of_root: bool = False) -> Any:
+def _setting(default: object = ...) -> Any:
     """Return a :class:`_Setting`, typed so that an annotation of the attribute holds."""
-    return _Setting(default, of_root=of_root)
+    return _Setting(default)
 
 
 class PassHooks(Protocol):
@@ -163,8 +195,8 @@ class ForwardCall:
     """True if the end of the run is in the record of the forward."""
     record: ForwardRecord = _NO_RECORD
     position: int = -1
-    seen: Seen | None = None
-    """The versions of the parameters, if backward checks them."""
+    seen: Any = None
+    """The versions of the parameters, if an observer compares them in backward."""
     awaited: int = 0
     """The number of calls whose input gradients are not ready yet."""
     ends_unseen: bool = False
@@ -201,7 +233,7 @@ class ForwardCall:
     def on_output_gradient(self, _: object) -> None:
         """Begin the backward of this call; the hook for the nodes of its outputs."""
         state = self.state
-        pre_backward = state.client_pre_backward or (state._iteration() or self.iteration).pre_backward
+        pre_backward = state.client.pre_backward or (state._iteration() or self.iteration).pre_backward
         pre_backward(self)
 
     def on_last_input_gradient(self, gradients: Sequence[torch.Tensor | None] = (), _: object = None) -> None:
@@ -262,14 +294,8 @@ class FSDPState:
     accumulation: Accumulation = _setting(Accumulation.REDUCE)
     all_reduce: bool = _setting(True)
     reductions_in_flight: int | None = _setting(None)
-    max_unsharded_bytes: int | None = _setting(None, of_root=True)
-    """The bound for prefetching, in bytes of unsharded parameters."""
-    prefetch_limit: int | None = _setting(None, of_root=True)
-    """The number of groups to prefetch, if the user has set it."""
-    max_fused_bytes: int | None = _setting(None, of_root=True)
-    """The size up to which adjacent small groups share an all-gather or a reduction, if the user has set it."""
-    costs: Costs | None = _setting(None, of_root=True)
-    """The costs by which settings are chosen that the user has not set."""
+    options: RootOptions = _setting()
+    """The settings of a root, one for all of its states."""
     forward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
     """The states that the user chose to prefetch in forward."""
     backward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
@@ -288,7 +314,6 @@ class FSDPState:
         """The number of changes of settings; schedules depend on it."""
         self._modules = tuple(map(ref, modules))
         self.module_ids = frozenset(map(id, modules))
-        self.has_several_modules = len(modules) > 1
         self.class_name = ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
         """The original class names of the modules, for errors."""
         self.group = group
@@ -297,11 +322,8 @@ class FSDPState:
         """The dtype to which floating-point inputs are cast, or ``None`` to leave them. Every call reads it."""
         self.reshard = reshard
         self.forward_prefetch = self.backward_prefetch = None
-        self.order_check = order_check_from()
-        """For a root: the checks between ranks before collectives."""
+        self.options = RootOptions()
         vars(self).update(_DEFAULTS)
-        self.version_check: VersionCheck | None = VersionCheck(group, reads_shards=False)
-        """The comparison of the parameters in backward with those in forward, or ``None`` if it is off."""
         self.owner_states = tuple(owner_states)
         self.user_states: list[ref[FSDPState]] = []
         """The states that use parameters which this one's group owns."""
@@ -316,17 +338,9 @@ class FSDPState:
         """The number of forward calls whose input gradients this backward has not reached."""
         self.runs = 0
         """The number of forward runs that a backward may still reach."""
-        self.plain_places: PlainPlaces | None = None
-        """The plain parameters left out by ``fully_shard``. ``None`` for a copy."""
-        self.kept_version: int | None = None
-        """The version of the group when it was last kept unsharded between passes."""
-        self.kept_steps: object = None
-        """The optimizer steps that those unsharded parameters include."""
-        self.kept_frozen = False
-        """True if the group stays unsharded and has no parameter that an optimizer could change."""
-        self.client_pre_backward: Callable[..., None] | None = None
-        self.client_post_backward: Callable[..., None] | None = None
-        """Wrappers that a client put around the iteration's pre-backward and post-backward."""
+        self.kept: Kept | None = None
+        """Set while the group is kept unsharded between passes."""
+        self.client = ClientBackward()
         self._iteration: Callable[[], PassHooks | None] = _no_iteration
         for module in modules:
             self.attach(module)
@@ -342,6 +356,10 @@ class FSDPState:
     def _add_user(self, user: FSDPState) -> None:
         self.user_states.append(ref(user, self.user_states.remove))
         self.settings_version += 1
+
+    @property
+    def has_several_modules(self) -> bool:
+        return len(self.module_ids) > 1
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -365,12 +383,12 @@ class FSDPState:
 
     def note_kept(self, steps: object) -> None:
         """Record that the group stays unsharded. ``steps``: the optimizer steps at its all-gather, or earlier ones."""
-        self.kept_version, self.kept_steps = self.group.tensors.version, steps
-        self.kept_frozen = (
+        is_frozen = (
             not self.reshard_after_backward
             and not self.group.plan.num_trainable
             and all(parameter.sharded.grad is None for parameter in self.group.parameters)
         )
+        self.kept = Kept(self.group.tensors.version, steps, is_frozen)
 
     def __repr__(self) -> str:
         return f"FSDPState({self.name!r}, {len(self.group.parameters)} parameters)"
@@ -381,7 +399,7 @@ class FSDPState:
 
     def copy_settings(self, other: FSDPState) -> None:
         """Copy the settings of ``other``, of which this is a copy, except explicit prefetching."""
-        for choice in (*_DEFAULTS, "order_check"):
+        for choice in (*_DEFAULTS, "options"):
             setattr(self, choice, getattr(other, choice))
 
     def attach(self, module: nn.Module) -> None:
@@ -502,6 +520,17 @@ def state_of_parameter(parameter: object) -> FSDPState | None:
     """Return the state whose group owns ``parameter``, a ``ShardedParameter`` or either of its forms, or ``None``."""
     found = parameter if isinstance(parameter, ShardedParameter) else find_parameter(parameter)
     return found.state_ref() if found is not None and found.state_ref is not None else None
+
+
+def connections(states: Iterable[FSDPState]) -> list[dist.ProcessGroup]:
+    """Return the process groups over which ``states`` communicate, without duplicates."""
+    communicators: list[Communicator] = []
+    for state in states:
+        for pgs in state.group.process_groups:
+            communicators += [pgs.axes.shard, pgs.axes.replicate, pgs.scatter]
+            if pgs.smaller is not None:
+                communicators.append(pgs.smaller)
+    return list(dict.fromkeys(c.group for c in communicators if is_over_group(c)))
 
 
 def find_state(module: nn.Module) -> FSDPState | None:

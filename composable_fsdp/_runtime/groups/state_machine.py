@@ -21,6 +21,7 @@ __all__ = [
     "Key",
     "ParameterOperation",
     "ParameterState",
+    "Pass",
     "advance",
 ]
 
@@ -29,6 +30,14 @@ class Key(Enum):
     """An ``Enum`` hashed by identity, which is faster: ``Enum`` hashes member names in Python."""
 
     __hash__ = object.__hash__
+
+
+class Pass(Key):
+    """The pass that an iteration is in."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
 
 
 class ParameterState(Key):

@@ -12,14 +12,21 @@ class Finalization:
 
     Attributes:
         is_manual: backwards leave their last reductions in flight.
+        is_last_backward: the next backward is the last one of its step, and waits for the reductions of all.
     """
 
     def __init__(self) -> None:
         self.is_manual = False
+        self.is_last_backward = True
         self._is_due = False
         """True if a backward has ended since the last finalization."""
         self._in_flight: object = None
         """The token of the finalization whose reductions the user has not waited for."""
+
+    def take_settings(self, former: Finalization) -> None:
+        """Take the settings of ``former``, that of a root which is now inside of this one."""
+        self.is_manual |= former.is_manual
+        self.is_last_backward &= former.is_last_backward
 
     def set_manual(self, enabled: bool) -> None:
         """Set :attr:`is_manual`. Raises a ``LifecycleError`` if a backward has not been finalized."""

@@ -8,8 +8,7 @@ from weakref import ref
 
 from composable_fsdp._layout.plan import SMALL_BYTES, GradientMemory, GroupPlan, MessageSizes
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
-from composable_fsdp._runtime.schedule.choose import ScheduleSettings
-from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
+from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions, ScheduleSettings
 from composable_fsdp._sharding.mesh import DataParallelAxes
 
 __all__ = ["names_of", "options_of", "set_by_user", "settings_of", "spec_of"]
@@ -107,12 +106,12 @@ def _gradients(plan: GroupPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 def settings_of(root: FSDPState, chosen: ScheduleSettings) -> ScheduleSettings:
     """Return the ``chosen`` settings with those that the user has set for ``root`` in their place."""
-    return replace(chosen, **{name: getattr(root, name) for name in set_by_user(root)})
+    return replace(chosen, **{name: getattr(root.options, name) for name in set_by_user(root)})
 
 
 def set_by_user(root: FSDPState) -> frozenset[str]:
     """Return the names of the settings that the user has set for ``root``."""
-    return frozenset(name for name in ("prefetch_limit", "max_fused_bytes") if getattr(root, name) is not None)
+    return frozenset(name for name in ("prefetch_limit", "max_fused_bytes") if getattr(root.options, name) is not None)
 
 
 def _named(states: Iterable[FSDPState], names: Mapping[FSDPState, str]) -> tuple[str, ...]:
@@ -130,7 +129,7 @@ def options_of(
     limits = [state.reductions_in_flight for state in states]
     return ScheduleOptions(
         prefetch_limit=settings.prefetch_limit,
-        max_unsharded_bytes=root.max_unsharded_bytes,
+        max_unsharded_bytes=root.options.max_unsharded_bytes,
         max_fused_bytes=settings.max_fused_bytes,
         reductions_in_flight=max(filter(None, limits), default=None),
         host_waits=host_waits,

@@ -15,7 +15,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, cast
 from weakref import ref
 
@@ -23,11 +23,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from composable_fsdp import trace
 from composable_fsdp._comm.communicator import AliasingCommunicator, barrier
-from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._memory.streams import CommStreams, Work
-from composable_fsdp._runtime.groups import profiling
 from composable_fsdp._runtime.groups.callers_context import (
     dispatch_modes,
     function_modes,
@@ -41,38 +38,23 @@ from composable_fsdp._runtime.groups.state_machine import (
     HELD_GRADIENTS,
     LOCAL_GRADIENTS,
     GradientState,
-    Key,
     ParameterState,
+    Pass,
 )
-from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
+from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.finalization import Finalization
-from composable_fsdp._runtime.root.forward_order import ForwardOrder
-from composable_fsdp._runtime.root.model_check import check_models
+from composable_fsdp._runtime.root.observer import Events
 from composable_fsdp._runtime.root.passes_underway import Backward, PassesUnderway
-from composable_fsdp._runtime.root.recovery import Rendezvous, disconnect, has_failed, reconnect, rendezvous
 from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
 from composable_fsdp._runtime.root.root_options import check_settings
 from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
-from composable_fsdp._runtime.root.tuning import Tuning
 from composable_fsdp._runtime.root.unused_modules import UnusedModules
-from composable_fsdp._runtime.schedule.choose import Choice
-from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-from composable_fsdp._runtime.schedule.passes import GroupSpec
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
-from composable_fsdp._runtime.schedule.simulate import Timeline
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 
-__all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass", "known_iterations"]
-
-
-class Pass(Key):
-    """The pass that an iteration is in."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
+__all__ = ["ACTIONS_OF_HOOKS", "Iteration", "known_iterations"]
 
 
 class Iteration:
@@ -82,43 +64,29 @@ class Iteration:
         self.root = root
         self.states = states
         self._streams = streams
-        self.is_last_backward = True
         self.finalization = Finalization()
         self.post_optimizer_event: Any = None
         """Event that the user recorded after the optimizer step; the next forward's first all-gather waits for it."""
         self._pass = Pass.IDLE
-        self._pass_around_backward = Pass.IDLE
         self._outermost: FSDPState | None = None
-        self._record = ForwardRecord()
-        self.steps = OptimizerSteps()
-        self._backward = Backward(states.values(), self.steps)
-        self._steps_at_rendezvous = sharded_steps()
-        """The number of optimizer steps at the last rendezvous after a failed pass."""
-        self._steps_at_forward = 0
-        """The number of optimizer steps when the last forward began."""
-        self._passes = PassesUnderway(root)
-        self._forward_began: float | None = None
-        self._backward_began: float | None = None
-        """The times at which the last passes began, for traces."""
-        self._order = ForwardOrder()
-        self._thread: threading.Thread | None = None
-        """The thread that began the current pass."""
+        steps = OptimizerSteps()
+        self._backward = Backward(states.values(), steps)
+        self._passes = PassesUnderway()
+        self._is_verified = False
+        """True once the observers have compared the model between ranks."""
         self.lent: ParamGroup | None = None
         """A group in LENT, while there is one: no module of this root may run."""
-        self._is_verified = False
-        """True once the ranks have verified that they built the same model."""
         axes = (pgs.axes.shard for state in states.values() for pgs in state.group.process_groups)
         self._aliasing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.traits.aliases and c.size > 1]
         """Shard-axis communicators over which shards or unsharded buffers may be in memory shared between ranks."""
-        self._runner = ScheduleRunner(root, states, streams, self.steps)
-        self._reductions = ReductionQueue(streams, self._runner)
-        self.tuning = Tuning(root, states, self._runner)
-        self._grad_mode = True
-        """The grad mode of the outermost module's forward."""
+        self.runner = ScheduleRunner(root, states, streams, steps)
+        self._reductions = ReductionQueue(streams, self.runner)
         self._unused_modules: UnusedModules | None = None
         """Set while the order of groups must not depend on which modules this rank runs."""
         for state in states.values():
             state.group.gradients.on_ready = _weak_callback(self, Hook.GRAD_READY, state)
+        self.events = Events(self)
+        """The attachments that are told of the events of this root."""
         _register(self)
 
     @property
@@ -129,7 +97,7 @@ class Iteration:
     @streams.setter
     def streams(self, streams: CommStreams) -> None:
         self.drain()
-        self._streams = self._runner.streams = self._reductions.streams = streams
+        self._streams = self.runner.streams = self._reductions.streams = streams
 
     @property
     def current_pass(self) -> Pass:
@@ -146,7 +114,7 @@ class Iteration:
         """
         if self.lent is not None:
             self.check_not_lent()
-        thread = self._thread
+        thread = self._passes.thread
         if self._pass is Pass.IDLE or thread is None or thread is threading.current_thread():
             return
         recomputes = torch._C._current_graph_task_id() != -1  # autograd has one thread for each device
@@ -185,16 +153,16 @@ class Iteration:
         """Reshard ``state``, whose forward raised. Return to IDLE if it is the outermost one."""
         if error is not None:
             in_backward, ends_forward = self._pass is Pass.BACKWARD, state is self._outermost
-            self._passes.note(error, state, in_backward=in_backward, ends_forward=ends_forward)
+            self._passes.note(self, error, state, in_backward=in_backward, ends_forward=ends_forward)
         if self._pass is Pass.BACKWARD:
             return
         if state.run is not None and not state.run.is_recorded:
-            self._record.abort(state.group.pre_forward_event)
+            self.runner.record.abort(state.group.pre_forward_event)
         state.run = None
         with suppress(PeerError, DivergenceError):  # the original error is being raised already
             if state is self._outermost:
                 self._back_to_idle()
-                self._backward.forget_forward(self._record)
+                self._backward.forget_forward(self.runner.record)
             else:
                 state.group.reshard()
 
@@ -216,108 +184,99 @@ class Iteration:
         self._run(Hook.END_BACKWARD, self.root)
 
     def _verify_ranks(self) -> None:
-        """Check the settings and compare the model across ranks, once, before the first collective."""
+        """Check the settings, and let observers compare the model across ranks, once, before the first collective."""
         if not self._is_verified:
             check_settings(self.root, self.states.values())
             for state in self.states.values():
                 state.group.check_grad_dtypes()
-            check_models(self.root, self.states)
+            for observe in self.events.before_first_collective:
+                observe(self)
             self._is_verified = True
 
     # -- actions
 
     def _run(self, hook: Hook, subject: Any) -> None:
         if self._pass is Pass.IDLE:
-            profiling.look_for_readers()
+            self._wake()
         actions = ACTIONS_OF_HOOKS[self._pass, hook]
         is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
-        if is_in_context or self.tuning.observer is not None or profiling.active or "spmd_types" in sys.modules:
+        if is_in_context or self.events.begin or "spmd_types" in sys.modules:
             self._run_observed(hook, subject, actions)
             return
         for action in actions:
             action(self, subject)
 
+    def _wake(self) -> None:
+        for observe in self.events.wake:
+            observe(self)
+
     @runs_outside
     def _run_observed(self, hook: Hook, subject: Any, actions: Iterable[Callable[[Iteration, Any], None]]) -> None:
-        """Run ``actions`` outside of the caller's context, with their label in profiles.
-
-        Measure the computation before them for a calibration.
-        """
-        if self.tuning.observer is not None and not self._evaluates:
-            in_backward, waited = self._pass is Pass.BACKWARD, self._streams.seconds_waited
-            self.tuning.observer.enter(hook, subject.name, in_backward=in_backward, waited=waited)
-        has_label = profiling.active and hook in _LABELS
-        with profiling.label(_LABELS[hook], subject.name) if has_label else nullcontext():
+        """Run ``actions`` outside of the caller's context, and tell observers of it."""
+        for observe in self.events.begin:
+            observe(self, hook, subject)
+        try:
             for action in actions:
                 action(self, subject)
-        if self.tuning.observer is not None and not self._evaluates:
-            ends_pass, waited = self._pass is Pass.IDLE, self._streams.seconds_waited
-            self.tuning.observer.leave(hook, subject.name, ends_pass=ends_pass, waited=waited)
+        finally:
+            for observe in self.events.end:
+                observe(self, hook, subject)
 
     @property
-    def _evaluates(self) -> bool:
+    def evaluates(self) -> bool:
         """True in a forward to which no backward comes back."""
-        return self._pass is Pass.FORWARD and not self._grad_mode
-
-    def predict(self, costs: Costs, change: Callable[[GroupSpec], GroupSpec] | None = None) -> Timeline:
-        """Return the predicted timeline of the next iteration that trains, with each group as ``change`` returns it."""
-        return self._runner.predicted(costs, change)
+        return self._pass is Pass.FORWARD and not self.runner.leads_to_backward
 
     def _begin_forward(self, state: FSDPState) -> None:
-        self._pass, self._outermost, self._thread = Pass.FORWARD, state, threading.current_thread()
-        self._forward_began = trace.now() if trace.listeners else None
-        self._passes.begin_forward(state.calls_under_way[-1])
+        self._pass, self._outermost = Pass.FORWARD, state
+        self._passes.begin_forward(self, state.calls_under_way[-1])
         self._verify_ranks()
         if self.post_optimizer_event is not None:
             self.streams.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
         self._backward.forget_before_step()
-        self.commit_residuals(begins_forward=True)
         self.drain_before_changes()
+        for observe in self.events.begin_forward:
+            observe(self, state)
         unequal_use = any(u.unequal_use for u in self.states.values())
-        if unequal_use:
-            self.tuning.observer = None
-        elif torch.is_grad_enabled() and state is self.root and self._runner.will_gather():
-            self.tuning.begin_step(self.drain)  # other forwards may run on some ranks only
-        self._grad_mode = torch.is_grad_enabled()
         self._unused_modules = UnusedModules(self, state) if unequal_use else None
-        self._record = self._runner.begin_forward(unequal_use=unequal_use, leads_to_backward=self._grad_mode)
+        self.runner.begin_forward(unequal_use=unequal_use, leads_to_backward=torch.is_grad_enabled())
 
     def _unshard_in_forward(self, state: FSDPState) -> None:
         if self._unused_modules is not None:
             self._unused_modules.begin(state)
         call = state.calls_under_way[-1]
-        call.after = self._runner.in_forward(state)
+        call.after = self.runner.in_forward(state)
         if state.has_several_modules:
             call.remaining = set(state.module_ids)
         state.run = call
-        if state.version_check is not None and self._leads_to_backward:
-            call.seen = state.version_check.in_forward()
+        for observe in self.events.enter_forward:
+            observe(self, call)
 
     def _end_run(self, call: ForwardCall) -> None:
         """Record the end of the first module in a run. After the last one perform the scheduled actions.
 
         After the outermost one end the forward.
         """
-        state, run, leads_to_backward = call.state, call.first or call, self._leads_to_backward
+        state, run, leads_to_backward = call.state, call.first or call, self.leads_to_backward
         if self._unused_modules is not None:
             self._unused_modules.end(state)
         if not run.is_recorded:
             run.is_recorded = True
             comes_back = leads_to_backward and bool(state.group.tensors.parameters)
-            run.position = self._record.end(state.group.post_forward_event, leads_to_backward=comes_back)
+            run.position = self.runner.record.end(state.group.post_forward_event, leads_to_backward=comes_back)
             if run.position >= 0:
-                run.record = self._record
-                self._backward.count(state, self._record)
+                run.record = self.runner.record
+                self._backward.count(state, self.runner.record)
         is_outermost = state is self._outermost
         if run.remaining and not is_outermost:
             return
         state.run = None
         registration = state.group.tensors.registration
         if registration.keeps_given and registration.was_unsharded:
-            state.note_kept(self._runner.seen_steps)  # functional_call will register the unsharded parameters again
+            state.note_kept(self.runner.seen_steps)  # functional_call will register the unsharded parameters again
         else:
-            self._runner.after_forward(state, run.after, leads_to_backward=leads_to_backward)
+            self.runner.after_forward(state, run.after, leads_to_backward=leads_to_backward)
             if registration.keeps_given:
                 state.group.reshard()
         if is_outermost:
@@ -325,56 +284,50 @@ class Iteration:
 
     def end_skipped(self, state: FSDPState) -> None:
         """Do the work of the post-forward hook for a state that only other ranks may run."""
-        leads_to_backward = self._leads_to_backward
+        leads_to_backward = self.leads_to_backward
         comes_back = leads_to_backward and bool(state.group.tensors.parameters)
-        self._record.end(state.group.post_forward_event, leads_to_backward=comes_back)
-        self._runner.after_forward(state, None, leads_to_backward=leads_to_backward)
+        self.runner.record.end(state.group.post_forward_event, leads_to_backward=comes_back)
+        self.runner.after_forward(state, None, leads_to_backward=leads_to_backward)
 
     def gather_in_forward(self, state: FSDPState) -> None:
         """Unshard ``state``, as the pre-forward hook does."""
-        self._runner.in_forward(state)
+        self.runner.in_forward(state)
 
     @property
-    def _leads_to_backward(self) -> bool:
+    def leads_to_backward(self) -> bool:
         """True if a backward may follow the running forward. Ranks with unused modules must all get the same value."""
         unequal_use = self._unused_modules is not None and self._pass is Pass.FORWARD
-        return self._grad_mode if unequal_use else torch.is_grad_enabled()
+        return self.runner.leads_to_backward if unequal_use else torch.is_grad_enabled()
 
     def _unshard_for_recomputation(self, state: FSDPState) -> None:
         if self._unused_modules is not None:
             self._unused_modules.check_recomputed(state)
-        self._runner.for_recomputation(state)
+        self.runner.for_recomputation(state)
 
     def reach_skipped(self, state: FSDPState, record: ForwardRecord, position: int) -> None:
         """Do the work of the pre-backward hook for ``state``, which ended its forward at ``position`` of ``record``."""
         self._backward.reached.add(state)
         if state.unshard_in_backward:
-            self._runner.in_backward(state, record, position)
+            self.runner.in_backward(state, record, position)
 
     def _end_forward(self, outermost: FSDPState) -> None:
         if self._unused_modules is not None:
             self._unused_modules.end_forward()
         self._pass, self._outermost = Pass.IDLE, None
-        self._passes.end()
-        if trace.listeners:
-            trace.emit(trace.Operation.FORWARD, outermost.name, begin=self._forward_began)
-        if outermost is self.root and self.root.order_check is not OrderCheck.OFF:
-            self._order.compare(self._record.ended)
+        self._passes.end(self, succeeded=True)
         for other in self.states.values():
             if other.run is not None:  # some modules of the group did not run
                 other.run = None
-                self._runner.after_forward(other, None, leads_to_backward=self._leads_to_backward)
-        self._runner.end_forward()
+                self.runner.after_forward(other, None, leads_to_backward=self.leads_to_backward)
+        self.runner.end_forward()
 
     def _begin_backward(self, _: object) -> None:
         self.check_not_lent()
-        self._pass_around_backward, self._pass = self._pass, Pass.BACKWARD
-        self._backward_began = trace.now() if trace.listeners else None
-        self._thread = threading.current_thread()
-        self._backward.begin()
+        self._backward.begin(is_in_forward=self._pass is Pass.FORWARD)
+        self._pass = Pass.BACKWARD
         self.drain_before_changes()
-        Variable._execution_engine.queue_callback(self._passes.begin_backward(self.end_backward))
-        self._runner.begin_backward()
+        Variable._execution_engine.queue_callback(self._passes.begin_backward(self))
+        self.runner.begin_backward()
         self._reductions.begin_backward()
         for state in self.states.values():
             if state.group.gradients.were_summed:
@@ -383,16 +336,16 @@ class Iteration:
     def _enter_backward(self, call: ForwardCall) -> None:
         """Unshard the group of ``call``."""
         state, run = call.state, call.first or call
-        self._passes.reach(state)
+        self._passes.reach(self, state)
         self._backward.enter(call)
         if call.is_recomputed and self._reductions.is_waiting(state):
             self.reduce_gradients(state)  # before a backward inside this one adds to them
-        if state.version_check is not None and run.seen is not None:
-            state.version_check.in_backward(run.seen)
+        for observe in self.events.enter_backward:
+            observe(self, call)
         if self._unused_modules is not None and state.group.parameters:
             self._unused_modules.reach(run.record, run.position, self._backward.number, state)
         if state.unshard_in_backward:
-            self._runner.in_backward(state, run.record, run.position)
+            self.runner.in_backward(state, run.record, run.position)
 
     def _leave_backward(self, call: ForwardCall) -> None:
         """Reduce the gradients of the group of ``call`` and reshard it, unless another call still needs it."""
@@ -458,7 +411,7 @@ class Iteration:
             if state.reshard_after_backward:
                 state.group.reshard()
             else:
-                state.note_kept(self._runner.seen_steps)
+                state.note_kept(self.runner.seen_steps)
                 state.group.copy_out_shared()  # other ranks may update their shards while forwards here still use it
         # Launched before the wait for gradients, so that there is one wait.
         works = self._end_epoch("end of backward", self._aliasing)
@@ -466,10 +419,8 @@ class Iteration:
         if self._waits_after_backward:
             self.finish_reductions()
         _wait_for(works)
-        if trace.listeners:
-            trace.emit(trace.Operation.BACKWARD, self.root.name, begin=self._backward_began)
-        self._passes.end_backward()
-        self._pass, self._pass_around_backward = self._pass_around_backward, Pass.IDLE
+        self._passes.end_backward(self)
+        self._pass = Pass.FORWARD if self._backward.is_in_forward else Pass.IDLE
 
     def _end_epoch(self, occasion: str, awaited: Container[AliasingCommunicator]) -> list[Work]:
         """Launch the end of the epoch of shared memory: this rank reads nothing in it until the next all-gather.
@@ -486,9 +437,9 @@ class Iteration:
         return works
 
     def _end_epoch_after_forward(self, _: object) -> None:
-        if not self._aliasing or not self._runner.runs_on_all_ranks:
+        if not self._aliasing or not self.runner.runs_on_all_ranks:
             return  # a forward that gathered nothing must not change what ranks do together
-        if not self._leads_to_backward:  # kept parameters may be used in forwards that other ranks do not run
+        if not self.leads_to_backward:  # kept parameters may be used in forwards that other ranks do not run
             for state in self.states.values():
                 state.group.copy_out_shared()
         _wait_for(self._end_epoch("end of forward", self._awaited))
@@ -519,9 +470,9 @@ class Iteration:
         Parameters in shared memory are copied to memory of this rank at once: other ranks may change their shards, and
         may not run the forwards that use the copy.
         """
-        profiling.look_for_readers()
+        self._wake()
         self._verify_ranks()
-        is_new = self._runner.unshard_explicitly(state)
+        is_new = self.runner.unshard_explicitly(state)
         shared = dict.fromkeys(pgs.axes.shard for pgs in state.group.process_groups if pgs.awaits_epoch_end)
         awaited = [cast(AliasingCommunicator, communicator) for communicator in shared]
         if is_new and awaited:
@@ -531,12 +482,7 @@ class Iteration:
 
     def schedule(self) -> Schedule:
         """Return the schedule of the next iteration that trains."""
-        return self._runner.expected(is_last_backward=self._waits_after_backward, has_barriers=bool(self._aliasing))
-
-    @property
-    def choice(self) -> Choice | None:
-        """The last choice of settings by costs."""
-        return self._runner.choice
+        return self.runner.expected(is_last_backward=self._waits_after_backward, has_barriers=bool(self._aliasing))
 
     def reduce_gradients(self, state: FSDPState, *, at_end: bool = False, contributes: bool = False) -> None:
         """Reduce the gradients that autograd left on ``state``, or hold them if gradient synchronization is off.
@@ -553,10 +499,10 @@ class Iteration:
         if gradients.state is GradientState.ARRIVING and not self._backward.was_seen(state):
             raise unseen_output(state)
         alone = self._unused_modules is not None
-        if state.client_post_backward is None:
+        if state.client.post_backward is None:
             self._reductions.send(state, at_end=at_end, alone=alone)
         else:
-            state.client_post_backward(functools.partial(self._reductions.send, state, at_end=at_end, alone=alone))
+            state.client.post_backward(functools.partial(self._reductions.send, state, at_end=at_end, alone=alone))
 
     # -- endings
 
@@ -568,8 +514,8 @@ class Iteration:
         """Wait for all reductions in flight, set their gradients, and tell clients so."""
         self.drain()
         for state in self.states.values():
-            if state.client_post_backward is not None:
-                state.client_post_backward(_noop)  # only now the reduced gradients are set
+            if state.client.post_backward is not None:
+                state.client.post_backward(_noop)  # only now the reduced gradients are set
 
     def reduce_held(self, occasion: str, states: Iterable[FSDPState]) -> None:
         """Launch the reductions of all gradients that ``states`` hold after earlier backwards.
@@ -588,7 +534,7 @@ class Iteration:
     @property
     def _waits_after_backward(self) -> bool:
         """True if the next backward waits at its end for all reductions."""
-        return self.is_last_backward and not self.finalization.is_manual
+        return self.finalization.is_last_backward and not self.finalization.is_manual
 
     def drain_before_changes(self) -> None:
         """Wait for reductions in flight if ``requires_grad`` of a parameter changed since their launch.
@@ -599,24 +545,6 @@ class Iteration:
             p.was_flipped for u in self.states.values() for p in u.group.parameters
         ):
             self.drain()
-
-    def commit_residuals(self, *, begins_forward: bool = False) -> None:
-        """Commit the residuals of codecs with error feedback, if the step that changed them has ended.
-
-        It has ended if an optimizer has stepped since, or if the shards have changed. Before a forward it has also
-        ended if no gradient is left: the gradients were used or dropped.
-        """
-        steps = self.steps.number
-        changed = [each for u in self.states.values() if (each := u.group.gradients).version_before_step is not None]
-        if changed:
-            has_ended = steps != self._steps_at_forward or any(each.shards_changed for each in changed)
-            if not has_ended and begins_forward:
-                has_ended = not self._reductions.are_in_flight and not any(each.are_waiting for each in changed)
-            if has_ended:
-                for each in changed:
-                    each.commit_residuals()
-        if begins_forward:
-            self._steps_at_forward = steps
 
     def reset(self) -> None:
         """Return to IDLE from any state.
@@ -631,43 +559,44 @@ class Iteration:
                 same parameters, they can go on.
         """
         states = self.states.values()
-        result, failed = Rendezvous(), has_failed(states)
-        if failed:
-            result = rendezvous(states, sharded_steps() - self._steps_at_rendezvous)
-            self._steps_at_rendezvous = sharded_steps()
-        if not result.is_in_sync:
-            disconnect(states)
-            for stream in (self._streams.gather, self._streams.reduce, self._streams.replicate):
-                stream.join()  # copies on it may still use buffers, which are freed without a wait
-            self._reductions.abandon()
-            for state in states:
-                state.group.abandon()
-            reconnect(states)
+        failed = False
+        for observe in self.events.reset:
+            failed |= observe(self)
         self.drain()
-        self.commit_residuals()  # those of the step before, if this rank failed in between
         for state in states:
             state.group.gradients.drop()
-            if state.group.gradients.version_before_step is not None:
-                state.group.gradients.roll_back_residuals()
         self._back_to_idle()
-        self.tuning.observer = None
-        if failed:  # the rendezvous ended the epoch, and ranks may have gathered different groups
+        if failed:  # the ranks have met, which ended the epoch, and may have gathered different groups
             for state in states:
                 state.group.note_epoch_end()
-            self._runner.forget_order()
+            self.runner.forget_order()
         self._backward.forget_forwards()
-        result.check_steps()
+        for observe in self.events.after_reset:
+            observe(self)
+
+    def abandon(self) -> None:
+        """Give up the work in flight, which will not complete. Nothing may write to its memory any more."""
+        for stream in (self._streams.gather, self._streams.reduce, self._streams.replicate):
+            stream.join()  # copies on it may still use buffers, which are freed without a wait
+        self._reductions.abandon()
+        for state in self.states.values():
+            state.group.abandon()
+
+    @property
+    def reductions_are_in_flight(self) -> bool:
+        """True while gradients are being reduced."""
+        return self._reductions.are_in_flight
 
     def _back_to_idle(self) -> None:
         for state in self.states.values():
             state.group.reshard()
-            state.open_calls, state.kept_version, state.run = 0, None, None
+            state.open_calls, state.kept, state.run = 0, None, None
         self._backward.forget()
         self._reductions.clear_waiting()
         if self._unused_modules is not None:
             self._unused_modules.forget_backward()
-        self._passes.end()
-        self._pass, self._pass_around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
+        self._passes.end(self)
+        self._pass, self._outermost, self._backward.is_in_forward = Pass.IDLE, None, False
         self.finalization.forget()
 
     def may_come_back_to(self, state: FSDPState) -> bool:
@@ -709,15 +638,6 @@ ACTIONS_OF_HOOKS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Any], No
     (_P.IDLE, Hook.END_BACKWARD): (_I._end_backward,),  # pipelining ends the last of several backwards by hand
 }
 """The actions of each hook in each pass. Their argument is a state, or a call for the hooks that a call has itself."""
-
-_LABELS = {
-    Hook.PRE_FORWARD: "pre_forward",
-    Hook.POST_FORWARD: "post_forward",
-    Hook.PRE_BACKWARD: "pre_backward",
-    Hook.END_BACKWARD: "root_post_backward_callback",
-}
-"""The labels of hooks in profiles."""
-
 
 _iterations: tuple[ref[Iteration], ...] = ()
 """All iterations, oldest first: in the same order on every rank. Replaced, never changed."""

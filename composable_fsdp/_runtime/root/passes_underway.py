@@ -1,20 +1,21 @@
-"""The running passes of a root: the progress of its backward, and reports of its passes to other ranks."""
+"""The running passes of a root, and the progress of its backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Collection
 
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass
-from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._runtime.groups.param_group_gradients import AutogradRun
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
 from composable_fsdp._runtime.root.error_messages import unseen_output
+from composable_fsdp._runtime.root.observer import Root
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 
 __all__ = ["Backward", "PassesUnderway"]
@@ -33,11 +34,13 @@ class Backward:
     Attributes:
         number: the number of this backward. Calls store it when backward reaches them.
         reached: the states that this backward, or the last one, reached through an output with a hook.
+        is_in_forward: this backward is inside of a forward.
     """
 
     def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps) -> None:
         self.number = 0
         self.reached: set[FSDPState] = set()
+        self.is_in_forward = False
         self._states = states
         self._run = AutogradRun()
         self._steps, self._seen_steps = steps, steps.number
@@ -54,9 +57,10 @@ class Backward:
             state.runs = 0
             state.group.gradients.run = self._run
 
-    def begin(self) -> None:
+    def begin(self, *, is_in_forward: bool) -> None:
         """Begin a new backward."""
         self.number += 1
+        self.is_in_forward = is_in_forward
         self.reached.clear()
         self._run.number = torch._C._current_graph_task_id()
 
@@ -158,55 +162,50 @@ class Backward:
 
 
 class PassesUnderway:
-    """The forward, the backward, or one inside the other, of the states below ``root``. Final."""
+    """The forward, the backward, or one inside the other, of a root. Its observers are told of both. Final."""
 
-    def __init__(self, root: FSDPState) -> None:
-        self._root = root
-        self._watchdog = job_watchdog()
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        """The thread that began the current pass."""
         self._forward: RunningPass | None = None
         self._backward: RunningPass | None = None
-        self._completed = 0
-        """The number of completed backwards."""
 
-    def begin_forward(self, outermost: ForwardCall) -> None:
+    def begin_forward(self, root: Root, outermost: ForwardCall) -> None:
         """Begin the forward of which ``outermost`` is the outermost call. No other pass is running."""
-        self.end()
-        self._forward = RunningPass("forward", outermost.state.name, outermost.caller)
-        if self._watchdog is not None:
-            self._watchdog.begin_pass(self._forward)
+        self.end(root)
+        self.thread = threading.current_thread()
+        self._forward = _begun(root, RunningPass("forward", outermost.state.name, outermost.caller))
 
-    def begin_backward(self, end: Callable[[], None]) -> EndOfRun:
-        """Begin a backward. Return the callback for autograd, which calls ``end`` if the autograd run succeeds."""
-        self._backward = RunningPass("backward", self._root.name, None)
-        if self._watchdog is not None:
-            self._watchdog.begin_pass(self._backward)
-        return EndOfRun(end, self._backward)
+    def begin_backward(self, root: Root) -> EndOfRun:
+        """Begin a backward. Return the callback for autograd, which ends it if the autograd run succeeds."""
+        self.thread = threading.current_thread()
+        self._backward = _begun(root, RunningPass("backward", root.root.name, None))
+        return EndOfRun(root.end_backward, self._backward)
 
     @property
     def runs_backward(self) -> bool:
         """True if autograd still runs the last backward."""
         return self._backward is not None and not self._backward.run_has_ended
 
-    def reach(self, state: FSDPState) -> None:
+    def reach(self, root: Root, state: FSDPState) -> None:
         """Note that backward has reached ``state``."""
-        if self._backward is not None and state is not self._root:
+        if self._backward is not None and state is not root.root:
             self._backward.module = state.group.name
 
-    def end_backward(self) -> None:
+    def end_backward(self, root: Root) -> None:
         """End the backward, which succeeded."""
-        self._completed += 1
-        if self._watchdog is not None:
-            self._watchdog.end_pass(self._backward, self._completed)
-        self._backward = None
+        running, self._backward = self._backward, None
+        _end(root, running, succeeded=True)
 
-    def end(self) -> None:
-        """End all passes."""
-        if self._watchdog is not None:
-            self._watchdog.end_pass(self._forward)
-            self._watchdog.end_pass(self._backward)
-        self._forward = self._backward = None
+    def end(self, root: Root, *, succeeded: bool = False) -> None:
+        """End all passes. ``succeeded``: the forward has."""
+        running, self._forward, self._backward = (self._forward, self._backward), None, None
+        for each in running:
+            _end(root, each, succeeded=succeeded and each is running[0])
 
-    def note(self, error: BaseException, state: FSDPState, *, in_backward: bool, ends_forward: bool) -> None:
+    def note(
+        self, root: Root, error: BaseException, state: FSDPState, *, in_backward: bool, ends_forward: bool
+    ) -> None:
         """Note that ``error`` came out of ``state``. The caller may still catch it, unless it ends the forward."""
         running = self._backward if in_backward else self._forward
         if running is None or isinstance(error, _StopRecomputationError):
@@ -214,7 +213,21 @@ class PassesUnderway:
         running.note(error, state.name)
         if not in_backward and not ends_forward:
             return
-        if self._watchdog is not None and not in_backward:
-            self._watchdog.fail(running.failure)
+        if not in_backward:
+            for observe in root.events.failed:
+                observe(root, running)
         running.is_reported = True
         trace.emit_fault(error, f"the {running.kind} of {running.raised_in}")
+
+
+def _begun(root: Root, running: RunningPass) -> RunningPass:
+    for observe in root.events.begin_pass:
+        observe(root, running)
+    return running
+
+
+def _end(root: Root, running: RunningPass | None, *, succeeded: bool) -> None:
+    if running is not None:
+        running.succeeded = succeeded
+        for observe in root.events.end_pass:
+            observe(root, running)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 
-from composable_fsdp._runtime.groups.state import ROOT_DEFAULTS, FSDPState
+from composable_fsdp._runtime.groups.state import FSDPState, RootOptions
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["check_settings"]
 
-_REMEDIES = {
-    "device": "Give all of them meshes of one device type.",
-    "order check": "Call set_order_check on the root.",
-    **{name: f"Call set_{name} on the root only." for name in ROOT_DEFAULTS},
-}
+_REMEDIES = {"device": "Give all of them meshes of one device type."}
 
 
 def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
@@ -25,14 +22,18 @@ def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
     of_root = _values(root)
     for state in states:
         for name, value in _values(state).items():
-            if value not in (of_root[name], ROOT_DEFAULTS.get(name)):
+            if value not in (of_root[name], None):
+                remedy = _REMEDIES.get(name, f"Call set_{name.replace(' ', '_')} on the root{_only(name)}.")
                 raise ConfigurationError(
                     f"the {name} of {state.name!r} ({state.class_name}) is {value}, but that of {root.name!r} "
-                    f"({root.class_name}), which contains it, is {of_root[name]}, and one counts for all. "
-                    f"{_REMEDIES[name]}"
+                    f"({root.class_name}), which contains it, is {of_root[name]}, and one counts for all. {remedy}"
                 )
 
 
+def _only(name: str) -> str:
+    return "" if name == "order check" else " only"
+
+
 def _values(state: FSDPState) -> dict[str, object]:
-    values = {name: getattr(state, name) for name in ROOT_DEFAULTS}
-    return {"device": state.group.axes.device, "order check": state.order_check.value, **values}
+    options = {each.name: getattr(state.options, each.name) for each in fields(RootOptions)}
+    return {"device": state.group.axes.device, "order check": options.pop("order_check").value, **options}

@@ -21,12 +21,10 @@ from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
-from composable_fsdp._runtime.root.group_spec import names_of, options_of, set_by_user, settings_of, spec_of
+from composable_fsdp._runtime.root.group_spec import names_of, options_of, settings_of, spec_of
 from composable_fsdp._runtime.schedule import passes
-from composable_fsdp._runtime.schedule.choose import Choice, ScheduleSettings, choose
-from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
+from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions, ScheduleSettings
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
     Event,
@@ -38,7 +36,6 @@ from composable_fsdp._runtime.schedule.schedule import (
     Shrink,
     Wait,
 )
-from composable_fsdp._runtime.schedule.simulate import Timeline, fit_computation, simulate
 from composable_fsdp._sharding.mesh import axis_names
 
 __all__ = ["ScheduleRunner"]
@@ -111,8 +108,8 @@ class ScheduleRunner:
         self._root = root
         self._states = states
         self.streams = streams
-        self._steps = steps
-        self.seen_steps = self._steps.number
+        self.steps = steps
+        self.seen_steps = self.steps.number
         """The step counters at the last forward. Parameters kept unsharded since before a step are stale."""
         self.runs_on_all_ranks = False
         """True if all ranks run this forward: it leads to a backward or has launched an all-gather.
@@ -120,26 +117,19 @@ class ScheduleRunner:
         Any other forward may run on some ranks only, so it must not influence later launches.
         """
         self._unequal_use = False
-        self._leads_to_backward = True
+        self.leads_to_backward = True
         """The grad mode of the outermost module's forward."""
         self._known = ForwardRecord()
         """The record of the last forward that all ranks ran."""
         self._version = -1
         """The version of the options and plans for which the tables below hold."""
-        self.choice: Choice | None = None
-        """The last choice of settings by costs."""
-        self._inputs: tuple[object, ...] = (None,)
-        """All that a choice depends on, beginning with the costs, at the last forward that may get a backward."""
-        self._chosen_for: tuple[object, ...] = (None,)
-        """The same at the last choice."""
         sizes = root.group.process_groups[0].default_message_sizes
-        self._default_settings = ScheduleSettings(sizes.zero_copy, sizes.grad_buckets)
-        """The settings without a choice."""
-        self.settings = settings_of(root, self._default_settings)
-        """The settings in use: the chosen ones, and those that the user has set."""
+        self.default_settings = ScheduleSettings(sizes.zero_copy, sizes.grad_buckets)
+        """The settings of the transport."""
+        self._chosen = self.default_settings
+        self.settings = settings_of(root, self.default_settings)
+        """The settings in use: those of :meth:`use`, and those that the user has set."""
         self._setup = _Setup({}, ScheduleOptions(), {})
-        self._synchronized_specs: dict[str, GroupSpec] = {}
-        """With costs, the specs as they are when gradients are synchronized."""
         self._eager: dict[tuple[Hook, str, bool], Row] = {}
         self._compiled: list[tuple[_Key, _Compiled]] = []
         """The compiled schedules, most recent first."""
@@ -159,15 +149,15 @@ class ScheduleRunner:
 
     # -- passes
 
-    def begin_forward(self, *, unequal_use: bool, leads_to_backward: bool) -> ForwardRecord:
+    def begin_forward(self, *, unequal_use: bool, leads_to_backward: bool) -> None:
         """Begin a forward. With ``unequal_use``, ranks may run different modules."""
-        self._unequal_use, self._leads_to_backward = unequal_use, leads_to_backward
+        self._unequal_use, self.leads_to_backward = unequal_use, leads_to_backward
         self._cursor = 0
         self.runs_on_all_ranks = leads_to_backward
-        steps = self.seen_steps = self._steps.number
+        steps = self.seen_steps = self.steps.number
         unsharded = []
         for name, state in self._states.items():
-            if state.kept_version is not None:
+            if state.kept is not None:
                 self._drop_stale(state, steps)
             if state.group.parameter_state in UNSHARD_STARTED:
                 unsharded.append(name)
@@ -179,7 +169,6 @@ class ScheduleRunner:
         self.record = ForwardRecord(candidate, frozenset(unsharded))
         known = self._known
         self._forward = self._compile(known.events, known.unseen, self.record, leads_to_backward=leads_to_backward)
-        return self.record
 
     def _refresh_options(self) -> None:
         """Make the setup again if an option or the plan of a group has changed.
@@ -188,11 +177,9 @@ class ScheduleRunner:
         compiles each of them once.
         """
         if self._versions() != self._version:
-            self.settings = settings_of(self._root, self.choice.settings if self.choice else self._default_settings)
+            self.settings = settings_of(self._root, self._chosen)
             setup = self._new_setup()
             self._setup = next((key[0] for key, _ in self._compiled if key[0] == setup), setup)
-            if self._root.costs is not None:
-                self._synchronized_specs = self._specs_with(self.settings, {}, synchronized=True)
             self._version = self._versions()
             self._eager.clear()
 
@@ -220,45 +207,12 @@ class ScheduleRunner:
         }
         return specs | foreign
 
-    def choice_is_due(self) -> bool:
-        """Return whether to choose settings. Call it once before each forward that may get a backward.
+    def use(self, settings: ScheduleSettings) -> None:
+        """Use ``settings`` where the user has set nothing, and rebuild the groups that they change.
 
-        New costs count at once. A change of the order, of options or of plans counts once two forwards in a row have
-        it, so that a model that alternates between two orders keeps its settings.
+        Nothing may be in flight, and no gradients may be held. They must be the same on every rank.
         """
-        costs = self._root.costs
-        if costs is None:
-            return self.choice is not None
-        before, self._inputs = self._inputs, self._choice_inputs()
-        has_changed = self._chosen_for[0] is not costs or before == self._inputs != self._chosen_for
-        return has_changed and bool(self._known.events)
-
-    def _choice_inputs(self) -> tuple[object, ...]:
-        self._refresh_options()
-        options = self._options(leads_to_backward=True)
-        return self._root.costs, self._known.events, options, self._synchronized_specs
-
-    def choose(self) -> None:
-        """Choose the settings of the schedule by the costs of the root, and rebuild the groups that they change.
-
-        Nothing may be in flight, and no gradients may be held. The choice is the same on every rank.
-        """
-        costs = self._root.costs
-        if costs is None:
-            self.choice = None
-        else:
-            self.choice = choose(
-                self._known.events,
-                lambda settings: self._specs_with(settings, self._sizes_with(settings), synchronized=True),
-                self._options(leads_to_backward=True),
-                costs,
-                current=self.settings,
-                default=self._default_settings,
-                before=self.choice.seconds if self.choice else None,
-                fixed=set_by_user(self._root),
-                unseen=self._known.unseen,
-            )
-        settings = self.choice.settings if self.choice else self._default_settings
+        self._chosen = settings
         for name, sizes in self._sizes_with(settings).items():
             group = self._states[name].group
             changed = group.process_groups[0].message_sizes != sizes
@@ -267,18 +221,35 @@ class ScheduleRunner:
             if changed and group.tensors.plan_with(sizes) != group.plan:
                 group.rebuild()
         self._version = -1
-        self._chosen_for = self._inputs = self._choice_inputs()
+
+    @property
+    def known(self) -> ForwardRecord:
+        """The record of the last forward that all ranks ran."""
+        return self._known
+
+    @property
+    def version(self) -> int:
+        """The version of the options and plans, which are up to date afterwards."""
+        self._refresh_options()
+        return self._version
+
+    def specs_for(self, settings: ScheduleSettings) -> dict[str, GroupSpec]:
+        """Return the specs of all groups, by name, as they would be with ``settings`` and synchronized gradients."""
+        return self._specs_with(settings, self._sizes_with(settings), synchronized=True)
+
+    @property
+    def specs(self) -> Mapping[str, GroupSpec]:
+        """The current specs of all groups by name."""
+        return self._setup.specs
+
+    @property
+    def training_options(self) -> ScheduleOptions:
+        """The options of a forward that leads to a backward."""
+        return self._options(leads_to_backward=True)
 
     def _sizes_with(self, settings: ScheduleSettings) -> dict[str, MessageSizes]:
         """Return the message sizes of all groups with ``settings``."""
         return dict.fromkeys(self._states, settings.message_sizes)
-
-    def fitted(self, costs: Costs, waited: float) -> Costs:
-        """Return ``costs`` by which the last steps take as long as they did, each with ``waited`` seconds of waits."""
-        if not self._known.events:
-            return costs
-        schedule = self.expected(is_last_backward=True, has_barriers=False)
-        return fit_computation(schedule, self._setup.specs, costs, waited)
 
     def _versions(self) -> int:
         foreign = self._setup.foreign
@@ -315,18 +286,20 @@ class ScheduleRunner:
 
     def will_gather(self) -> bool:
         """Return whether some group must be gathered before its modules can run."""
-        steps = self._steps.number
+        steps = self.steps.number
         return any(
-            not state.group.is_gathered or (state.kept_version is not None and self._is_stale(state, steps))
+            not state.group.is_gathered or self._is_stale(state, steps)
             for state in self._states.values()
             if state.group.parameters
         )
 
     @staticmethod
     def _is_stale(kept: FSDPState, steps: int) -> bool:
-        """Return whether the shards of ``kept``, which stayed unsharded, may have changed, or their requires_grad."""
-        stepped = kept.kept_steps != steps
-        is_stale = (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version
+        """Return whether the shards of ``kept``, or requires_grad, may have changed since it was kept unsharded."""
+        then = kept.kept
+        if then is None:
+            return False
+        is_stale = (then.steps != steps and not then.is_frozen) or then.version != kept.group.tensors.version
         return is_stale or any(parameter.was_flipped for parameter in kept.group.parameters)
 
     def _drop_stale(self, kept: FSDPState, steps: int) -> None:
@@ -336,17 +309,17 @@ class ScheduleRunner:
         """
         if self._is_stale(kept, steps):
             kept.group.reshard()
-            kept.kept_version = None
+            kept.kept = None
 
     def unshard_explicitly(self, state: FSDPState) -> bool:
         """Launch the all-gather of ``state`` outside of hooks, to keep it. Return whether it was sharded before."""
-        if state.kept_version is not None and not state.is_running:
-            self._drop_stale(state, self._steps.number)
+        if not state.is_running:
+            self._drop_stale(state, self.steps.number)
         is_new = not state.group.unshard_started
         state.group.unshard(self.streams)
         if is_new:
-            state.note_kept(self._steps.number)
-        elif state.kept_version is None:
+            state.note_kept(self.steps.number)
+        elif state.kept is None:
             state.note_kept(self.seen_steps)
         return is_new
 
@@ -373,19 +346,16 @@ class ScheduleRunner:
         self._refresh_options()
         options = self._options(leads_to_backward=True)
         options = replace(options, is_last_backward=is_last_backward, has_barriers=has_barriers)
-        return self._built(self._setup.specs, options)
+        return self.built(self._setup.specs, options)
 
-    def _built(self, specs: Mapping[str, GroupSpec], options: ScheduleOptions) -> Schedule:
+    def built(self, specs: Mapping[str, GroupSpec], options: ScheduleOptions) -> Schedule:
+        """Return the schedule of the next iteration that trains, with ``specs`` of the groups and ``options``."""
         if not self._known.events:
             return Schedule(())
-        kept = frozenset(name for name, state in self._states.items() if state.kept_frozen)
+        kept = frozenset(
+            name for name, state in self._states.items() if state.kept is not None and state.kept.is_frozen
+        )
         return passes.build(self._known.events, specs, options, kept, unseen=self._known.unseen)
-
-    def predicted(self, costs: Costs, change: Callable[[GroupSpec], GroupSpec] | None = None) -> Timeline:
-        """Return the timeline of the next iteration that trains, with each group as ``change`` returns it."""
-        self._refresh_options()
-        specs = {name: change(spec) if change else spec for name, spec in self._setup.specs.items()}
-        return simulate(self._built(specs, self._options(leads_to_backward=True)), specs, costs)
 
     # -- events
 
@@ -435,7 +405,7 @@ class ScheduleRunner:
 
         They are eager without ``after``, and in another grad mode than that of the outermost module's forward.
         """
-        if after is None or leads_to_backward is not self._leads_to_backward:
+        if after is None or leads_to_backward is not self.leads_to_backward:
             after = self._eager_row(state, Hook.POST_FORWARD, leads_to_backward=leads_to_backward).after or ()
         for act, target in after:
             act(self, target)
@@ -515,7 +485,7 @@ class ScheduleRunner:
 
         Groups are also in memory against the schedule: after a changed order, or between the modules of one group.
         """
-        limit = self._root.max_unsharded_bytes
+        limit = self._root.options.max_unsharded_bytes
         if limit is None:
             return True
         if self._unequal_use:  # ranks hold different groups at this point
@@ -566,7 +536,7 @@ class ScheduleRunner:
     def _prefetch_of(self, action: Gather, direction: str, fused: _Fused) -> BoundAction:
         """Return the call for ``action`` ahead of use: with a bound on memory, only if it fits when it is performed."""
         launch = self._launch_of(action, direction, fused)
-        if self._root.max_unsharded_bytes is None:
+        if self._root.options.max_unsharded_bytes is None:
             return launch
         return ScheduleRunner._gather_if_it_fits, ([self._setup.specs[name] for name in action.groups], launch)
 

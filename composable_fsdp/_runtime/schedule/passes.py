@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from composable_fsdp._layout.plan import GradientMemory
+from composable_fsdp._layout.plan import GradientMemory, MessageSizes
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
     Barrier,
@@ -36,6 +36,7 @@ __all__ = [
     "PREFETCH_LIMIT",
     "GroupSpec",
     "ScheduleOptions",
+    "ScheduleSettings",
     "Specs",
     "bound_in_flight",
     "build",
@@ -152,6 +153,27 @@ class GroupSpec:
         """True if the end of its modules' backward frees it, so that streams reduce it as a whole only then."""
         shares = self.has_nested or self.owners or self.users
         return self.reshard_after_backward and not shares
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSettings:
+    """The settings of a schedule that may be chosen by costs.
+
+    Args:
+        zero_copy: large parameters have messages of their own (:class:`MessageSizes`).
+        grad_buckets: the maximum number of gradient buckets of a group.
+        prefetch_limit: the number of groups to prefetch.
+        max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
+    """
+
+    zero_copy: bool = True
+    grad_buckets: int = MessageSizes().grad_buckets
+    prefetch_limit: int = PREFETCH_LIMIT
+    max_fused_bytes: int = DEFAULT_FUSED_BYTES
+
+    @property
+    def message_sizes(self) -> MessageSizes:
+        return MessageSizes(self.zero_copy, self.grad_buckets)
 
 
 @dataclass(frozen=True, slots=True)

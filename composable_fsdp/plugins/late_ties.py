@@ -6,15 +6,23 @@ with ``shared_from``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._runtime.root.observer import Observer
 
-__all__ = ["tie_weights"]
+__all__ = ["LateTies"]
+
+
+class LateTies(Observer):
+    """Merges the parameters of a model that show one tensor."""
+
+    def before_assembly(self, root: FSDPState, states: Mapping[str, FSDPState]) -> None:
+        _tie_weights(list(states.values()))
 
 
 class _OwnedParameter(NamedTuple):
@@ -22,7 +30,7 @@ class _OwnedParameter(NamedTuple):
     parameter: ShardedParameter
 
 
-def tie_weights(states: Sequence[FSDPState]) -> None:
+def _tie_weights(states: Sequence[FSDPState]) -> None:
     """Merge the parameters of ``states`` in whose places one tensor is now registered.
 
     Parameters of different shapes or shardings are skipped: their groups raise when they are next unsharded.

@@ -8,34 +8,12 @@ from functools import cache
 from html import escape
 from typing import Any
 
-from composable_fsdp._layout.plan import MessageSizes
 from composable_fsdp._runtime.schedule.costs import Costs
-from composable_fsdp._runtime.schedule.passes import DEFAULT_FUSED_BYTES, PREFETCH_LIMIT, ScheduleOptions, Specs, build
+from composable_fsdp._runtime.schedule.passes import ScheduleOptions, ScheduleSettings, Specs, build
 from composable_fsdp._runtime.schedule.schedule import Event
-from composable_fsdp._runtime.schedule.simulate import Timeline, simulate
+from composable_fsdp.plugins.tuning.simulate import Timeline, simulate
 
-__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "ScheduleSettings", "choose"]
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleSettings:
-    """The settings that a choice varies.
-
-    Args:
-        zero_copy: large parameters have messages of their own (:class:`MessageSizes`).
-        grad_buckets: the maximum number of gradient buckets of a group.
-        prefetch_limit: the number of groups to prefetch.
-        max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
-    """
-
-    zero_copy: bool = True
-    grad_buckets: int = MessageSizes().grad_buckets
-    prefetch_limit: int = PREFETCH_LIMIT
-    max_fused_bytes: int = DEFAULT_FUSED_BYTES
-
-    @property
-    def message_sizes(self) -> MessageSizes:
-        return MessageSizes(self.zero_copy, self.grad_buckets)
+__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "choose"]
 
 
 DEFAULT_SETTINGS = ScheduleSettings()

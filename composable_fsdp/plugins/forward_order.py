@@ -11,6 +11,10 @@ from itertools import zip_longest
 
 import torch.distributed as dist
 
+from composable_fsdp._consistency.order_check import OrderCheck
+from composable_fsdp._consistency.running_pass import RunningPass
+from composable_fsdp._runtime.root.observer import Observer, Root
+
 __all__ = ["ExecutionOrderWarning", "ForwardOrder"]
 
 
@@ -18,12 +22,20 @@ class ExecutionOrderWarning(UserWarning):
     """This rank's forward ran its modules in another order than in the first iteration."""
 
 
-class ForwardOrder:
-    """The order of post-forwards in the first forward that led to a backward. Final."""
+class ForwardOrder(Observer):
+    """The order of post-forwards in the first forward that led to a backward."""
 
     def __init__(self) -> None:
         self._first: tuple[str, ...] = ()
         self._has_warned = False
+
+    def of(self, root: Root) -> Observer:
+        return ForwardOrder()
+
+    def end_pass(self, root: Root, running: RunningPass) -> None:
+        is_whole = running.kind == "forward" and running.module == root.root.name and running.succeeded
+        if is_whole and root.root.options.order_check is not OrderCheck.OFF:
+            self.compare(root.runner.record.ended)
 
     def compare(self, order: Sequence[str]) -> None:
         """Compare ``order``, that of a completed forward, with the first one.

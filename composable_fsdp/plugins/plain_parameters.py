@@ -7,42 +7,56 @@ forward, and was not there when the root was sharded, was added in between.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._runtime.groups.state import FSDPState, PlainPlaces, find_state
+from composable_fsdp._runtime.groups.state import FSDPState, find_state
+from composable_fsdp._runtime.root.observer import Observer
 
-__all__ = ["PlainParameterWarning", "plain_places", "warn_of_unmanaged"]
+__all__ = ["PlainParameterWarning", "PlainParameters"]
 
 _SHOWN = 5
+
+
+_Places: TypeAlias = WeakKeyDictionary[nn.Module, set[str]]
+"""The attributes of plain parameters, by module."""
 
 
 class PlainParameterWarning(UserWarning):
     """Trainable parameters were added to a sharded model."""
 
 
-def plain_places(modules: Iterable[nn.Module]) -> PlainPlaces:
-    """Return the places of plain parameters in ``modules`` that no FSDP state manages."""
-    places = PlainPlaces()
-    for _, owner, attribute, _ in _plain(modules):
-        places.setdefault(owner, set()).add(attribute)
-    return places
+class PlainParameters(Observer):
+    """Remembers which parameters were plain when ``fully_shard`` was called, and warns of others. Copies have none."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[FSDPState, _Places] = WeakKeyDictionary()
+
+    def after_sharding(self, state: FSDPState) -> None:
+        places = self._known[state] = WeakKeyDictionary()
+        for _, owner, attribute, _ in _plain(state.modules):
+            places.setdefault(owner, set()).add(attribute)
+
+    def before_assembly(self, root: FSDPState, states: Mapping[str, FSDPState]) -> None:
+        known = self._known.get(root)
+        if known is not None and root.group.axes.num_ranks > 1:
+            _warn_of_unmanaged(root, known)
 
 
-def warn_of_unmanaged(root: FSDPState) -> None:
+def _warn_of_unmanaged(root: FSDPState, known: _Places) -> None:
     """Warn of plain trainable parameters that were added below ``root`` after it was sharded.
 
     Warns:
-        PlainParameterWarning: there are such parameters, and more than one rank.
+        PlainParameterWarning: there are such parameters.
     """
-    if root.plain_places is None or root.group.axes.num_ranks == 1:
-        return
     unmanaged = [
         f"{path}.{attribute}" if path else attribute
         for path, owner, attribute, parameter in _plain(root.modules)
-        if parameter.requires_grad and attribute not in root.plain_places.get(owner, ())
+        if parameter.requires_grad and attribute not in known.get(owner, ())
     ]
     if unmanaged:
         more = f" and {len(unmanaged) - _SHOWN} more" if len(unmanaged) > _SHOWN else ""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
-from itertools import zip_longest
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -27,16 +25,21 @@ from composable_fsdp._consistency.starting_values import (
 )
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.schedule.costs import Costs
-from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
-from composable_fsdp.errors import ConfigurationError, DivergenceError, ParameterError
+from composable_fsdp._runtime.root.observer import Observer, Root
+from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp.errors import DivergenceError, ParameterError
 
-__all__ = ["check_costs", "check_models"]
-
-_SHOWN_NAMES = 5
+__all__ = ["ModelCheck"]
 
 
-def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
+class ModelCheck(Observer):
+    """Compares the models of all ranks before the first collective."""
+
+    def before_first_collective(self, root: Root) -> None:
+        _check_models(root.root, root.states)
+
+
+def _check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
     """Check that the model under ``root`` is the same on all ranks, with one small all-gather per mesh axis.
 
     Ranks of a mesh compare the groups sharded over that mesh, so ranks with other experts may differ. The message also
@@ -48,7 +51,7 @@ def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
         ParameterError: ranks hold the same random values as shards that should differ. All ranks raise it with the same
             text.
     """
-    if root.order_check is OrderCheck.OFF:
+    if root.options.order_check is OrderCheck.OFF:
         return
     every = dict.fromkeys([root.group.axes, *(c.axes for state in states.values() for c in state.group.process_groups)])
     for axes in every:
@@ -62,69 +65,6 @@ def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
     for state in states.values():
         for parameter in state.group.parameters:
             parameter.start = None
-
-
-def check_costs(states: Mapping[str, FSDPState], costs: Costs | Exception | None) -> None:
-    """Check that all ranks were given the same ``costs``, by small all-gathers along each mesh axis.
-
-    An exception stands for costs that this rank could not read. It is raised after the comparison, so that no rank
-    waits for this one.
-
-    Raises:
-        ConfigurationError: there are none for a mesh axis of the model, or the table has other axes or groups.
-        DivergenceError: the costs differ. All ranks raise it with the same text.
-    """
-    if isinstance(costs, Exception):
-        own = f"no costs: {costs}"
-    else:
-        own = json.dumps(costs and asdict(costs), indent=1, sort_keys=True)
-    meshes = dict.fromkeys(pgs.axes for state in states.values() for pgs in state.group.process_groups)
-    for axes in meshes:
-        texts = gather_texts(own, (axes.shard, axes.replicate), axes.device, "the costs given to set_costs")
-        ranks: dict[tuple[str, ...], list[int]] = {}
-        for rank, text in sorted(texts.items()):
-            ranks.setdefault(tuple(text.splitlines()), []).append(rank)
-        if len(ranks) < 2:
-            continue
-        usual, other = sorted(ranks, key=lambda text: -len(ranks[text]))[:2]
-        one, another = next(pair for pair in zip_longest(usual, other, fillvalue="nothing") if pair[0] != pair[1])
-        raise DivergenceError(
-            f"set_costs: {ranks_text(ranks[other], SHOWN_RANKS)} was given other costs than "
-            f"{ranks_text(ranks[usual], SHOWN_RANKS)}. The first difference: {another.strip()} in place of "
-            f"{one.strip()}. Ranks that choose by other costs launch other collectives. Load one table on all "
-            "of them, or send that of one rank with torch.distributed.broadcast_object_list."
-        )
-    if isinstance(costs, Exception):
-        raise costs
-    if costs is not None:
-        _check_names(states, axis_names(meshes), costs)
-
-
-def _check_names(
-    states: Mapping[str, FSDPState], axes: Mapping[DataParallelAxes, tuple[str, str]], costs: Costs
-) -> None:
-    """Check that ``costs`` has all mesh axes of more than one rank, and no others, and only groups of the model."""
-    for mesh, names in axes.items():
-        for name, axis in zip(names, (mesh.shard, mesh.replicate), strict=True):
-            if axis.size > 1:
-                costs.axis(name)
-    known = {name for names in axes.values() for name in names}
-    for what, given, found in (
-        ("mesh axes", {*costs.axes} - {""}, known),
-        ("groups", {*costs.forward, *costs.backward}, states.keys()),
-    ):
-        unknown = sorted(given - found)
-        if unknown:
-            raise ConfigurationError(
-                f"these costs ({costs.source}) have {what} that the model does not have: {_shown(unknown)}. Its "
-                f"{what} are {_shown(sorted(found))}. Take them out, or measure this model with calibrate(). "
-                "Call set_costs on the root."
-            )
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(map(repr, names[:_SHOWN_NAMES])) + more
 
 
 def _check_axes(
@@ -210,8 +150,8 @@ def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
 def _environment_text(root: FSDPState, axes: DataParallelAxes) -> str:
     return (
         f"composable_fsdp {_version()}, torch {torch.__version__}, mesh of ranks {axes.mesh.mesh.tolist()}, "
-        f"order check {root.order_check.value!r}, max_fused_bytes {root.max_fused_bytes}, "
-        f"max_unsharded_bytes {root.max_unsharded_bytes}, prefetch_limit {root.prefetch_limit}, "
+        f"order check {root.options.order_check.value!r}, max_fused_bytes {root.options.max_fused_bytes}, "
+        f"max_unsharded_bytes {root.options.max_unsharded_bytes}, prefetch_limit {root.options.prefetch_limit}, "
         f"deterministic algorithms {torch.are_deterministic_algorithms_enabled()}"
     )
 

@@ -17,10 +17,10 @@ from composable_fsdp._comm.verify_ranks import gather_rows, multi_rank_axes
 from composable_fsdp._consistency.order_check import MEASUREMENT
 from composable_fsdp._memory.streams import Work
 from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.root.clock import Clock, Mark
 from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
+from composable_fsdp.plugins.tuning.clock import Clock, Mark
 
 __all__ = [
     "Calibration",

@@ -11,15 +11,44 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import Communicator, is_over_group
-from composable_fsdp._comm.factory import abandon, compare, position, reopen, timeout_of
-from composable_fsdp._consistency.order_check import OrderCheck
+from composable_fsdp._comm.factory import abandon, position, reopen, timeout_of
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp._runtime.groups.state import FSDPState
+from composable_fsdp._runtime.groups.state import FSDPState, connections
+from composable_fsdp._runtime.params.optimizer_steps import sharded_steps
+from composable_fsdp._runtime.root.observer import Observer, Root
 from composable_fsdp.errors import DivergenceError
 
-__all__ = ["Rendezvous", "disconnect", "has_failed", "reconnect", "rendezvous", "set_order_check"]
+__all__ = ["Recovery", "Rendezvous", "disconnect", "has_failed", "reconnect", "rendezvous"]
+
+
+class Recovery(Observer):
+    """Lets the ranks of one root meet in ``reset_iter_state`` after a failed pass, and reconnect if they must."""
+
+    def __init__(self) -> None:
+        self._steps = sharded_steps()
+        """The number of optimizer steps at the last rendezvous after a failed pass."""
+        self._result: Rendezvous | None = None
+
+    def of(self, root: Root) -> Observer:
+        return Recovery()
+
+    def reset(self, root: Root) -> bool:
+        states = root.states.values()
+        if not has_failed(states):
+            return False
+        self._result = result = rendezvous(states, sharded_steps() - self._steps)
+        self._steps = sharded_steps()
+        if not result.is_in_sync:
+            disconnect(states)
+            root.abandon()
+            reconnect(states)
+        return True
+
+    def after_reset(self, root: Root) -> None:
+        result, self._result = self._result, None
+        if result is not None:
+            result.check_steps()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +86,7 @@ def has_failed(states: Iterable[FSDPState]) -> bool:
     """Return whether the last pass failed on this rank, or a process group of ``states`` is broken."""
     watchdog = job_watchdog()
     return watchdog is not None and (
-        watchdog.has_failed or any(position(group) == "broken" for group in _groups(states))
+        watchdog.has_failed or any(position(group) == "broken" for group in connections(states))
     )
 
 
@@ -71,7 +100,7 @@ def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
     Raises:
         PeerError: some ranks did not come within the timeout of the process groups. The text names them.
     """
-    watchdog, groups = job_watchdog(), _groups(states)
+    watchdog, groups = job_watchdog(), connections(states)
     if watchdog is None or not groups:
         return Rendezvous()
     seconds = max(timeout_of(group) for group in groups)
@@ -85,7 +114,7 @@ def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
 
 def disconnect(states: Iterable[FSDPState]) -> None:
     """Stop all writes to the memory of work in flight. Call it before :func:`reconnect`."""
-    abandon(_groups(states))
+    abandon(connections(states))
 
 
 def reconnect(states: Iterable[FSDPState]) -> None:
@@ -94,23 +123,7 @@ def reconnect(states: Iterable[FSDPState]) -> None:
     Raises:
         PeerError: some ranks cannot be reached any more.
     """
-    reopen(_groups(states))
-
-
-def set_order_check(states: Iterable[FSDPState], level: OrderCheck) -> None:
-    """Set how much ranks compare before the operations of ``states``. It must be the same on every rank."""
-    compare(_groups(states), level)
-
-
-def _groups(states: Iterable[FSDPState]) -> list[dist.ProcessGroup]:
-    """Return the process groups of ``states``, without duplicates."""
-    communicators: list[Communicator] = []
-    for state in states:
-        for pgs in state.group.process_groups:
-            communicators += [pgs.axes.shard, pgs.axes.replicate, pgs.scatter]
-            if pgs.smaller is not None:
-                communicators.append(pgs.smaller)
-    return list(dict.fromkeys(c.group for c in communicators if is_over_group(c)))
+    reopen(connections(states))
 
 
 def _ranks(states: Iterable[FSDPState]) -> list[int]:

@@ -1,0 +1,74 @@
+"""Run the tests without each plugin in turn, and print a table: ``python benchmarks/plugin_table.py [PLUGIN ...]``.
+
+For each plugin, the project is copied, the plugin's line is removed from the list in ``plugins/__init__.py`` of the
+copy, and the tests of the copy run, except those with the marker ``plugin(<name>)``. No other test may fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+__all__ = ["main", "without"]
+
+PROJECT = Path(__file__).parents[1]
+LISTED = Path("composable_fsdp/plugins/__init__.py")
+COPIED = ("composable_fsdp", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
+_LINE = re.compile(r"^    (\w+),(?:  #.*)?\n", re.MULTILINE)
+
+
+def listed(text: str) -> list[str]:
+    """Return the names in the list of the source ``text``."""
+    return _LINE.findall(text[text.index("DEFAULT:") :])
+
+
+def without(text: str, plugin: str) -> str:
+    """Return the source ``text`` of the list without the line of ``plugin``."""
+    head, tail = text[: text.index("DEFAULT:")], text[text.index("DEFAULT:") :]
+    shorter = re.sub(rf"^    {plugin},(?:  #.*)?\n", "", tail, flags=re.MULTILINE)
+    if shorter == tail:
+        raise SystemExit(f"there is no plugin {plugin!r}. The plugins are {', '.join(listed(text))}.")
+    return head + shorter
+
+
+def run(plugin: str, tests: list[str]) -> tuple[str, list[str]]:
+    """Return the last line of pytest's output without ``plugin``, and the tests that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            source = PROJECT / name
+            ignored = shutil.ignore_patterns("__pycache__", "_build")
+            shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
+        changed = copy / LISTED
+        changed.write_text(without(changed.read_text(), plugin))
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--without-plugin", plugin, *tests]
+        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    lines = result.stdout.splitlines() or [result.stderr.strip().splitlines()[-1]]
+    return lines[-1].strip("= "), [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+
+
+def main() -> None:
+    """Run the tests without each plugin that is named, or without each of all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("plugins", nargs="*", help="the plugins to leave out, one at a time; all without any")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="the folders or files of tests to run")
+    arguments = parser.parse_args()
+    names = arguments.plugins or listed((PROJECT / LISTED).read_text())
+    print(f"{'without':<18} result", flush=True)
+    has_failed = False
+    for name in names:
+        summary, failed = run(name, arguments.tests)
+        has_failed |= bool(failed)
+        print(f"{name:<18} {summary}", *failed, sep="\n    " if failed else " ", flush=True)
+    sys.exit(has_failed)
+
+
+if __name__ == "__main__":
+    main()

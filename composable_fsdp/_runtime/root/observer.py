@@ -1,0 +1,192 @@
+"""Observers: attachments of a root, which are told of its events. The core knows none of them by name.
+
+A plugin appends an observer to :data:`OBSERVERS`. Each root that is assembled afterwards tells it of its events. An
+event that nobody observes costs one truth test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from composable_fsdp._consistency.running_pass import RunningPass
+from composable_fsdp._memory.streams import CommStreams
+from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
+from composable_fsdp._runtime.groups.state_machine import Pass
+from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
+from composable_fsdp._runtime.schedule.schedule import Hook
+
+__all__ = ["OBSERVERS", "Events", "Observer", "Root"]
+
+
+class Root(Protocol):
+    """The members of an iteration that observers use."""
+
+    root: FSDPState
+    """The state of the outermost module, which has the options of all."""
+    states: Mapping[str, FSDPState]
+    """All FSDP states, by name, in module order."""
+    runner: ScheduleRunner
+    """The schedule, its record of the last forward, and the choice of its settings."""
+    events: Events
+
+    @property
+    def streams(self) -> CommStreams: ...
+
+    @property
+    def current_pass(self) -> Pass: ...
+
+    @property
+    def evaluates(self) -> bool:
+        """True in a forward to which no backward comes back."""
+        ...
+
+    @property
+    def leads_to_backward(self) -> bool:
+        """True if a backward may follow the running forward."""
+        ...
+
+    @property
+    def reductions_are_in_flight(self) -> bool: ...
+
+    def end_backward(self) -> None: ...
+
+    def drain(self) -> None:
+        """Wait for everything in flight."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up the work in flight, which will not complete. Nothing may write to its memory any more."""
+        ...
+
+
+class Observer:
+    """An attachment of roots. Derive from it, and override the methods of the events to observe.
+
+    Observers of a beginning are told in the order of the list, those of an end in reverse order.
+    """
+
+    # Of the process. Only the observers in the list are told.
+
+    def after_sharding(self, state: FSDPState) -> None:
+        """Note that ``fully_shard`` has made ``state``."""
+
+    def after_copy(self, state: FSDPState, clone: FSDPState) -> None:
+        """Note that ``clone`` is a copy of ``state``."""
+
+    def before_assembly(self, root: FSDPState, states: Mapping[str, FSDPState]) -> None:
+        """Note that ``states``, those below ``root``, are about to get an iteration."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that ``optimizer`` is about to step. Called while the process has FSDP states, for every optimizer."""
+
+    # Of a root.
+
+    def of(self, root: Root) -> Observer | None:
+        """Return the observer of ``root``, which has just been assembled: this one, another one, or none."""
+        return self
+
+    def before_first_collective(self, root: Root) -> None:
+        """Compare the model between ranks, or prepare for the first step. All ranks call it together."""
+
+    def wake(self, root: Root) -> None:
+        """Note that the root is idle, and a hook begins to run. Observers may be added and removed here."""
+
+    def begin_pass(self, root: Root, running: RunningPass) -> None:
+        """Note that a forward or a backward begins. Nothing is gathered yet."""
+
+    def end_pass(self, root: Root, running: RunningPass) -> None:
+        """Note that a forward or a backward has ended, or was given up after an exception."""
+
+    def failed(self, root: Root, running: RunningPass) -> None:
+        """Note that an exception has ended a forward."""
+
+    def begin_forward(self, root: Root, outermost: FSDPState) -> None:
+        """Note that a forward of ``outermost`` is about to gather the first group."""
+
+    def enter_forward(self, root: Root, call: ForwardCall) -> None:
+        """Note that the parameters of ``call`` are unsharded. Its module computes next."""
+
+    def enter_backward(self, root: Root, call: ForwardCall) -> None:
+        """Note that a gradient has reached an output of ``call``, before its parameters are unsharded."""
+
+    def begin(self, root: Root, hook: Hook, subject: Any) -> None:
+        """Note that the root begins to work for ``hook`` of ``subject``, an FSDP state or a call."""
+
+    def end(self, root: Root, hook: Hook, subject: Any) -> None:
+        """Note that the root has done its work for ``hook`` of ``subject``."""
+
+    def reset(self, root: Root) -> bool:
+        """Prepare for ``reset_iter_state``. Return whether the work in flight will not complete."""
+        return False
+
+    def after_reset(self, root: Root) -> None:
+        """Note that the root is idle after ``reset_iter_state``. All observers are told before an error is raised."""
+
+
+_BEGINNINGS = (
+    "before_first_collective",
+    "wake",
+    "begin_pass",
+    "begin_forward",
+    "enter_forward",
+    "enter_backward",
+    "begin",
+    "reset",
+)
+_ENDS = ("end_pass", "failed", "end", "after_reset")
+
+Bound = tuple[Callable[..., Any], ...]
+
+
+class Events:
+    """The observers of one root, and by event the methods that they override. Final."""
+
+    __slots__ = ("observers", *_BEGINNINGS, *_ENDS)
+    before_first_collective: Bound
+    wake: Bound
+    begin_pass: Bound
+    begin_forward: Bound
+    end_pass: Bound
+    failed: Bound
+    enter_forward: Bound
+    enter_backward: Bound
+    begin: Bound
+    end: Bound
+    reset: Bound
+    after_reset: Bound
+
+    def __init__(self, root: Root) -> None:
+        self.observers: list[Observer] = []
+        self._bind()
+        for each in OBSERVERS:
+            self.add(each.of(root))
+
+    def add(self, observer: Observer | None) -> None:
+        """Tell ``observer`` of the events from now on."""
+        if observer is not None and observer not in self.observers:
+            self.observers.append(observer)
+            self._bind()
+
+    def remove(self, observer: Observer | None) -> None:
+        """Tell ``observer`` of no further event."""
+        if observer in self.observers:
+            self.observers.remove(observer)
+            self._bind()
+
+    def _bind(self) -> None:
+        for event in _BEGINNINGS:
+            setattr(self, event, _overriding(self.observers, event))
+        for event in _ENDS:
+            setattr(self, event, _overriding(self.observers[::-1], event))
+
+
+def _overriding(observers: list[Observer], event: str) -> Bound:
+    default = getattr(Observer, event)
+    return tuple(getattr(each, event) for each in observers if getattr(type(each), event) is not default)
+
+
+OBSERVERS: list[Observer] = []
+"""The observers of all roots that are assembled from now on."""

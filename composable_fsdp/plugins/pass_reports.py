@@ -1,0 +1,49 @@
+"""Reports of the running passes: to the watchdog of the job, which other ranks ask, and to traces."""
+
+from __future__ import annotations
+
+from composable_fsdp import trace
+from composable_fsdp._consistency.running_pass import RunningPass
+from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._runtime.root.observer import Observer, Root
+
+__all__ = ["ReportedPasses", "TracedPasses"]
+
+
+class ReportedPasses(Observer):
+    """Tells the watchdog of the job which passes of one root run, and how they end."""
+
+    def __init__(self) -> None:
+        self._watchdog = job_watchdog()
+        self._completed = 0
+        """The number of completed backwards."""
+
+    def of(self, root: Root) -> Observer | None:
+        return None if job_watchdog() is None else ReportedPasses()
+
+    def begin_pass(self, root: Root, running: RunningPass) -> None:
+        assert self._watchdog is not None, "else it is not attached"
+        self._watchdog.begin_pass(running)
+
+    def end_pass(self, root: Root, running: RunningPass) -> None:
+        assert self._watchdog is not None, "else it is not attached"
+        self._completed += running.succeeded and running.kind == "backward"
+        self._watchdog.end_pass(running, self._completed)
+
+    def failed(self, root: Root, running: RunningPass) -> None:
+        assert self._watchdog is not None, "else it is not attached"
+        self._watchdog.fail(running.failure)
+
+
+class TracedPasses(Observer):
+    """Emits a trace event for each pass that succeeds."""
+
+    def begin_pass(self, root: Root, running: RunningPass) -> None:
+        if trace.listeners:
+            running.began = trace.now()
+
+    def end_pass(self, root: Root, running: RunningPass) -> None:
+        if trace.listeners and running.succeeded:
+            operation = trace.Operation.FORWARD if running.kind == "forward" else trace.Operation.BACKWARD
+            name = running.module if running.kind == "forward" else root.root.name
+            trace.emit(operation, name, begin=running.began)

@@ -1,0 +1,205 @@
+"""The choice of a root's schedule settings by costs, which the user gave or asked to measure. Opt-in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from composable_fsdp import trace
+from composable_fsdp._comm.communicator import Communicator
+from composable_fsdp._runtime.groups import profiling
+from composable_fsdp._runtime.groups.state import FSDPState
+from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
+from composable_fsdp._runtime.root.group_spec import set_by_user
+from composable_fsdp._runtime.root.observer import Observer, Root
+from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
+from composable_fsdp._runtime.schedule.costs import Costs
+from composable_fsdp._runtime.schedule.passes import GroupSpec
+from composable_fsdp._runtime.schedule.schedule import Hook
+from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp.plugins.tuning.calibration import Calibration, StepObserver
+from composable_fsdp.plugins.tuning.choose import Choice, choose
+from composable_fsdp.plugins.tuning.clock import Clock
+from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
+
+__all__ = ["Tuning", "choice_of", "predicted", "tuning_of"]
+
+
+class Tuning(Observer):
+    """Measures the costs of a root when asked to, and chooses the settings of its schedule by its costs."""
+
+    def __init__(self) -> None:
+        self.choice: Choice | None = None
+        """The last choice of settings by costs."""
+        self._measuring: _Measuring | None = None
+        self._inputs: tuple[object, ...] = (None,)
+        """All that a choice depends on, beginning with the costs, at the last forward that may get a backward."""
+        self._chosen_for: tuple[object, ...] = (None,)
+        """The same at the last choice."""
+        self._specs: tuple[int, object] = (-1, None)
+        """The version of options and plans, and the specs that belong to it."""
+
+    def of(self, root: Root) -> Observer | None:
+        return None if root.root.options.costs is None else Tuning()
+
+    def calibrate(self, root: Root, steps: int) -> None:
+        """Measure the costs of collectives and of computation in the next ``steps``."""
+        groups = {name: state.group for name, state in root.states.items() if state.group.parameters}
+        axes = _axes(root)
+        calibration = Calibration(axes, _communicators(root, axes), groups, steps, Clock(root.root.group.axes.device))
+        self.measure(root, calibration)
+
+    def measure(self, root: Root, observer: StepObserver) -> None:
+        """Let ``observer`` measure the next steps."""
+        self._stop(root)
+        self._measuring = _Measuring(observer)
+        root.events.add(self._measuring)
+
+    def begin_forward(self, root: Root, outermost: FSDPState) -> None:
+        """Begin a step. If costs have changed and nothing is under way, choose the settings of the schedule by them.
+
+        Only a forward of the root that gathers some group does so: others may run on some ranks only.
+        """
+        if any(state.unequal_use for state in root.states.values()):
+            self._stop(root)
+        elif torch.is_grad_enabled() and outermost is root.root and root.runner.will_gather():
+            self._begin_step(root)
+
+    def _begin_step(self, root: Root) -> None:
+        runner = root.runner
+        if self._measuring is not None:
+            observer = self._measuring.observer
+            costs = observer.begin_step(runner.streams.seconds_waited)
+            if costs is not None:
+                self._stop(root)
+                state = root.root
+                state.options = replace(state.options, costs=_fitted(runner, costs, observer.waited))
+        if self._is_due(root) and not _is_under_way(root):
+            root.drain()
+            begin = trace.now()
+            self._choose(root)
+            _note_choice(self.choice, begin)
+
+    def _is_due(self, root: Root) -> bool:
+        """Return whether to choose settings. Called once before each forward that may get a backward.
+
+        New costs count at once. A change of the order, of options or of plans counts once two forwards in a row have
+        it, so that a model that alternates between two orders keeps its settings.
+        """
+        costs = root.root.options.costs
+        if costs is None:
+            return self.choice is not None
+        before, self._inputs = self._inputs, self._inputs_now(root)
+        has_changed = self._chosen_for[0] is not costs or before == self._inputs != self._chosen_for
+        return has_changed and bool(root.runner.known.events)
+
+    def _inputs_now(self, root: Root) -> tuple[object, ...]:
+        runner = root.runner
+        if self._specs[0] != runner.version:
+            self._specs = runner.version, runner.specs_for(runner.settings)
+        return root.root.options.costs, runner.known.events, runner.training_options, self._specs[1]
+
+    def _choose(self, root: Root) -> None:
+        """Choose the settings by the costs of the root. The choice is the same on every rank."""
+        costs, runner = root.root.options.costs, root.runner
+        if costs is None:
+            self.choice = None
+        else:
+            self.choice = choose(
+                runner.known.events,
+                runner.specs_for,
+                runner.training_options,
+                costs,
+                current=runner.settings,
+                default=runner.default_settings,
+                before=self.choice.seconds if self.choice else None,
+                fixed=set_by_user(root.root),
+                unseen=runner.known.unseen,
+            )
+        runner.use(self.choice.settings if self.choice else runner.default_settings)
+        self._chosen_for = self._inputs = self._inputs_now(root)
+
+    def after_reset(self, root: Root) -> None:
+        self._stop(root)
+
+    def _stop(self, root: Root) -> None:
+        root.events.remove(self._measuring)
+        self._measuring = None
+
+
+class _Measuring(Observer):
+    """Tells ``observer`` of the hooks of steps that train."""
+
+    def __init__(self, observer: StepObserver) -> None:
+        self.observer = observer
+
+    def begin(self, root: Root, hook: Hook, subject: Any) -> None:
+        if not root.evaluates:
+            in_backward, waited = root.current_pass is Pass.BACKWARD, root.streams.seconds_waited
+            self.observer.enter(hook, subject.name, in_backward=in_backward, waited=waited)
+
+    def end(self, root: Root, hook: Hook, subject: Any) -> None:
+        if not root.evaluates:
+            ends_pass, waited = root.current_pass is Pass.IDLE, root.streams.seconds_waited
+            self.observer.leave(hook, subject.name, ends_pass=ends_pass, waited=waited)
+
+
+def tuning_of(root: Root) -> Tuning:
+    """Return the tuning of ``root``, which is attached if it was not."""
+    known = next((each for each in root.events.observers if isinstance(each, Tuning)), None)
+    if known is None:
+        root.events.add(known := Tuning())
+    return known
+
+
+def choice_of(root: Root) -> Choice | None:
+    """Return the last choice of settings by costs for ``root``, if any."""
+    return next((each.choice for each in root.events.observers if isinstance(each, Tuning)), None)
+
+
+def predicted(runner: ScheduleRunner, costs: Costs, change: Callable[[GroupSpec], GroupSpec] | None = None) -> Timeline:
+    """Return the timeline of the next iteration that trains, with each group as ``change`` returns it."""
+    schedule_version = runner.version
+    assert schedule_version >= 0, "the specs are up to date"
+    specs = {name: change(spec) if change else spec for name, spec in runner.specs.items()}
+    return simulate(runner.built(specs, runner.training_options), specs, costs)
+
+
+def _fitted(runner: ScheduleRunner, costs: Costs, waited: float) -> Costs:
+    """Return ``costs`` by which the last steps take as long as they did, each with ``waited`` seconds of waits."""
+    if not runner.known.events:
+        return costs
+    schedule = runner.expected(is_last_backward=True, has_barriers=False)
+    return fit_computation(schedule, runner.specs, costs, waited)
+
+
+def _axes(root: Root) -> list[DataParallelAxes]:
+    """Return the data-parallel axes of all parameters."""
+    return list(dict.fromkeys(pgs.axes for state in root.states.values() for pgs in state.group.process_groups))
+
+
+def _communicators(root: Root, axes: list[DataParallelAxes]) -> list[Communicator]:
+    """Return the communicators of all axes along which ranks run the same model, model-parallel axes last."""
+    known = [each for mesh in axes for each in (mesh.shard, mesh.replicate)]
+    layouts = (p.sharding.inner for state in root.states.values() for p in state.group.parameters)
+    by_mesh = {layout.mesh: layout for layout in layouts if layout is not None}
+    return known + [each for layout in by_mesh.values() for each in layout.communicators()]
+
+
+def _is_under_way(root: Root) -> bool:
+    """Return True between a forward and its backward, and while gradients are held."""
+    return any(state.runs or state.group.gradients.state in HELD_GRADIENTS for state in root.states.values())
+
+
+def _note_choice(choice: Choice | None, begin: float) -> None:
+    """Note a choice, which began at ``begin``, in traces and profiles."""
+    if choice is None:
+        return
+    if trace.listeners:
+        trace.emit(trace.Operation.CHOOSE, choice.summary, choice.peak_bytes, begin=begin)
+    if profiling.active:
+        with profiling.label("choose_schedule", choice.summary):
+            pass
