@@ -3,10 +3,9 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/collectives.py
 
 For each size, eight parameters of that full size are gathered in one message, including the copy out of it, and as
-separate messages. The size at which both take equally long is the threshold in ``_comm/shm/shm_communicator.py``, and
-with ``COMPOSABLE_FSDP_SHARED_MEMORY=0`` the one in ``_comm/c10d.py``. The same is measured for reduce-scatter, whose
-single message includes a copy in.
-"""
+separate messages. The size at which both take equally long is the threshold in
+``plugins/shared_memory/shm_communicator.py``, and with ``COMPOSABLE_FSDP_SHARED_MEMORY=0`` the one in
+``_comm/c10d.py``. The same is measured for reduce-scatter, whose single message includes a copy in."""
 
 from __future__ import annotations
 

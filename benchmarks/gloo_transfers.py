@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/gloo_transfers.py
 
 Over gloo, each tensor is sent separately without a copy, or all tensors are copied into one message and out of it. The
-size from which the first method is faster is the threshold of ``_comm/gloo/gloo_communicator.py``. Gloo's collectives
+size from which the first method is faster is the threshold of ``plugins/gloo/gloo_communicator.py``. Gloo's collectives
 get one message, as in every library. Memory is shared if all ranks are on one host.
 """
 
@@ -19,8 +19,8 @@ from report import interleaved, parser, publish, ratios, timed
 from composable_fsdp._comm.c10d import ProcessGroupCommunicator
 from composable_fsdp._comm.communicator import Collective, Communicator, Transfer, find
 from composable_fsdp._comm.factory import communicator_over
-from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
-from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
+from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator
+from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
 
 KIB = [16, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
 TENSORS = 4

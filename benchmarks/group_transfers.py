@@ -22,11 +22,11 @@ from report import interleaved, parser, publish, ratios, sequential, spread, tim
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._comm.gloo import gloo_communicator
-from composable_fsdp._comm.shm import shm_communicator
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.param_group_gradients import reduce_together
 from composable_fsdp._runtime.groups.state import state_of
+from composable_fsdp.plugins.gloo import gloo_communicator
+from composable_fsdp.plugins.shared_memory import shm_communicator
 
 KIB = [64, 256, 1024, 2048, 4096, 16384, 65536]
 VECTORS = 8

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainers import Step, Task
 
 from composable_fsdp import fully_shard
-from composable_fsdp._comm.factory import compared
 from composable_fsdp._consistency.order_check import OrderCheck
+from composable_fsdp.plugins.watchdog.attach import compared
 
 LEVELS = [level.value for level in OrderCheck]
 WARM_UP = 3

@@ -27,17 +27,9 @@ if TYPE_CHECKING:
         find,
         is_over_group,
     )
-    from composable_fsdp._comm.decorators import OrderChecked, Visible, Watched, _WatchedWork, level_through_store
-    from composable_fsdp._comm.factory import communicator_over, compared, duplicate
+    from composable_fsdp._comm.factory import communicator_over, duplicate
     from composable_fsdp._comm.factory import timeout_of as timeout_of_group
-    from composable_fsdp._comm.gloo.connection import GlooConnection
-    from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator, GlooWork
     from composable_fsdp._comm.loopback import LoopbackCommunicator
-    from composable_fsdp._comm.shm import connect, segment
-    from composable_fsdp._comm.shm.connect import SWITCH
-    from composable_fsdp._comm.shm.segment import SLOT_BYTES
-    from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
-    from composable_fsdp._comm.shm.staging import StagedRange, plan_rounds
     from composable_fsdp._comm.verify_ranks import difference_text, verify_same, verify_same_lines
     from composable_fsdp._consistency import interrupt, missing_ranks, watchdog
     from composable_fsdp._consistency.order_check import (
@@ -188,7 +180,14 @@ if TYPE_CHECKING:
     from composable_fsdp.optim import _local_step
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.plugins.forward_order import ExecutionOrderWarning
+    from composable_fsdp.plugins.gloo.connection import GlooConnection
+    from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
     from composable_fsdp.plugins.recovery import disconnect, reconnect
+    from composable_fsdp.plugins.shared_memory import connect, segment
+    from composable_fsdp.plugins.shared_memory.connect import SWITCH
+    from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES
+    from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
+    from composable_fsdp.plugins.shared_memory.staging import StagedRange, plan_rounds
     from composable_fsdp.plugins.tuning import tuning
     from composable_fsdp.plugins.tuning.calibration import Calibration, measure_collective
     from composable_fsdp.plugins.tuning.choose import (
@@ -199,6 +198,9 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
     from composable_fsdp.plugins.version_check import reads_shards
+    from composable_fsdp.plugins.visible_collectives import Visible
+    from composable_fsdp.plugins.watchdog.attach import compare, compared
+    from composable_fsdp.plugins.watchdog.decorators import OrderChecked, Watched, _WatchedWork, level_through_store
     from composable_fsdp.testing import _pool, _stream_group
     from composable_fsdp.testing._messages import (
         Call,

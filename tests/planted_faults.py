@@ -60,10 +60,10 @@ NO_STREAMS = {
     "checkpoint/_dcp/save_directory.py": "futures of torch's writers of files",
     "checkpoint/_tools/": "tools that need no device",
     "diagnostics/_signals.py": "threads",
-    "_comm/gloo/": "blocks the host",
-    "_comm/shm/": "blocks the host",
+    "plugins/gloo/": "blocks the host",
+    "plugins/shared_memory/": "blocks the host",
     "_comm/device_connection.py": "operations between processes: tests/ranks/test_device_faults.py",
-    "_comm/decorators.py": "a process group of one rank, for torch's CommDebugMode",
+    "plugins/visible_collectives.py": "a process group of one rank, for torch's CommDebugMode",
 }
 """Files whose calls order no work of streams."""
 NO_ORDER = {

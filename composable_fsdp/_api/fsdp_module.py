@@ -26,7 +26,6 @@ from composable_fsdp._api.group_setters import (
     set_root_option,
 )
 from composable_fsdp._comm.communicator import Communicator
-from composable_fsdp._comm.factory import compare
 from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.callers_context import runs_outside
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, connections, state_of
@@ -51,6 +50,7 @@ from composable_fsdp.plugins.tuning.choose import Choice
 from composable_fsdp.plugins.tuning.costs_check import check_costs
 from composable_fsdp.plugins.tuning.tuning import choice_of, tuning_of
 from composable_fsdp.plugins.version_check import set_version_check
+from composable_fsdp.plugins.watchdog.attach import compare
 from composable_fsdp.policies import Reshard
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]

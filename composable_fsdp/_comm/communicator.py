@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from composable_fsdp import trace
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import Work
@@ -35,6 +36,7 @@ __all__ = [
     "barrier",
     "find",
     "is_over_group",
+    "trace_position",
 ]
 
 T = TypeVar("T")
@@ -277,6 +279,11 @@ class GroupReference:
 def is_over_group(communicator: object) -> TypeGuard[GroupCommunicator]:
     """Return whether ``communicator``, or what it is around, communicates over a process group."""
     return hasattr(communicator, "ranks")
+
+
+def trace_position(communicator: GroupCommunicator, number: int) -> trace.Position:
+    """Return the position of the ``number``-th collective since the ranks have connected, from 1."""
+    return trace.Position(communicator.name, communicator.ranks, communicator.generation, number)
 
 
 def find(communicator: object, kind: type[T]) -> T | None:

@@ -10,14 +10,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from composable_fsdp._comm.c10d import ProcessGroupCommunicator, timeout_of_backend
-from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, find
-from composable_fsdp._comm.decorators import Exchange, OrderChecked, StoreExchange, Visible, Watched
-from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
+from composable_fsdp._comm.communicator import Communicator, GroupCommunicator
 from composable_fsdp._comm.loopback import LoopbackCommunicator
-from composable_fsdp._comm.shm.connect import connect
-from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
-from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
-from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._memory.device_capabilities import backend_capabilities, is_host
 
 __all__ = [
@@ -25,9 +19,9 @@ __all__ = [
     "TRANSPORTS",
     "abandon",
     "communicator_over",
-    "compare",
-    "compared",
+    "communicators",
     "duplicate",
+    "has_own_transports",
     "loopback",
     "position",
     "reopen",
@@ -35,45 +29,22 @@ __all__ = [
 ]
 
 
-def _in_shared_memory(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator | None:
-    engine = connect(group) if _has_own_transports(group, device_type) else None
-    return None if engine is None else SharedMemoryCommunicator(group, engine)
+TRANSPORTS: list[Callable[[dist.ProcessGroup, str], GroupCommunicator | None]] = [ProcessGroupCommunicator]
+"""Each makes the communicator of a process group for a type of device, or returns ``None``. The first answer counts."""
+
+AROUND: list[Callable[[Communicator], Communicator]] = []
+"""Each decorates a new communicator or returns it unchanged. The last is the outermost."""
 
 
-def _over_gloo(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator | None:
-    return GlooCommunicator(group) if _has_own_transports(group, device_type) else None
-
-
-def _has_own_transports(group: dist.ProcessGroup, device_type: str) -> bool:
+def has_own_transports(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether plugins may send tensors of ``device_type`` over ``group`` without its own collectives."""
     return dist.get_world_size(group) > 1 and backend_capabilities(group, device_type).has_own_transports
 
 
-TRANSPORTS: list[Callable[[dist.ProcessGroup, str], GroupCommunicator | None]] = [
-    _in_shared_memory,
-    _over_gloo,
-    ProcessGroupCommunicator,
-]
-"""Each makes the communicator of a process group for a type of device, or returns ``None``. The first answer counts."""
-
-
-def _watched(communicator: Communicator) -> Communicator:
-    if communicator.traits.checks:
-        return communicator
-    return Watched(cast(GroupCommunicator, communicator), job_watchdog())
-
-
-def _order_checked(communicator: Communicator) -> Communicator:
-    if not isinstance(communicator, Watched):
-        return communicator
-    exchange: Exchange | None = find(communicator, GlooCommunicator)
-    watchdog = job_watchdog()
-    if exchange is None and watchdog is not None:
-        exchange = StoreExchange(communicator.group, watchdog, timeout_of(communicator.group))
-    return OrderChecked(communicator, exchange, order_check_from()) if exchange is not None else communicator
-
-
-AROUND: list[Callable[[Communicator], Communicator]] = [_watched, _order_checked, Visible]
-"""Each decorates a new communicator or returns it unchanged. The last is the outermost."""
+def communicators(groups: Collection[dist.ProcessGroup]) -> Iterator[GroupCommunicator]:
+    """Yield the communicators over ``groups`` that exist."""
+    for group in groups:
+        yield from _known.get(group, {}).values()
 
 
 def _decorated(communicator: Communicator) -> Communicator:
@@ -110,20 +81,15 @@ def loopback() -> Communicator:
     return _decorated(LoopbackCommunicator())
 
 
-def _communicators(groups: Collection[dist.ProcessGroup]) -> Iterator[GroupCommunicator]:
-    for group in groups:
-        yield from _known.get(group, {}).values()
-
-
 def position(group: dist.ProcessGroup) -> str:
     """Return this rank's position in the sequence of operations over ``group``, or ``"broken"`` if one has failed."""
-    known = list(_communicators([group]))
+    known = list(communicators([group]))
     return "broken" if any(each.is_broken for each in known) else ",".join(str(each.launched) for each in known)
 
 
 def abandon(groups: Collection[dist.ProcessGroup]) -> None:
     """Abort operations in flight over ``groups``, before their memory is freed and :func:`reopen` is called."""
-    for known in _communicators(groups):
+    for known in communicators(groups):
         known.abandon()
 
 
@@ -135,22 +101,8 @@ def reopen(groups: Collection[dist.ProcessGroup]) -> None:
     """
     # The order is the same on all ranks.
     for group in sorted((group for group in groups if group in _known), key=_creation_order.__getitem__):
-        for known in _communicators([group]):
+        for known in communicators([group]):
             known.reopen()
-
-
-def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
-    """Set how much ranks compare before an operation over ``groups``. In shared memory, they always compare."""
-    for known in _communicators(groups):
-        checked = find(known, OrderChecked)
-        if checked is not None:
-            checked.set_level(level)
-
-
-def compared(group: dist.ProcessGroup) -> int:
-    """Return the number of messages exchanged over ``group`` since it last connected to compare operations."""
-    checked = (find(known, OrderChecked) for known in _communicators([group]))
-    return sum(each.checker.compared for each in checked if each is not None)
 
 
 def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:

@@ -20,7 +20,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from composable_fsdp._comm.shm.connect import host_identity
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._memory.device_capabilities import current_accelerator
@@ -34,6 +33,7 @@ from composable_fsdp.cli.doctor_checks import (
     check_ranks,
 )
 from composable_fsdp.cli.printing import Json, console, count, print_json
+from composable_fsdp.plugins.shared_memory.connect import host_identity
 
 __all__ = ["Examined", "doctor", "examine_ranks", "read_machine"]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from composable_fsdp._comm.shm.connect import MODES, SWITCH
 from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp.diagnostics._recording import FOLDER_VARIABLE, TIMELINE_VARIABLE
+from composable_fsdp.plugins.shared_memory.connect import MODES, SWITCH
 
 __all__ = ["Finding", "Machine", "RankOutcome", "Severity", "check_machine", "check_missing", "check_ranks"]
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from composable_fsdp.codecs.blockwise import Int8
 from composable_fsdp.codecs.protocol import Codec, check_codec, resolve_codec
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["ErrorFeedback", "without_feedback"]
+
+
+def _int8() -> Codec:
+    from composable_fsdp.codecs.blockwise import Int8
+
+    return Int8()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class ErrorFeedback:
     codec: Codec
     decay: float = 1.0
     reset_every: int | None = None
-    keep: Codec = field(default_factory=Int8)
+    keep: Codec = field(default_factory=_int8)
 
     def __post_init__(self) -> None:
         if isinstance(self.codec, ErrorFeedback):

@@ -3,42 +3,64 @@
 A plugin imports the core, and no other plugin. It attaches itself to a seam of the core. Remove the line of a plugin
 from :data:`DEFAULT`, and the library trains without it: ``make plugins`` does so for each, and runs the tests.
 
-===================== ================================================== ==================
-Plugin                Does                                               On by default
-===================== ================================================== ==================
-``recovery``          lets ranks meet and reconnect in a reset           on all devices
-``pass_reports``      tells other ranks and traces which passes run      on all devices
-``order_check_level`` sets how often ranks compare their operations      on all devices
-``plain_parameters``  warns of parameters added after ``fully_shard``    on all devices
-``late_ties``         merges weights that were tied afterwards           on all devices
-``optimizer_checks``  refuses steps that would change nothing            on all devices
-``model_check``       compares the models and values of ranks            on all devices
-``forward_order``     warns of a changed order of modules                on all devices
-``version_check``     finds parameters changed before their backward     on all devices
-``residuals``         commits and restores residuals of error feedback   on all devices
-``profiler_labels``   labels hooks in profiles and in torch's log        on all devices
-``tuning``            measures costs, and chooses settings by them       no: ``calibrate()``
-                                                                         or ``set_costs()``
-===================== ================================================== ==================
+======================= ================================================ ==================
+Plugin                  Does                                             On by default
+======================= ================================================ ==================
+``shared_memory``       transport between ranks of one host              CPU
+``gloo``                own collectives over gloo's point-to-point       CPU
+``watchdog``            reports waits, and compares operations           all devices
+``visible_collectives`` shows launches in traces and profiles            all devices
+``recovery``            lets ranks meet and reconnect in a reset         all devices
+``pass_reports``        tells other ranks and traces which passes run    all devices
+``plain_parameters``    warns of parameters added after fully_shard      all devices
+``late_ties``           merges weights that were tied afterwards         all devices
+``optimizer_checks``    refuses steps that would change nothing          all devices
+``model_check``         compares the models and values of ranks          all devices
+``forward_order``       warns of a changed order of modules              all devices
+``version_check``       finds parameters changed before their backward   all devices
+``residuals``           commits and restores those of error feedback     all devices
+``profiler_labels``     labels hooks in profiles and in torch's log      all devices
+``tuning``              measures costs, and chooses settings by them     no: opt-in by
+                                                                         ``calibrate()``,
+                                                                         ``set_costs()``
+``full_params``         registers full parameters for the user           when it is called
+======================= ================================================ ==================
 """
 
 from __future__ import annotations
 
+from composable_fsdp._comm.factory import AROUND, TRANSPORTS
 from composable_fsdp._runtime.root.observer import OBSERVERS, Observer
 from composable_fsdp.plugins.forward_order import ForwardOrder
+from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
 from composable_fsdp.plugins.model_check import ModelCheck
 from composable_fsdp.plugins.optimizer_checks import OptimizerChecks
-from composable_fsdp.plugins.order_check_level import OrderCheckLevel
 from composable_fsdp.plugins.pass_reports import ReportedPasses, TracedPasses
 from composable_fsdp.plugins.plain_parameters import PlainParameters
 from composable_fsdp.plugins.profiler_labels import ProfilerLabels
 from composable_fsdp.plugins.recovery import Recovery
 from composable_fsdp.plugins.residuals import Residuals
+from composable_fsdp.plugins.shared_memory.transport import in_shared_memory
 from composable_fsdp.plugins.tuning.tuning import Tuning
 from composable_fsdp.plugins.version_check import VersionCheck
+from composable_fsdp.plugins.visible_collectives import Visible
+from composable_fsdp.plugins.watchdog.attach import OrderCheckLevel, order_checked, watched
 
-__all__ = ["DEFAULT", "OBSERVERS", "Observer"]
+__all__ = ["AROUND", "DEFAULT", "DEFAULT_AROUND", "DEFAULT_TRANSPORTS", "OBSERVERS", "TRANSPORTS", "Observer"]
+
+DEFAULT_TRANSPORTS = (
+    in_shared_memory,
+    over_gloo,
+)
+"""Asked before torch's own collectives, in this order."""
+
+DEFAULT_AROUND = (
+    watched,
+    order_checked,
+    Visible,
+)
+"""The decorators of every communicator. The last is the outermost."""
 
 DEFAULT: tuple[type[Observer], ...] = (
     Recovery,  # first, so that it is told last of the end of a reset, which it may refuse
@@ -57,4 +79,6 @@ DEFAULT: tuple[type[Observer], ...] = (
 )
 """The observers of every root, in their order."""
 
+TRANSPORTS[:0] = DEFAULT_TRANSPORTS
+AROUND.extend(DEFAULT_AROUND)
 OBSERVERS.extend(plugin() for plugin in DEFAULT)

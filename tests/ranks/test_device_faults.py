@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import PeerError
 from composable_fsdp.testing import run_ranks
-from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compared, factory
+from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compare, compared
 from tests.helpers.faults import (
     LONG_TIMEOUT,
     SHORT_TIMEOUT,
@@ -75,7 +75,7 @@ def gather_different_sizes(level: str) -> RaisedError:
     group = dist.new_group(timeout=timedelta(seconds=SHORT_TIMEOUT), backend=HANGING)
     with hanging_device() as device:
         communicator = communicator_over(group, "cpu")
-        factory.compare([group], OrderCheck(level))
+        compare([group], OrderCheck(level))
         shard = torch.ones(4 + dist.get_rank())
         device.grace = GRACE
 

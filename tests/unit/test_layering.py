@@ -246,7 +246,7 @@ def test_no_folder_has_too_many_files() -> None:
         ("_layout/plan.py", "from composable_fsdp._layout import bucket_layout, shard"),
         ("_layout/plan.py", "from .bucket_layout import Bucket\nfrom ..errors import PlanError"),
         ("_layout/__init__.py", "from .plan import GroupPlan"),
-        ("_comm/gloo/connection.py", "from composable_fsdp._comm.communicator import Communicator"),
+        ("plugins/gloo/connection.py", "from composable_fsdp._comm.communicator import Communicator"),
         (
             "_layout/placement.py",
             "from torch.distributed.tensor.placement_types import Shard\nimport torch\ntorch.nonzero",

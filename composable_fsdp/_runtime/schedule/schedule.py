@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-from composable_fsdp._runtime.schedule.html_table import html_table
-
 __all__ = [
     "Action",
     "Barrier",
@@ -177,6 +175,8 @@ class Schedule:
         return [step for step in self.steps if step.event.hook is hook]
 
     def _repr_html_(self) -> str:
+        from composable_fsdp._runtime.schedule.html_table import html_table
+
         rows = [(str(step.event), "; ".join(map(str, step.actions))) for step in self.steps]
         return html_table(("event", "actions"), rows, () if rows else (str(self),))
 

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from composable_fsdp._comm.shm.segment import Segment, map_segment
+from composable_fsdp.plugins.shared_memory.segment import Segment, map_segment
 
 __all__ = ["NO_BLOCK", "Message", "ShmSocket", "label_in_message"]
 

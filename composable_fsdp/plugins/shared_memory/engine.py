@@ -21,14 +21,14 @@ from functools import cache
 import torch
 
 from composable_fsdp import trace
-from composable_fsdp._comm.shm.collective import Operation
-from composable_fsdp._comm.shm.peer_errors import Peers
-from composable_fsdp._comm.shm.segment import Blocks, Segment
-from composable_fsdp._comm.shm.shm_socket import NO_BLOCK, Message, ShmSocket, label_in_message
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.running_pass import error_summary
 from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
 from composable_fsdp.errors import FSDPError, PeerError
+from composable_fsdp.plugins.shared_memory.collective import Operation
+from composable_fsdp.plugins.shared_memory.peer_errors import Peers
+from composable_fsdp.plugins.shared_memory.segment import Blocks, Segment
+from composable_fsdp.plugins.shared_memory.shm_socket import NO_BLOCK, Message, ShmSocket, label_in_message
 
 __all__ = ["ShmEngine", "ShmWork"]
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from composable_fsdp._comm.communicator import SUM, Collective, GroupReference, Traits, Transfer, Work
 from composable_fsdp._comm.loopback import DONE
-from composable_fsdp._comm.shm.collective import Barrier, collective
-from composable_fsdp._comm.shm.connect import reconnect
-from composable_fsdp._comm.shm.engine import ShmEngine
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import PeerError, UnsupportedError
+from composable_fsdp.plugins.shared_memory.collective import Barrier, collective
+from composable_fsdp.plugins.shared_memory.connect import reconnect
+from composable_fsdp.plugins.shared_memory.engine import ShmEngine
 
 __all__ = ["SharedMemoryCommunicator"]
 

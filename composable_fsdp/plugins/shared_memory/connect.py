@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.shm.engine import ShmEngine
-from composable_fsdp._comm.shm.peer_errors import Peers
-from composable_fsdp._comm.shm.segment import Segment
-from composable_fsdp._comm.shm.shm_socket import ShmSocket
 from composable_fsdp._comm.verify_ranks import gather_objects
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp.errors import ConfigurationError, PeerError
+from composable_fsdp.plugins.shared_memory.engine import ShmEngine
+from composable_fsdp.plugins.shared_memory.peer_errors import Peers
+from composable_fsdp.plugins.shared_memory.segment import Segment
+from composable_fsdp.plugins.shared_memory.shm_socket import ShmSocket
 
 __all__ = ["MODES", "SWITCH", "connect", "host_identity", "reconnect"]
 

@@ -15,13 +15,22 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import SUM, Collective, GroupReference, Traits, Transfer, Work
-from composable_fsdp._comm.gloo.connection import DATA, DATA_TAGS, GlooConnection
+from composable_fsdp._comm.communicator import (
+    SUM,
+    Collective,
+    GroupCommunicator,
+    GroupReference,
+    Traits,
+    Transfer,
+    Work,
+)
+from composable_fsdp._comm.factory import has_own_transports
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._layout.grad_scaling import ReduceOp, add_up
 from composable_fsdp.errors import UnsupportedError
+from composable_fsdp.plugins.gloo.connection import DATA, DATA_TAGS, GlooConnection
 
-__all__ = ["GlooCommunicator"]
+__all__ = ["GlooCommunicator", "over_gloo"]
 
 _ZERO_COPY_BYTES_PER_RANK = 1 << 19
 """The bytes per rank from which a tensor is sent zero-copy instead of being packed with others. With 2 ranks,
@@ -196,3 +205,8 @@ def _copy(own: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for target, source in own:
         if target.data_ptr() != source.data_ptr():
             target.copy_(source)
+
+
+def over_gloo(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator | None:
+    """Return a communicator for CPU tensors over gloo."""
+    return GlooCommunicator(group) if has_own_transports(group, device_type) else None

@@ -1,21 +1,12 @@
-"""What every communicator gets around it: launches are visible, waits are reported, orders are compared.
-
-See ``factory.AROUND`` for the order of these decorators.
-"""
+"""Decorators of communicators: waits are reported to the watchdog of the job, and ranks compare their operations."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from functools import cache
-from itertools import chain
-from typing import Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Generic, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 
-import torch
 import torch.distributed as dist
-from torch._C._profiler import _RecordFunctionFast
-from torch.autograd import profiler
 
 from composable_fsdp import trace
 from composable_fsdp._comm.communicator import (
@@ -26,7 +17,7 @@ from composable_fsdp._comm.communicator import (
     LostError,
     Transfer,
     Work,
-    is_over_group,
+    trace_position,
 )
 from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
 from composable_fsdp._consistency.rank_report import OperationId
@@ -35,72 +26,10 @@ from composable_fsdp._consistency.watchdog import Watchdog
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["Exchange", "OrderChecked", "StoreExchange", "Visible", "Watched", "level_through_store"]
+__all__ = ["Exchange", "OrderChecked", "StoreExchange", "Watched", "level_through_store"]
 
 R = TypeVar("R")
 T = TypeVar("T")
-
-_NAMES = {
-    Collective.ALL_GATHER: "c10d::_allgather_base_",
-    Collective.ALL_REDUCE: "c10d::allreduce_",
-    Collective.ALL_TO_ALL: "c10d::alltoall_base_",
-    Collective.BARRIER: "c10d::barrier",
-    Collective.REDUCE_SCATTER: "c10d::_reduce_scatter_base_",
-}
-"""The names in profiles of torch's process groups."""
-
-
-class Visible(Around):
-    """Emits a trace event for each launch, and shows those that bypass torch's dispatcher as collectives of torch."""
-
-    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
-        if trace.listeners and is_over_group(self.base):
-            nbytes = sum(transfer.input.nbytes for transfer in transfers)
-            trace.emit(trace.Operation.COLLECTIVE, label, nbytes, position=position(self.base, self.base.launched + 1))
-        if self.traits.dispatches:
-            return self.base.launch(kind, transfers, label, op)
-        if self.size > 1 and torch._C._len_torch_dispatch_stack():
-            notify_comm_debug(kind)
-        if not profiler._is_profiler_enabled:
-            return self.base.launch(kind, transfers, label, op)
-        tensors = [(t.input,) if t.input is t.output else tuple(t) for t in transfers]
-        details = {"bytes": sum(t.input.nbytes for t in transfers), "operation": label, "group": _group_of(label)}
-        with _RecordFunctionFast(_NAMES[kind], list(chain.from_iterable(tensors)), details):
-            return self.base.launch(kind, transfers, label, op)
-
-
-def position(communicator: GroupCommunicator, number: int) -> trace.Position:
-    """Return the position of the ``number``-th collective since the ranks have connected, from 1."""
-    return trace.Position(communicator.name, communicator.ranks, communicator.generation, number)
-
-
-def _group_of(label: str) -> str:
-    """Return ``layers.0`` for ``all-gather of layers.0 in forward``."""
-    return label.partition(" of ")[2].removesuffix(" in forward").removesuffix(" in backward")
-
-
-def notify_comm_debug(kind: Collective) -> None:
-    """Report a collective to an active dispatch mode such as ``CommDebugMode``. Call it if there is one.
-
-    Calls torch's collective of this kind on one element in a process group of one rank. The mode then counts it for the
-    running module.
-    """
-    group, element = _single_rank_group(), torch.ones(1)
-    if kind is Collective.ALL_GATHER:
-        group._allgather_base(element, element).wait()
-    elif kind is Collective.REDUCE_SCATTER:
-        group._reduce_scatter_base(element, element, dist.ReduceScatterOptions()).wait()
-    elif kind is Collective.ALL_REDUCE:
-        group.allreduce([element]).wait()
-
-
-@cache
-def _single_rank_group() -> dist.ProcessGroup:
-    store = dist.HashStore()
-    group = dist.ProcessGroup(store, 0, 1)
-    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    return group
 
 
 class Watched(Around):
@@ -155,7 +84,7 @@ class Watched(Around):
                 f"at the output of each for the first error. {error}"
             )
         self.give_up(str(found).split("\n", 1)[0])
-        trace.emit_fault(found, str(operation), position(self, operation.number))
+        trace.emit_fault(found, str(operation), trace_position(self, operation.number))
         raise found from error
 
 
@@ -196,6 +125,7 @@ Each operation of the first step takes several requests of each rank to the one 
 """
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """Exchanges what ranks compare. All of them must call it together."""
 
@@ -231,7 +161,7 @@ class OrderChecked(Around):
             self.checker.begin(label, tuple([transfer.input.nbytes for transfer in transfers]))
         except DivergenceError as error:
             operation = self._watched.next_operation(label)
-            trace.emit_fault(error, str(operation), position(self._watched, operation.number))
+            trace.emit_fault(error, str(operation), trace_position(self._watched, operation.number))
             raise
         return self._watched.launch(kind, transfers, label, op)
 

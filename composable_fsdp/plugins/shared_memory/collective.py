@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from composable_fsdp._comm.communicator import Collective, Transfer
-from composable_fsdp._comm.shm.segment import SLOT_BYTES, Segment
-from composable_fsdp._comm.shm.staging import Piece, Round, StagedRange, plan_rounds
 from composable_fsdp._layout.grad_scaling import add_up
+from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES, Segment
+from composable_fsdp.plugins.shared_memory.staging import Piece, Round, StagedRange, plan_rounds
 
 __all__ = ["Barrier", "Operation", "StagedCollective", "collective"]
 

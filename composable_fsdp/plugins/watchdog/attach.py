@@ -1,0 +1,56 @@
+"""Where the watchdog of the job is attached to communicators, and how much their ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import cast
+
+import torch.distributed as dist
+
+from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, find
+from composable_fsdp._comm.factory import communicators, timeout_of
+from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
+from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._runtime.groups.state import connections
+from composable_fsdp._runtime.root.observer import Observer, Root
+from composable_fsdp.plugins.watchdog.decorators import Exchange, OrderChecked, StoreExchange, Watched
+
+__all__ = ["OrderCheckLevel", "compare", "compared", "order_checked", "watched"]
+
+
+def watched(communicator: Communicator) -> Communicator:
+    if communicator.traits.checks:
+        return communicator
+    return Watched(cast(GroupCommunicator, communicator), job_watchdog())
+
+
+def order_checked(communicator: Communicator) -> Communicator:
+    if not isinstance(communicator, Watched):
+        return communicator
+    exchange = find(communicator, Exchange)  # type: ignore[type-abstract]
+    watchdog = job_watchdog()
+    if exchange is None and watchdog is not None:
+        exchange = StoreExchange(communicator.group, watchdog, timeout_of(communicator.group))
+    return OrderChecked(communicator, exchange, order_check_from()) if exchange is not None else communicator
+
+
+def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
+    """Set how much ranks compare before an operation over ``groups``. In shared memory, they always compare."""
+    for known in communicators(groups):
+        checked = find(known, OrderChecked)
+        if checked is not None:
+            checked.set_level(level)
+
+
+def compared(group: dist.ProcessGroup) -> int:
+    """Return the number of messages exchanged over ``group`` since it last connected to compare operations."""
+    checked = (find(known, OrderChecked) for known in communicators([group]))
+    return sum(each.checker.compared for each in checked if each is not None)
+
+
+class OrderCheckLevel(Observer):
+    """Sets the level of each root that is assembled: an earlier model may have set another for its process groups."""
+
+    def of(self, root: Root) -> Observer | None:
+        compare(connections(root.states.values()), root.root.options.order_check)
+        return None
