@@ -72,21 +72,28 @@ class Encoder:
         """The number of bytes of an encoded row."""
         return self._codec.payload_bytes(self.numel)
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, out: torch.Tensor, absent: torch.Tensor | None = None) -> None:
         """Encode ``values``, ``(num_rows, numel)`` fp32, into ``out``, ``(num_rows, row_bytes)`` uint8.
 
-        ``values`` is overwritten; ``out`` may be strided along dim 0.
+        ``values`` is overwritten; ``out`` may be strided along dim 0. Where ``absent``, bool and of the same shape, is
+        true, the residual is not added but kept: receivers drop values of parameters without a gradient on any rank.
         """
         feedback = self._feedback
         old, new = self._begin_reduction(values.device) if feedback is not None else (values, values)
         for rows in row_runs(self.num_rows, self.numel):
-            run = values[rows]
+            run, kept = values[rows], None
             if feedback is not None:
-                run.add_(feedback.keep.decode(old[rows], self.numel), alpha=feedback.decay)
+                residual = feedback.keep.decode(old[rows], self.numel)
+                if absent is not None:
+                    kept = residual.masked_fill(~absent[rows], 0.0)
+                    residual = residual - kept
+                run.add_(residual, alpha=feedback.decay)
             payload = encode_rows(self._codec, run)
             out[rows] = payload
             if feedback is not None:
                 lost = run.sub_(self._codec.decode(payload, self.numel)).nan_to_num_(0.0, 0.0, 0.0)
+                if kept is not None:
+                    lost += kept
                 new[rows] = feedback.keep.encode(lost)
         self._count_reduction()
 

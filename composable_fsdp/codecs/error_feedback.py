@@ -22,7 +22,8 @@ class ErrorFeedback:
     """Adds the error of ``codec`` so far to each gradient, so that errors cancel instead of adding up.
 
     Each rank encodes ``gradient + decay * residual`` and keeps the error of that as the new residual (Seide et al.
-    2014; Karimireddy et al. 2019, arXiv:1901.09847). A residual that is not finite, after an overflow, is dropped.
+    2014; Karimireddy et al. 2019, arXiv:1901.09847). A residual that is not finite, after an overflow, is dropped. That
+    of a parameter without a gradient is kept until the parameter has one.
 
     On each rank, the residual of a reduce-scatter has as many values as the group's full gradients, encoded by
     ``keep``: by default a byte each and 4 bytes per block of 256. From the reduction in backward until the forward of

@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "errors.md"
 SECTIONS = {
     "Sharding a model": ("_api", "_layout", "_sharding", "_torch_compat", "policies.py", "wrap", "interop"),
     "Running and training it": ("_runtime", "plugins", "optim"),
-    "Between ranks": ("_comm", "_consistency"),
+    "Between ranks": ("_comm", "_consistency", "plugins/gloo", "plugins/shared_memory", "plugins/watchdog"),
     "State dicts and checkpoints": ("checkpoint",),
     "Codecs": ("codecs", "communication_state.py"),
     "Plans": ("plan",),
@@ -33,6 +33,13 @@ SECTIONS = {
     "Test kit": ("testing",),
 }
 """The places in the package whose texts a section has."""
+
+
+def place_of(path: str) -> str:
+    """Return the place of the file ``path``: the first folder, or that of a plugin that has a section of its own."""
+    plugin = "/".join(path.split("/")[:2])
+    return plugin if any(plugin in places for places in SECTIONS.values()) else path.split("/")[0]
+
 
 REMEDIES = {
     "ArgumentTypeError": "Pass what the text names.",
@@ -201,7 +208,7 @@ def render(found: Sequence[IndexedError]) -> str:
         *_table((f"`{text}`", cause, remedy) for text, (cause, remedy) in FOREIGN.items()),
     ]
     for title, places in SECTIONS.items():
-        rows = dict.fromkeys(each for each in found if each.place.split("/")[0] in places)
+        rows = dict.fromkeys(each for each in found if place_of(each.place) in places)
         lines += ["", f"## {title}", "", "| cause | class | remedy |", "|---|---|---|"]
         lines += [f"| {_escaped(each.cause)} | `{each.kind}` | {each.remedy} |" for each in rows]
     return "\n".join([*lines, ""])

@@ -199,9 +199,9 @@ def watch_gradients() -> None:
         taken.extend(weakref.ref(gradient) for gradient in gradients if gradient is not None)
         return gradients
 
-    def watched_encode(self: Encoder, values: torch.Tensor, out: torch.Tensor) -> None:
+    def watched_encode(self: Encoder, *args: Any) -> None:
         happened.append("encode")
-        encode(self, values, out)
+        encode(self, *args)
 
     def watched_run(self: CommStream, *args: Any, **options: Any) -> Any:
         if taken:

@@ -215,6 +215,27 @@ def test_ranks_agree_on_used_parameters_with_encoded_gradients(world_size: int) 
     run_ranks(skip, world_size)
 
 
+def skip_a_step(replicate: int) -> None:
+    """Check that a step without ``maybe`` on any rank changes none of its later gradients."""
+    rank, codec = dist.get_rank(), ErrorFeedback(Cast(), keep=EXACT)
+    policy = CommunicationPolicy(reduce_scatter=codec, all_reduce=codec, min_numel=1)
+    mesh = init_device_mesh("cpu", (replicate, dist.get_world_size() // replicate))
+    found, model = [], Sometimes()
+    for uses in ((True, True), (True, False, True)):
+        each: Any = fully_shard(copy.deepcopy(model), mesh=mesh, comm_policy=policy)
+        for use in uses:
+            each.zero_grad()
+            each(batch_of(rank), use).square().mean().backward()
+        found.append(each.maybe.grad.full_tensor())
+    assert torch.equal(*found), found
+
+
+@pytest.mark.behaviour("E-09", "C-17")
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_residuals_of_a_parameter_that_no_rank_uses_are_kept(replicate: int) -> None:
+    run_ranks(skip_a_step, 2, replicate)
+
+
 def accumulate(replicate: int) -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (replicate, world_size // replicate))

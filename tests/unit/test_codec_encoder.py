@@ -79,6 +79,23 @@ def test_sent_values_plus_the_residual_equal_the_gradient(codec: Int8, numel: in
 
 
 @pytest.mark.behaviour("E-09")
+@given(st.sampled_from((Int8(), Int4(), Cast())), st.sets(st.integers(0, 6)))
+def test_residuals_of_absent_values_are_kept_until_these_are_present(codec: Int8, rounds: set[int]) -> None:
+    encoder, alone = (Encoder(ErrorFeedback(codec, keep=EXACT), 2, 300) for _ in range(2))
+    absent = torch.zeros(2, 300, dtype=torch.bool)
+    absent[1] = True
+    for number in range(7):
+        rows, out = values(2, 300, number), torch.empty(2, encoder.row_bytes, dtype=torch.uint8)
+        if number in rounds:
+            rows[1] = 0.0
+            encoder.encode(rows, out, absent)
+            assert not encoder.decode(out)[1].any()
+        else:
+            encoder.encode(rows.clone(), out)
+            assert torch.equal(encoded(alone, rows)[1], out[1])
+
+
+@pytest.mark.behaviour("E-09")
 def test_errors_of_a_constant_gradient_cancel_only_with_feedback() -> None:
     gradient = values(1, 4096)
     errors = {}

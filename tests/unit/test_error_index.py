@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import error_index
-from tests.helpers.error_index import PAGE, SECTIONS, IndexedError, indexed_errors, render
+from tests.helpers.error_index import PAGE, SECTIONS, IndexedError, indexed_errors, place_of, render
 
 
 def test_the_page_is_made_from_the_code_and_has_every_error() -> None:
     found = list(indexed_errors())
     assert PAGE.read_text() == render(found), "make errors writes it anew"
     places = {place for section in SECTIONS.values() for place in section}
-    assert {each.place.split("/")[0] for each in found} == places
+    assert {place_of(each.place) for each in found} == places
     assert len(found) > 300, "parts of the package were not read"
 
 

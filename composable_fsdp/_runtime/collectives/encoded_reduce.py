@@ -79,20 +79,24 @@ class CodecMessage:
             built.
         total: ``(numel,)``, receives the sum of all ranks' values for this rank.
         flags: ``(num_flags,)``, this rank's flags; becomes nonzero where any rank's flag is.
+        absent: returns which values are of parameters without a gradient, for each row or the same for all; ``None`` if
+            all have one.
     """
 
     encoder: Encoder
     take_values: Callable[[], torch.Tensor]
     total: torch.Tensor
     flags: torch.Tensor
+    absent: Callable[[], torch.Tensor | None]
 
     @property
     def row_bytes(self) -> int:
         return self.encoder.row_bytes + self.flags.numel()
 
     def write(self, rows: torch.Tensor) -> None:
-        split = self.encoder.row_bytes
-        self.encoder.encode(self.take_values(), rows[:, :split])
+        split, absent = self.encoder.row_bytes, self.absent()
+        values = self.take_values()
+        self.encoder.encode(values, rows[:, :split], None if absent is None else absent.expand(values.shape))
         rows[:, split:] = self.flags.ne(0)
 
     def read(self, rows: torch.Tensor) -> None:
@@ -111,27 +115,42 @@ class EncodedAllReduce:
         sums: encodes the sum of one chunk.
         values: ``(numel,)`` fp32; holds the result after :meth:`finish`.
         flags: as for :class:`CodecMessage`.
+        absent: the same, for ``values``.
     """
 
-    def __init__(self, pieces: Encoder, sums: Encoder, values: torch.Tensor, flags: torch.Tensor) -> None:
+    def __init__(
+        self,
+        pieces: Encoder,
+        sums: Encoder,
+        values: torch.Tensor,
+        flags: torch.Tensor,
+        absent: Callable[[], torch.Tensor | None],
+    ) -> None:
         self._sums = sums
         self._values = values
         self._shape = (pieces.num_rows, pieces.numel)
         self._total = values.new_empty(pieces.numel)
         self._received: torch.Tensor | None = None
-        self.message = CodecMessage(pieces, self._pieces, self._total, flags)
+        self._absent = absent
+        self.message = CodecMessage(pieces, lambda: self._pieces(values), self._total, flags, self._absent_pieces)
 
-    def _pieces(self) -> torch.Tensor:
+    def _pieces(self, values: torch.Tensor) -> torch.Tensor:
         num_rows, numel = self._shape
-        rows = self._values.new_zeros(num_rows * numel)
-        rows[: self._values.numel()] = self._values
+        rows = values.new_zeros(num_rows * numel)
+        rows[: values.numel()] = values
         return rows.view(num_rows, numel)
+
+    def _absent_pieces(self) -> torch.Tensor | None:
+        absent = self._absent()
+        return None if absent is None else self._pieces(absent)
 
     def gather(self, communicator: Communicator) -> Transfer:
         """Encode this rank's sum and return the transfer of the all-gather."""
         device, nbytes = self._values.device, self._sums.row_bytes
         sent = communicator.allocate(nbytes, torch.uint8, device)
-        self._sums.encode(self._total.view(1, -1), sent.view(1, nbytes))
+        absent = self._absent_pieces()
+        own = None if absent is None else absent[communicator.rank].view(1, -1)
+        self._sums.encode(self._total.view(1, -1), sent.view(1, nbytes), own)
         self._received = communicator.allocate(communicator.size * nbytes, torch.uint8, device)
         return Transfer(self._received, sent)
 

@@ -227,10 +227,21 @@ class BucketReduceScatter:
         self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
         if not self.plan.gradient_extended:
             take = partial(self._message, gradients)
-            return CodecMessage(self.encoders["shard"], take, output[: layout.gradient_numel], flags)
+            absent = partial(self._absent_values, present, flags)
+            return CodecMessage(self.encoders["shard"], take, output[: layout.gradient_numel], flags, absent)
         rows = self._message(gradients).split(layout.packed_widths[: len(layout.packed)], dim=1)
         places = output[: layout.gradient_numel].split(layout.packed_widths[: len(layout.packed)])
         return ExtensionMessage([self._extensions[i] for i in layout.indices], rows, places, flags)
+
+    def _absent_values(self, present: frozenset[int], flags: torch.Tensor) -> torch.Tensor | None:
+        """Return which values of a row have a zero in ``flags``; ``None`` if no gradient will be dropped for that.
+
+        A message without flags is that of one parameter, and is sent because of its gradient.
+        """
+        if len(present) == len(self._all_indices) or not flags.numel() or self.pgs.unequal_use:
+            return None
+        widths = self.plan.reduce.packed_widths
+        return torch.cat([flag.expand(width) for flag, width in zip(flags.eq(0), widths, strict=False)])
 
     def _message(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
         """Return ``(num_shards, gradient_numel)``, each rank's shards of ``gradients``, and release these.
@@ -279,7 +290,8 @@ class BucketReduceScatter:
         layout = self.plan.reduce
         flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
         values = scatter.output[: layout.gradient_numel]
-        return EncodedAllReduce(self.encoders["pieces"], self.encoders["sums"], values, flags)
+        absent = partial(self._absent_values, scatter.present, flags)
+        return EncodedAllReduce(self.encoders["pieces"], self.encoders["sums"], values, flags, absent)
 
     @property
     def row_bytes(self) -> int:

@@ -3,6 +3,12 @@
 The reference runs the steps of all ranks in turn and uses no collectives. For mixed precision it keeps a second set of
 parameters in the dtypes in which modules compute, and implements the policy in plain arithmetic: gradients are cast,
 accumulated, summed over ranks, divided, and cast again.
+
+With error feedback, each rank sends ``gradient + old residual - new residual``. So the gradients that were received
+since the beginning differ from the exact ones by the last residuals, of which only a bound is known here: see
+:class:`Feedback`. The reference takes its steps with the received gradients as far as they are within the bounds. With
+exact ones the parameters would differ after the first step, and a deep recursive model multiplies that difference: 1e-3
+of a gradient in the first step can be 7% of one in the third.
 """
 
 from __future__ import annotations
@@ -61,11 +67,50 @@ float64 detect real errors.
 """
 
 
+ROUNDING = 2.0**-8
+"""The largest relative error of a value that is rounded to bf16."""
+
+ROUNDING_OF_SUMS = 2.0**-20
+"""A bound of the relative error of gradients that are cast to fp32, and summed over ranks and residuals."""
+
+
+class Feedback:
+    """What a sharded parameter may still have to receive of its gradients, which are sent with error feedback.
+
+    ``missing`` is the sum of all exact gradients without that of all received ones. Invariant of the library: it is
+    the sum of all residuals, divided by the number of ranks: those of the shard axis, and those of pieces and sums on
+    the replicate axis. A residual is the rounding of what was sent last, a gradient and the residual from before it:
+    ``bound`` follows from this. Residuals are lost, and remain in ``missing``, if ``requires_grad`` of a parameter in
+    the group changes. ``lost`` bounds these, and the rounding to fp32, which has no residual.
+    """
+
+    def __init__(self, parameter: torch.Tensor, mesh: Sequence[int]) -> None:
+        shard, *replicate = reversed([size > 1 for size in mesh])
+        self.rounding = ROUNDING * (1 + ROUNDING) ** 2 * (shard + 2 * sum(replicate))
+        self.missing, self.bound, self.lost = (torch.zeros_like(parameter, dtype=torch.float64) for _ in range(3))
+
+    def send(self, size: torch.Tensor) -> None:
+        """Note a reduction of gradients whose absolute values have the mean ``size``."""
+        self.lost += ROUNDING_OF_SUMS * size
+        self.bound = self.rounding * (size.double() + self.bound)
+
+    def lose_residuals(self) -> None:
+        """Note that the library may lose the residuals, or keep them."""
+        self.lost += self.bound
+
+    def expect(self, exact: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Return the value nearest to ``received`` that this parameter may receive in a step."""
+        middle, allowed = exact.double() + self.missing, self.bound + self.lost
+        expected = received.clamp(middle - allowed, middle + allowed)
+        self.missing = middle - expected
+        return expected
+
+
 class Reference(Driver):
     """The unsharded model. ``masters`` are the parameters of the optimizer, ``computing`` those of the modules."""
 
     def __init__(self, program: Program, clock: Clock) -> None:
-        self.model = build(program, clock)
+        self.program, self.model = program, build(program, clock)
         if program.by_seed:
             torch.manual_seed(SEED)
             self.model.apply(randomise)
@@ -90,7 +135,16 @@ class Reference(Driver):
         self.rank = 0
         self.data_ranks = prod(program.mesh)
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in range(program.world_size)]
+        """The gradients that each rank holds, ``[gradient, size]`` with its ``sizes``; ``sent`` has the same form."""
         self.sent: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(program.world_size)]
+        self.sizes: dict[str, torch.Tensor] = {}
+        """The sums of absolute gradients: of several in one backward, where reentrant checkpoints run inner ones."""
+        for name, parameter in self.computing.items():
+            parameter.register_hook(partial(self.note_size, name))
+        self.feedback: dict[str, Feedback] = {}
+        if program.feedback:
+            self.feedback = {name: Feedback(p, program.mesh) for name, p in self.masters.items()}
+        self.trainable = self.trainable_names()
 
     def begin(self, rank: int) -> None:
         """Prepare the model for the step of rank ``rank``."""
@@ -105,12 +159,17 @@ class Reference(Driver):
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 gradient = gradient.to(dtype_of(precision_of(self.groups[name]).reduce) or gradient.dtype)
-                held[name] = held[name] + gradient if name in held else gradient
+                both = torch.stack([gradient, self.sizes.pop(name).to(gradient.dtype)])
+                held[name] = held[name] + both if name in held else both
         self.send(set() if is_last and step.finish != "synchronize" else self.holding[step.hold])
 
     def before_optimizer(self, step: Step) -> None:
         if step.finish == "synchronize":
             self.send(set())
+
+    def note_size(self, name: str, gradient: torch.Tensor) -> None:
+        size = gradient.abs()
+        self.sizes[name] = self.sizes[name] + size if name in self.sizes else size
 
     def send(self, holding: Collection[object]) -> None:
         """Send the gradients of all groups but those of ``holding``."""
@@ -121,13 +180,34 @@ class Reference(Driver):
 
     def finish(self) -> None:
         """Reduce the gradients of all ranks to the gradients of the masters."""
+        if self.trainable != (trainable := self.trainable_names()):
+            self.trainable = trainable
+            for feedback in self.feedback.values():
+                feedback.lose_residuals()
         for messages in zip(*self.sent, strict=True):
             for name in messages[0]:
                 master = self.masters[name]
-                total = torch.stack([message[name] for message in messages]).sum(0)
+                total, size = torch.stack([message[name] for message in messages]).sum(0)
                 mean = (total / self.data_ranks).to(master.dtype)
                 master.grad = mean if master.grad is None else master.grad + mean
+                if name in self.feedback:
+                    self.feedback[name].send(size / self.data_ranks)
         self.sent = [[] for _ in self.sent]
+
+    def trainable_names(self) -> set[str]:
+        return {name for name, parameter in self.computing.items() if parameter.requires_grad}
+
+    def receive(self, runs: Sequence[Run], position: int) -> None:
+        """Replace gradients by those of the sharded run, from entry ``position`` on, as far as it may receive these."""
+        for number, (name, feedback) in enumerate(self.feedback.items(), position):
+            master = self.masters[name]
+            if master.grad is None:
+                continue
+            dim, shards = shards_of(master.grad, self.groups[name], self.program)
+            parts = [run.values[number] for run in runs[:: self.program.tensor_ranks][: len(shards)]]
+            if [part.numel() for part in parts] == [shard.numel() for shard in shards]:  # else the labels differ too
+                received = torch.cat([part.view_as(shard) for part, shard in zip(parts, shards, strict=True)], dim)
+                master.grad = feedback.expect(master.grad, received).to(master.dtype)
 
 
 def precision_of(group: Group) -> Precision:
@@ -169,8 +249,8 @@ def cast(output: Any, dtype: torch.dtype | None) -> Any:
             return output
 
 
-def train_reference(program: Program) -> list[Run]:
-    """Return the expected run of each rank."""
+def train_reference(program: Program, actual: Sequence[Run]) -> list[Run]:
+    """Return the expected run of each rank. ``actual`` are the sharded runs, which say what error feedback sent."""
     runs, clock = [Run() for _ in range(program.world_size)], Clock()
     reference = Reference(program, clock)
     optimizer = OPTIMIZERS[program.optimizer](reference.masters.values())
@@ -182,6 +262,7 @@ def train_reference(program: Program) -> list[Run]:
             with inside(program):
                 play(reference.model, program, step, 100 * clock.step + rank, reference, run)
         reference.finish()
+        reference.receive(actual, len(runs[0].values))
         for rank, run in enumerate(runs):
             for name, master in reference.masters.items():
                 part = None if master.grad is None else shard_of(master.grad, reference.groups[name], program, rank)
@@ -197,9 +278,14 @@ def shard_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) ->
     """Return the shard of ``rank`` according to ``torch.chunk``, or the full tensor if it is not sharded."""
     if group.state is None:
         return tensor
-    dim, shards = group.state.dim if has_dim(tensor, group.state) else 0, program.mesh[-1]
-    pieces, index = tensor.chunk(shards, dim), rank // program.tensor_ranks % shards
-    return pieces[index] if index < len(pieces) else tensor.narrow(dim, 0, 0)
+    (dim, shards), index = shards_of(tensor, group, program), rank // program.tensor_ranks % program.mesh[-1]
+    return shards[index] if index < len(shards) else tensor.narrow(dim, 0, 0)
+
+
+def shards_of(tensor: torch.Tensor, group: Group, program: Program) -> tuple[int, Sequence[torch.Tensor]]:
+    """Return the dim on which a tensor is sharded, and the shards, which may be fewer than ranks."""
+    dim = group.state.dim if group.state is not None and has_dim(tensor, group.state) else 0
+    return dim, tensor.chunk(1 if group.state is None else program.mesh[-1], dim)
 
 
 def tolerance(program: Program) -> tuple[float, float]:
@@ -207,8 +293,8 @@ def tolerance(program: Program) -> tuple[float, float]:
     for state in groups(program.tree).values():
         precision = state.precision
         used |= {name for name in (precision.param, precision.reduce, precision.output) if name is not None}
-    if program.feedback or program.inside == "autocast":
-        used.add("bfloat16")  # the dtype in which gradients are sent, or modules compute
+    if program.inside == "autocast":
+        used.add("bfloat16")
     return TOLERANCES[next(name for name in reversed(TOLERANCES) if name in used)]
 
 
@@ -219,10 +305,9 @@ def difference(program: Program, actual: Run, expected: Run, rank: int) -> str:
         first = next((pair for pair in pairs if pair[0] != pair[1]), "their number")
         return f"rank {rank} and the reference have different entries: {first}"
     rtol, atol = tolerance(program)
-    for (label, _), a, b in zip(actual.labels, actual.values, expected.values, strict=True):
+    for position, ((label, _), a, b) in enumerate(zip(actual.labels, actual.values, expected.values, strict=True)):
         largest = max(1.0, b.abs().max().item()) if b.numel() else 1.0
         if not torch.allclose(a, b, rtol=rtol, atol=atol * largest):
-            position = actual.labels.index((label, a.numel()))
             return f"rank {rank}: {label} (entry {position}) is {a.tolist()}, expected {b.tolist()}"
     return ""
 
@@ -275,7 +360,7 @@ def compare(program: Program, runs: Sequence[Run]) -> str:
     """Compare the runs of all ranks with the reference, and describe the first failure, or return an empty text."""
     if text := next((run.error for run in runs if run.error), ""):
         return text
-    expected = attempt(lambda: train_reference(program))
+    expected = attempt(lambda: train_reference(program, runs))
     if text := next((run.error for run in expected if run.error), ""):
         return f"the reference failed: {text}"
     texts = (difference(program, *pair, rank) for rank, pair in enumerate(zip(runs, expected, strict=True)))

@@ -79,7 +79,9 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-FEEDBACK = CommunicationPolicy(reduce_scatter=ErrorFeedback(Cast()), all_reduce=ErrorFeedback(Cast()), min_numel=1)
+# Residuals are kept exactly: what ``Int8`` rounds would depend on the largest value of a block of a bucket.
+_BF16 = ErrorFeedback(Cast(), keep=Cast(torch.float32))
+FEEDBACK = CommunicationPolicy(reduce_scatter=_BF16, all_reduce=_BF16, min_numel=1)
 
 
 @dataclass
