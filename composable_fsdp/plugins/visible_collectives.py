@@ -40,7 +40,7 @@ class Visible(Around):
         if self.traits.dispatches:
             return self.base.launch(kind, transfers, label, op)
         if self.size > 1 and torch._C._len_torch_dispatch_stack():
-            notify_comm_debug(kind)
+            notify_comm_debug(kind, label)
         if not profiler._is_profiler_enabled:
             return self.base.launch(kind, transfers, label, op)
         tensors = [(t.input,) if t.input is t.output else tuple(t) for t in transfers]
@@ -54,14 +54,14 @@ def _group_of(label: str) -> str:
     return label.partition(" of ")[2].removesuffix(" in forward").removesuffix(" in backward")
 
 
-def notify_comm_debug(kind: Collective) -> None:
+def notify_comm_debug(kind: Collective, label: str) -> None:
     """Report a collective to an active dispatch mode such as ``CommDebugMode``. Call it if there is one.
 
     Calls torch's collective of this kind on one element in a process group of one rank. The mode then counts it for the
-    running module.
+    running module. A barrier may be all that an all-gather needs in shared memory.
     """
     group, element = _single_rank_group(), torch.ones(1)
-    if kind is Collective.ALL_GATHER:
+    if kind is Collective.ALL_GATHER or (kind is Collective.BARRIER and label.startswith("all-gather")):
         group._allgather_base(element, element).wait()
     elif kind is Collective.REDUCE_SCATTER:
         group._reduce_scatter_base(element, element, dist.ReduceScatterOptions()).wait()

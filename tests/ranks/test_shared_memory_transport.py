@@ -365,7 +365,7 @@ def test_a_killed_rank_is_named_by_all_others_at_once(numel: int) -> None:
     assert set(failures) == {0, 2, 3}
     for text in failures.values():
         assert "PeerError: rank 1 (process" in text
-        assert "is gone, so reduce-scatter (operation 1," in text or "cannot go on together" in text
+        assert "is gone, so reduce-scatter (operation 2," in text or "cannot go on together" in text
 
 
 def wait_for_a_missing_rank(switch: str) -> None:
@@ -373,7 +373,7 @@ def wait_for_a_missing_rank(switch: str) -> None:
         patch.setenv(SWITCH, switch)
         communicator = communicator_over(new_group(seconds=1), "cpu")
     expected = {
-        "1": r"rank 1 \(process \d+\) did not answer in 1 s, .* waited in all-reduce \(operation 0, 4 bytes\) over",
+        "1": r"rank 1 \(process \d+\) did not answer in 1 s, .* waited in all-reduce \(operation 1, 4 bytes\) over",
         "0": r"all-reduce \(operation 1 of ranks \[0, 1\]\) cannot be done: rank 1 did not come to it in time",
     }[switch]
     if communicator.rank == 0:
@@ -388,7 +388,7 @@ def wait_for_a_missing_rank(switch: str) -> None:
             Collective.ALL_REDUCE, in_place([torch.ones(1)])
         ).wait()  # rank 0 had launched this operation
         with pytest.raises(
-            PeerError, match=r"all-reduce \(operation 1, .* cannot be done: rank 0 \(process \d+\) gave up: rank 1 \("
+            PeerError, match=r"all-reduce \(operation 2, .* cannot be done: rank 0 \(process \d+\) gave up: rank 1 \("
         ):
             communicator.launch(Collective.ALL_REDUCE, in_place([torch.ones(1)])).wait()
 
@@ -419,7 +419,7 @@ def diverge() -> None:
         label = name.partition(" (")[0]
         sizes_differ = label == "all-gather"  # otherwise the operations differ already by name
         assert ("rank 0: all-gather (16 bytes)" if sizes_differ else "rank 0: all-gather,") in text
-        assert "as operation 0 of ranks [0, 1]" in text
+        assert "as operation 1 of ranks [0, 1]" in text
         assert (f"rank 1: {name}" if sizes_differ else f"rank 1: {label},") in text
         assert ("divided into other tensors" in text) == (name == "all-gather (16 bytes)")
 
