@@ -21,7 +21,11 @@ from libraries import LIBRARIES, shard
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.testing import BACKEND, run_ranks, simulated_accelerator
+from composable_fsdp.testing import run_ranks
+
+sys.path.insert(1, str(Path(__file__).parents[1]))  # after this folder
+
+from tests.simulation import BACKEND, simulated_accelerator
 
 __all__ = ["SECTIONS", "CannotRun", "Result", "Section", "Target"]
 
@@ -179,7 +183,7 @@ def environment(target: Target, result: Result) -> None:
             result.notes.append(f"```text\n{(found.stdout or found.stderr).strip()}\n```")
     else:
         result.notes.append(
-            "Devices are simulated on a CPU: `composable_fsdp.testing.simulated_accelerator`, and virtual time."
+            "Devices are simulated on a CPU: `tests.simulation.simulated_accelerator`, and virtual time."
         )
     result.notes.append(f"```text\n{get_pretty_env_info()}\n```")
 

@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
     from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter, ReducedBucket
     from composable_fsdp._runtime.groups import param_group_buckets
+    from composable_fsdp._runtime.groups.callers_context import outside_callers_context
     from composable_fsdp._runtime.groups.param_group import ParamGroup
     from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
     from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
@@ -201,7 +202,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.visible_collectives import Visible
     from composable_fsdp.plugins.watchdog.attach import compare, compared
     from composable_fsdp.plugins.watchdog.decorators import OrderChecked, Watched, _WatchedWork, level_through_store
-    from composable_fsdp.testing import _pool, _stream_group
+    from composable_fsdp.testing import _pool
     from composable_fsdp.testing._messages import (
         Call,
         Job,

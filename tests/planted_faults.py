@@ -35,9 +35,8 @@ from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import composable_fsdp
-from composable_fsdp.testing import simulated_accelerator
-from tests._internals import _stream_group
 from tests.helpers.stream_training import TRAININGS
+from tests.simulation import simulated_accelerator, stream_group
 from tests.unit.test_schedule_learned import check_costs, virtual_network
 
 __all__ = ["EXPLAINED", "Outcome", "Site", "reached_by", "sites", "try_fault"]
@@ -271,7 +270,7 @@ def _changed(functions: Iterable[tuple[str, str]], left_out: int | None = None) 
             function.__code__ = code
 
 
-class _KeepsNothing(_stream_group.StreamWork):
+class _KeepsNothing(stream_group.StreamWork):
     """A collective that does not keep its tensors."""
 
     def __init__(self, accelerator: Any, event: Any, tensors: Any) -> None:
@@ -282,7 +281,7 @@ def _run(training: str, *, orders: int) -> tuple[bool, bool, str]:
     """Return whether a training has races, whether it has other bits in other orders, and its error."""
     error = ""
     with (
-        mock.patch.object(_stream_group, "StreamWork", _KeepsNothing),
+        mock.patch.object(stream_group, "StreamWork", _KeepsNothing),
         simulated_accelerator(records=orders > 0) as device,
     ):
         try:

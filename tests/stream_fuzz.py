@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composable_fsdp.testing import ALONE, simulated_accelerator
 from tests.helpers.fuzz.programs import Program
 from tests.helpers.fuzz.run import mesh_of, train_sharded, training_factories
 from tests.parity.test_fuzz import DrawnPrograms
+from tests.simulation import ALONE, simulated_accelerator
 
 __all__ = ["alone", "problems_of"]
 

@@ -1,7 +1,7 @@
 """A job of which only the first rank exists: a mesh over a process group that sends nothing, and streams without work.
 
-Streams replace those of ``torch.cpu``, as in :func:`composable_fsdp.testing.simulated_accelerator`, so that the runtime
-launches the schedule of an accelerator. Here they only remember which of them is the current one.
+Streams replace those of ``torch.cpu``, so that the runtime launches the schedule of an accelerator. They only remember
+which of them is the current one.
 """
 
 from __future__ import annotations

@@ -9,21 +9,12 @@
   :class:`Raise` and :class:`Kill` are the effects, and a :class:`Fault` says when one happens.
   :class:`FaultyCommunicator` does the same for one communicator, :class:`PartitionableStore` disconnects a rank from
   the store.
-- :func:`simulated_accelerator` gives ``torch.cpu`` streams, and finds accesses to memory that they do not order.
-  Process groups of the backend :data:`BACKEND` communicate over gloo on a stream of their own, and those of
-  :data:`ALONE` without other processes.
 - :func:`assert_trace` compares the events of a ``Recorder`` with the expected ones, line by line.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from composable_fsdp.testing._assert_trace import assert_trace
-from composable_fsdp.testing._stream_group import ALONE, BACKEND
-from composable_fsdp.testing.accelerator import (
-    Race,
-    SimulatedAccelerator,
-    SimulatedEvent,
-    SimulatedStream,
-    simulated_accelerator,
-)
 from composable_fsdp.testing.fake import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
 from composable_fsdp.testing.faults import (
     Corrupt,
@@ -40,8 +31,6 @@ from composable_fsdp.testing.partition import PartitionableStore
 from composable_fsdp.testing.ranks import RanksError, run_ranks, shutdown
 
 __all__ = [
-    "ALONE",
-    "BACKEND",
     "Corrupt",
     "DeadlockError",
     "Delay",
@@ -55,15 +44,18 @@ __all__ = [
     "Kill",
     "MismatchError",
     "PartitionableStore",
-    "Race",
     "Raise",
     "RanksError",
-    "SimulatedAccelerator",
-    "SimulatedEvent",
-    "SimulatedStream",
     "assert_trace",
     "inject_faults",
     "run_ranks",
     "shutdown",
-    "simulated_accelerator",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in ("ALONE", "BACKEND", "Race", "simulated_accelerator") or name.startswith("Simulated"):
+            # No AttributeError: `from composable_fsdp.testing import ...` would leave out its text.
+            raise ImportError(f"{name} is not in {__name__}. In a clone of the repository, tests.simulation has it.")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,10 +28,10 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import Full, save, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
-from composable_fsdp.testing import ALONE
 from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout_plan, planner, tuning
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
+from tests.simulation import ALONE
 
 __all__ = [
     "BF16",

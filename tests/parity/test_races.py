@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
-from composable_fsdp.testing import simulated_accelerator
 from tests._internals import ReductionQueue
 from tests.helpers.stream_training import BF16, IN_BUCKETS, TRAININGS, WIDTH, Block, alone, chosen, give_costs, train
 from tests.parity.test_fuzz import DrawnPrograms
 from tests.planted_faults import EXPLAINED, reached_by, sites, try_fault
+from tests.simulation import simulated_accelerator
 from tests.stream_fuzz import alone as one_of
 from tests.stream_fuzz import problems_of
 

@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import composable_fsdp
 from composable_fsdp import CPUOffloadPolicy, LifecycleError, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from composable_fsdp.testing import BACKEND, run_ranks, simulated_accelerator
+from composable_fsdp.testing import run_ranks
 from tests.helpers.transports import SOCKETS
+from tests.simulation import BACKEND, simulated_accelerator
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16)
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)

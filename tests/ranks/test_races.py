@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import BACKEND, run_ranks, simulated_accelerator
+from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ScheduleSettings
 from tests.helpers.models import TASKS
 from tests.helpers.stream_training import IN_BUCKETS, chosen, give_costs
 from tests.helpers.training import check_parity, play_task
 from tests.helpers.transports import SOCKETS
+from tests.simulation import BACKEND, simulated_accelerator
 
 ONE_MESSAGE = ScheduleSettings(zero_copy=False, grad_buckets=1)
 

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from composable_fsdp.testing import simulated_accelerator
+import composable_fsdp.testing
+import tests.simulation
+from tests._internals import outside_callers_context
+from tests.simulation import simulated_accelerator
 
 cpu: Any = torch.cpu
 
@@ -30,6 +33,10 @@ def add_on(stream: Any, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_read_that_does_not_wait_for_the_write_is_found() -> None:
     assert race_of(lambda x, side: add_on(side, x)) == ["read"]
+
+
+def test_operations_of_the_library_outside_of_the_callers_context_are_accesses_too() -> None:
+    assert race_of(lambda x, side: outside_callers_context()(add_on)(side, x)) == ["read"]
 
 
 def test_a_write_that_does_not_wait_for_a_read_is_found() -> None:
@@ -230,3 +237,18 @@ def test_a_race_names_both_places_and_the_memory() -> None:
     assert race.second.startswith("read on stream 1 by add at test_accelerator.py:")
     assert "test_a_race_names" in race.first
     assert str(race).splitlines()[0] == f"unordered read of {race.memory}"
+
+
+@pytest.mark.parametrize("name", tests.simulation.__all__)
+def test_names_that_the_test_kit_had_before_say_where_they_are(name: str) -> None:
+    where = rf"^{name} is not in composable_fsdp\.testing\. In a clone of the repository, tests\.simulation has it\.$"
+    with pytest.raises(ImportError, match=where):
+        exec(f"from composable_fsdp.testing import {name}")
+    with pytest.raises(ImportError, match=where):
+        getattr(composable_fsdp.testing, name)
+
+
+def test_other_names_are_unknown_to_the_test_kit() -> None:
+    assert not hasattr(composable_fsdp.testing, "accelerator")
+    with pytest.raises(AttributeError, match=r"^module 'composable_fsdp\.testing' has no attribute 'accelerator'$"):
+        getattr(composable_fsdp.testing, "accelerator")  # noqa: B009  # mypy refuses the attribute

@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 import composable_fsdp
+import tests.simulation
 from tests.helpers.comparison.page import PAGE, render
 from tests.helpers.torchrun import torchrun
 
@@ -85,7 +86,8 @@ PAGES = [
 ]
 DOCSTRINGS = [
     test
-    for module in pkgutil.walk_packages(composable_fsdp.__path__, f"{composable_fsdp.__name__}.")
+    for package in (composable_fsdp, tests.simulation)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     for test in module_examples(module.name)
 ]
 

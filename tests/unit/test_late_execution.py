@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composable_fsdp.testing import ALONE, simulated_accelerator
+from tests.simulation import ALONE, simulated_accelerator
 
 cpu: Any = torch.cpu
 ORDERS = 5

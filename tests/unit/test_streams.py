@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from composable_fsdp.testing import simulated_accelerator
 from tests._internals import CommStream, CommStreams, DeviceCapabilities
+from tests.simulation import simulated_accelerator
 
 
 class Buffer:

@@ -11,8 +11,7 @@ inputs and outputs are part of the computation, and stay inside.
 Three kinds of dispatch modes are not left:
 
 - infra modes, as torch calls those for tensors without values and for tracing: the library's tensors are of that kind
-- modes of ``torch.distributed`` and of this package, which count the memory or the collectives of sharding, or simulate
-  devices or ranks
+- modes of ``torch.distributed`` and of this package, which count the memory or the collectives of sharding
 - modes whose class has the attribute ``observes_sharding = True``
 
 A subclass is of the kind of its base. The default dtype is one for all threads, so it is not changed: the library names

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.testing._late_execution import Recording
-from composable_fsdp.testing.accelerator import SimulatedAccelerator, SimulatedEvent, SimulatedStream, active
+from tests.simulation.accelerator import SimulatedAccelerator, SimulatedEvent, SimulatedStream, active
+from tests.simulation.late_execution import Recording
 
 __all__ = ["ALONE", "BACKEND", "StreamGroup", "StreamWork"]
 

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from composable_fsdp.testing._late_execution import Action, Recording, fill, leaves
+from tests.simulation.late_execution import Action, Recording, fill, leaves
 
 __all__ = [
     "Race",
@@ -429,8 +429,11 @@ def _runs(tensor: torch.Tensor) -> _Runs:
 class _Accesses(TorchDispatchMode):
     """Notes the accesses of every operation."""
 
+    observes_sharding = True
+    """The library leaves other modes during its own operations (``_runtime/groups/callers_context.py``)."""
+
     def __init__(self, accelerator: SimulatedAccelerator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._accelerator = accelerator
         self.copies_to_host = False
         """True while :func:`_copy_to_host` copies."""
