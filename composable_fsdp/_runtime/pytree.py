@@ -268,6 +268,11 @@ class _Passed:
     mapped: Items
 
 
+_NONE: list[Any] = []
+_NOTHING: dict[int, Any] = {}
+"""What a call without containers has of them. Nothing is written to these: most calls have none, and make no dicts."""
+
+
 class CallInputs:
     """The inputs of one call as its module gets them: moved, cast, and watched by views if they need a gradient. Final.
 
@@ -305,13 +310,13 @@ class CallInputs:
         self._originals: dict[int, torch.Tensor] = {}
         """The caller's tensors, by the id of the view, or of the cast in a container, that stands for them."""
         self.views: list[InputView] | None = [] if watched else None
-        self.containers: list[_Passed] = []
+        self.containers: list[_Passed] = _NONE
         """The mutable containers, inner ones first."""
-        self._known: dict[int, _Passed] = {}
+        self._known: dict[int, _Passed] = _NOTHING
         """The containers by the ids of those of the caller and of those that the module got."""
-        self._casts: dict[int, InputView] = {}
+        self._casts: dict[int, InputView] = _NOTHING
         """The casts in containers, and their versions."""
-        self._untouched: dict[int, InputView] = {}
+        self._untouched: dict[int, InputView] = _NOTHING
         """The caller's tensors in containers, and their versions."""
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -334,6 +339,8 @@ class CallInputs:
 
     def container(self, tree: Any) -> Any:
         """Return the container that the module gets for ``tree``, which is not a plain tuple."""
+        if self._known is _NOTHING:
+            self.containers, self._known, self._casts, self._untouched = [], {}, {}, {}
         known = self._known.get(id(tree))
         if known is not None:
             return known.given

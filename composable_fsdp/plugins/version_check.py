@@ -34,37 +34,41 @@ _reads_shards: WeakKeyDictionary[FSDPState, bool | None] = WeakKeyDictionary()
 
 def set_version_check(state: FSDPState, enable: bool) -> None:
     """Compare the values of the shards of ``state`` too, or nothing."""
+    VersionCheck.is_set = True
     _reads_shards[state] = True if enable else None
 
 
 def reads_shards(state: FSDPState) -> bool | None:
     """Return whether the values of the shards of ``state`` are compared too, or ``None`` if nothing is."""
-    return _reads_shards.get(state, False) if _reads_shards else False
+    return _reads_shards.get(state, False)
 
 
 class VersionCheck(Observer):
     """Compares the parameters of a group in backward with those in forward."""
+
+    is_set = False
+    """True once the user has set it for some state."""
 
     def after_copy(self, state: FSDPState, clone: FSDPState) -> None:
         if state in _reads_shards:
             _reads_shards[clone] = _reads_shards[state]
 
     def enter_forward(self, root: Root, call: ForwardCall) -> None:
-        if root.leads_to_backward:
-            compares = reads_shards(call.state)
-            if compares is not None:
-                call.seen = _versions(call.state.group, reads_shards=compares)
+        if not root.leads_to_backward:
+            return
+        reads = reads_shards(call.state) if self.is_set else False
+        if reads is not None:
+            group = call.state.group
+            registration = group.tensors.registration
+            call.seen = registration, registration.versions, _sums(group) if reads else None
 
     def enter_backward(self, root: Root, call: ForwardCall) -> None:
-        run = call.first or call
-        if run.seen is not None:
-            _compare(call.state.group, run.seen)
-
-
-def _versions(group: ParamGroup, *, reads_shards: bool) -> _Seen:
-    """Return the current versions, and sums if they are read."""
-    registration = group.tensors.registration
-    return registration, registration.versions, _sums(group) if reads_shards else None
+        seen: _Seen | None = (call.first or call).seen
+        if seen is not None:
+            registration, versions, sums = seen
+            is_registered = registration is call.state.group.tensors.registration
+            if sums is not None or not is_registered or registration.versions != versions:
+                _compare(call.state.group, seen)
 
 
 def _compare(group: ParamGroup, seen: _Seen) -> None:
@@ -74,9 +78,8 @@ def _compare(group: ParamGroup, seen: _Seen) -> None:
         LifecycleError: parameters have changed since. The error names them.
     """
     registration, versions, sums = seen
-    if sums is None and registration is group.tensors.registration and registration.versions == versions:
-        return
-    registration_now, versions_now, sums_now = _versions(group, reads_shards=sums is not None)
+    registration_now = group.tensors.registration
+    versions_now, sums_now = registration_now.versions, _sums(group) if sums is not None else None
     if registration_now is not registration:  # tensors were rebuilt, or requires_grad was changed
         versions_now = versions
     if (versions, sums) == (versions_now, sums_now):

@@ -247,7 +247,7 @@ class Iteration:
             self._unused_modules.begin(state)
         call = state.calls_under_way[-1]
         call.after = self.runner.in_forward(state)
-        if state.has_several_modules:
+        if len(state.module_ids) > 1:
             call.remaining = set(state.module_ids)
         state.run = call
         for observe in self.events.enter_forward:
