@@ -65,7 +65,7 @@ true-device: $(READY) ## build a device that is not the CPU, by g++, and test tr
 	TRUE_DEVICE=1 $(BIN)/python -m pytest tests/ranks/test_true_device.py
 
 plugins: $(READY) ## run the tests without each plugin, and print a table; takes hours (PLUGINS_ARGS="ForwardOrder --tests tests/unit")
-	$(BIN)/python benchmarks/plugin_table.py $(PLUGINS_ARGS)
+	$(BIN)/python -m tests.plugin_table $(PLUGINS_ARGS)
 
 test-fast: $(READY) ## run the tests that start no other process, in at most 3 minutes (TEST_ARGS=...)
 	$(BIN)/python -m pytest -m "not multiprocess" $(TEST_ARGS)

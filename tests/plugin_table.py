@@ -1,6 +1,6 @@
-"""Run the tests without each plugin in turn, and print a table: ``python benchmarks/plugin_table.py [PLUGIN ...]``.
+"""Run the tests without each plugin in turn, and print a table: ``python -m tests.plugin_table [PLUGIN ...]``.
 
-For each plugin, the project is copied, the plugin's line is removed from the list in ``plugins/__init__.py`` of the
+For each plugin, the project is copied, the plugin's line is removed from the lists in ``plugins/__init__.py`` of the
 copy, and the tests of the copy run, except those with the marker ``plugin(<name>)``. No other test may fail.
 """
 
@@ -20,17 +20,19 @@ __all__ = ["main", "without"]
 PROJECT = Path(__file__).parents[1]
 LISTED = Path("composable_fsdp/plugins/__init__.py")
 COPIED = ("composable_fsdp", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
+_LISTS = "DEFAULT_TRANSPORTS = "
+"""The beginning of the lists in the source."""
 _LINE = re.compile(r"^    (\w+),(?:  #.*)?\n", re.MULTILINE)
 
 
 def listed(text: str) -> list[str]:
-    """Return the names in the list of the source ``text``."""
-    return _LINE.findall(text[text.index("DEFAULT:") :])
+    """Return the names in the lists of the source ``text``."""
+    return _LINE.findall(text[text.index(_LISTS) :])
 
 
 def without(text: str, plugin: str) -> str:
     """Return the source ``text`` of the list without the line of ``plugin``."""
-    head, tail = text[: text.index("DEFAULT:")], text[text.index("DEFAULT:") :]
+    head, tail = text[: text.index(_LISTS)], text[text.index(_LISTS) :]
     shorter = re.sub(rf"^    {plugin},(?:  #.*)?\n", "", tail, flags=re.MULTILINE)
     if shorter == tail:
         raise SystemExit(f"there is no plugin {plugin!r}. The plugins are {', '.join(listed(text))}.")
@@ -54,6 +56,11 @@ def run(plugin: str, tests: list[str]) -> tuple[str, list[str]]:
     return lines[-1].strip("= "), [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
 
 
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Run the tests without each plugin that is named, or without each of all."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -61,12 +68,12 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", default=["tests"], help="the folders or files of tests to run")
     arguments = parser.parse_args()
     names = arguments.plugins or listed((PROJECT / LISTED).read_text())
-    print(f"{'without':<18} result", flush=True)
+    _say(f"{'without':<18} result")
     has_failed = False
     for name in names:
         summary, failed = run(name, arguments.tests)
         has_failed |= bool(failed)
-        print(f"{name:<18} {summary}", *failed, sep="\n    " if failed else " ", flush=True)
+        _say("\n    ".join([f"{name:<18} {summary}", *failed]))
     sys.exit(has_failed)
 
 
