@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from tests.helpers.models import TASKS
 from tests.helpers.stream_training import IN_BUCKETS, chosen, give_costs
 from tests.helpers.training import check_parity, play_task
 from tests.helpers.transports import SOCKETS
-from tests.simulation import BACKEND, simulated_accelerator
+from tests.simulation import BACKEND, SimulatedAccelerator, SimulatedEvent, SimulatedStream, simulated_accelerator
 
 ONE_MESSAGE = ScheduleSettings(zero_copy=False, grad_buckets=1)
 
@@ -33,6 +36,58 @@ def train(name: str) -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_training_has_no_races_and_the_results_of_the_unsharded_model(name: str) -> None:
     run_ranks(train, 2, name, environment=SOCKETS)
+
+
+def watch_the_host(calibrates: bool) -> tuple[list[list[str]], set[str]]:
+    """Train, and return the waits of the host in each step, and the names of threads that touch the device."""
+    mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
+    waits: list[list[str]] = [[]]
+    threads: set[str] = set()
+
+    def watched(owner: Any, name: str) -> Any:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            if name in ("synchronize", "query"):
+                waits[-1].append(f"{owner.__name__}.{name}")
+            return original(*args, **kwargs)
+
+        return mock.patch.object(owner, name, call)
+
+    with simulated_accelerator(), ExitStack() as stack:
+        for owner, names in TOUCHING.items():
+            for name in names:
+                stack.enter_context(watched(owner, name))
+        model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            waits.append([])
+            if step == 4 and calibrates:
+                model.calibrate(1)
+            model(torch.randn(8, 16)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return waits[1:], threads
+
+
+TOUCHING = {
+    SimulatedEvent: ("record", "wait", "synchronize", "query", "elapsed_time"),
+    SimulatedStream: ("wait_stream", "wait_event", "record_event", "synchronize", "query", "advance"),
+    SimulatedAccelerator: ("synchronize",),
+}
+"""The methods of a device, by their class."""
+
+
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_the_host_waits_in_no_step_and_only_the_program_touches_the_device(calibrates: bool) -> None:
+    for waits, threads in run_ranks(watch_the_host, 2, calibrates, environment=SOCKETS):
+        assert threads == {"MainThread"}, "autograd runs the backward of CPU tensors in the thread that calls it"
+        assert not any(waits[2:4]), waits
+        assert any(waits[4:]) == calibrates, "only a measurement that the user asks for waits"
 
 
 class Branches(nn.Module):
