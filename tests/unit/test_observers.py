@@ -1,0 +1,157 @@
+"""Observers are told of the events of a root, and the lists of plugins say what is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import fully_shard, plugins
+from composable_fsdp.plugins import OBSERVERS, Observer
+from tests._internals import iteration_of, state_of
+from tests.helpers.sharding import single_rank
+from tests.plugin_table import LISTED, PROJECT, listed, without
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+class Log(Observer):
+    """Writes down the events of all roots."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def after_sharding(self, state: Any) -> None:
+        self.lines.append(f"sharded {len(state.group.parameters)} parameters")
+
+    def before_first_collective(self, root: Any) -> None:
+        self.lines.append("first collective")
+
+    def begin_pass(self, root: Any, running: Any) -> None:
+        self.lines.append(f"begin {running.kind}")
+
+    def end_pass(self, root: Any, running: Any) -> None:
+        self.lines.append(f"end {running.kind}{'' if running.succeeded else ' without success'}")
+
+    def enter_forward(self, root: Any, call: Any) -> None:
+        self.lines.append(f"forward of {call.name}")
+
+    def enter_backward(self, root: Any, call: Any) -> None:
+        self.lines.append(f"backward of {call.name}")
+
+    def failed(self, root: Any, running: Any) -> None:
+        self.lines.append(running.failure)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.lines.append(f"step of {type(optimizer).__name__}")
+
+    def after_reset(self, root: Any) -> None:
+        self.lines.append("reset")
+
+
+@pytest.fixture
+def attach() -> Iterator[Callable[[Observer], Observer]]:
+    """Attach observers until the end of the test."""
+    before = OBSERVERS.copy()
+
+    def attached(observer: Observer) -> Observer:
+        OBSERVERS.append(observer)
+        return observer
+
+    yield attached
+    OBSERVERS[:] = before
+
+
+def test_an_observer_is_told_of_the_events_of_a_step(attach: Callable[[Observer], Observer]) -> None:
+    log = Log()
+    attach(log)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    for layer in (*model, model):
+        fully_shard(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert log.lines == [
+        *("sharded 2 parameters", "sharded 1 parameters", "sharded 0 parameters"),
+        *("begin forward", "first collective", "forward of root", "forward of 0", "forward of 1", "end forward"),
+        *("begin backward", "backward of 1", "backward of root", "backward of 0", "end backward"),
+        "step of SGD",
+    ]
+
+
+def test_an_observer_is_told_of_a_failed_pass(attach: Callable[[Observer], Observer]) -> None:
+    log = Log()
+    attach(log)
+    model: Any = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 3))
+    model.reset_iter_state()
+    failure = log.lines[4]
+    assert failure.startswith("raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"), failure
+    assert log.lines[5:] == ["end forward without success", "reset"]
+
+
+class Named(Observer):
+    """Writes its name at the beginning and at the end of each hook."""
+
+    def __init__(self, name: str, lines: list[str]) -> None:
+        self._name, self._lines = name, lines
+
+    def begin(self, root: Any, hook: Any, subject: Any) -> None:
+        self._lines.append(f"{self._name} begins {hook.value}")
+
+    def end(self, root: Any, hook: Any, subject: Any) -> None:
+        self._lines.append(f"{self._name} ends {hook.value}")
+
+
+def test_observers_of_a_beginning_are_told_in_order_and_those_of_an_end_in_reverse() -> None:
+    lines: list[str] = []
+    model = fully_shard(nn.Linear(4, 4))
+    root = iteration_of(state_of(model))
+    one, other = Named("one", lines), Named("other", lines)
+    for observer in (one, other, one):
+        root.events.add(observer)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert lines[:2] == ["one begins pre-forward", "other begins pre-forward"]
+    assert lines[2:4] == ["other ends pre-forward", "one ends pre-forward"]
+    root.events.remove(one)
+    lines.clear()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert lines[:2] == ["other begins pre-forward", "other ends pre-forward"]
+    root.events.remove(other)
+    assert (root.events.begin, root.events.end) == ((), ()), "an event that nobody observes costs one truth test"
+
+
+def test_an_observer_may_be_another_one_for_each_root_or_none(attach: Callable[[Observer], Observer]) -> None:
+    class OfSome(Observer):
+        def of(self, root: Any) -> Observer | None:
+            return Log() if root.root.group.parameters else None
+
+    attach(OfSome())
+    roots = [iteration_of(state_of(fully_shard(module))) for module in (nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))]
+    logs = [[each for each in root.events.observers if isinstance(each, Log)] for root in roots]
+    assert [len(each) for each in logs] == [1, 0, 1]
+    assert logs[0][0] is not logs[2][0]
+
+
+def test_the_table_of_plugins_leaves_out_one_line_of_the_lists() -> None:
+    source = (PROJECT / LISTED).read_text()
+    attached: list[Any] = [*plugins.DEFAULT_TRANSPORTS, *plugins.DEFAULT_AROUND, *plugins.DEFAULT]
+    assert listed(source) == [plugin.__name__ for plugin in attached]
+    for plugin in listed(source):
+        shorter = without(source, plugin)
+        assert len(source.splitlines()) == len(shorter.splitlines()) + 1
+        assert plugin not in listed(shorter)
+    with pytest.raises(
+        SystemExit, match=r"^there is no plugin 'Absent'\. The plugins are in_shared_memory, over_gloo, "
+    ):
+        without(source, "Absent")
