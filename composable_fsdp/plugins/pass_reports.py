@@ -27,8 +27,9 @@ class ReportedPasses(Observer):
 
     def end_pass(self, root: Root, running: RunningPass) -> None:
         assert self._watchdog is not None, "else it is not attached"
-        self._completed += running.succeeded and running.kind == "backward"
-        self._watchdog.end_pass(running, self._completed)
+        ends_step = running.succeeded and running.kind == "backward"
+        self._completed += ends_step
+        self._watchdog.end_pass(running, self._completed if ends_step else 0)
 
     def failed(self, root: Root, running: RunningPass) -> None:
         assert self._watchdog is not None, "else it is not attached"

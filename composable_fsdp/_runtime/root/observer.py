@@ -119,11 +119,17 @@ class Observer:
         """Note that the root has done its work for ``hook`` of ``subject``."""
 
     def reset(self, root: Root) -> bool:
-        """Prepare for ``reset_iter_state``. Return whether the work in flight will not complete."""
+        """Prepare for ``reset_iter_state``. Return whether the ranks have met after a failed pass.
+
+        They may have gathered different groups then.
+        """
         return False
 
     def after_reset(self, root: Root) -> None:
-        """Note that the root is idle after ``reset_iter_state``. All observers are told before an error is raised."""
+        """Note that the root is idle after ``reset_iter_state``.
+
+        An observer that may raise is first in the list, so that all others are told before.
+        """
 
 
 _BEGINNINGS = (
