@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.collectives.all_gather import (
         CachedLaunch,
         GatherCache,
+        _runs_of,
         cached_gather,
         launch_gather,
         pack_messages,

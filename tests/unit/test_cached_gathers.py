@@ -16,7 +16,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import FakeCommunicator, FakeWorld
-from tests._internals import CachedLaunch, CachedPart, OwnedBuffer, Pooled, TensorShards, cached_gather, plan_gather
+from tests._internals import (
+    CachedLaunch,
+    CachedPart,
+    OwnedBuffer,
+    Pooled,
+    TensorShards,
+    _runs_of,
+    cached_gather,
+    plan_gather,
+)
 
 RANKS = 2
 
@@ -45,10 +54,11 @@ class Slab(FakeCommunicator):
 
 aligned = st.lists(st.integers(1, 4).map(lambda n: 8 * n), min_size=1, max_size=4)
 any_width = st.lists(st.integers(0, 20), min_size=1, max_size=4)
+alike = st.builds(lambda width, count, more: [width] * count + more, st.integers(1, 9), st.integers(2, 5), any_width)
 
 
 @given(
-    st.lists(aligned, min_size=1, max_size=3) | st.lists(any_width, min_size=1, max_size=3),
+    st.lists(aligned | any_width | alike, min_size=1, max_size=3),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([FakeCommunicator, Slab]),
 )
@@ -80,6 +90,25 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
                     shards = [of_rank[i].packed[begin : begin + width].to(dtype) for of_rank in ranks]
                     assert torch.equal(place, torch.stack(shards))
                 part.buffer.free()
+
+
+@pytest.mark.parametrize(
+    ("widths", "counts"),
+    [([[8] * 4], [4]), ([[3] * 4], [4]), ([[8] * 4, [8] * 2], [4, 2]), ([[8, 16, 16, 8]], [1, 2, 1]), ([[5]], [1])],
+)
+def test_equal_parameters_in_a_row_are_one_copy(widths: list[list[int]], counts: list[int]) -> None:
+    parts = [part_of(each, rank=0) for each in widths]
+    for part in parts:
+        part.buffer.allocate()
+    places = [place for part in parts for place in part.places]
+    begins = [1000 * k + begin for k, part in enumerate(parts) for begin in part.begins]
+    runs = _runs_of(places, begins)
+    assert [run.place.shape[0] for run in runs] == counts
+    rows = torch.arange(2.0 * 2000).view(RANKS, 2000)
+    for run in runs:
+        run.place.copy_(rows.as_strided(run.place.shape, (run.step, 2000, 1), run.begin))
+    for place, begin in zip(places, begins, strict=True):
+        assert torch.equal(place, rows[:, begin : begin + place.size(1)])
 
 
 def test_gathers_with_copies_or_over_other_ranks_are_not_cached() -> None:

@@ -8,12 +8,14 @@ Buckets that must be encoded, moved between devices or sent zero-copy are prepar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
-from composable_fsdp._layout.bucket_layout import aligned_bytes, split_at
+from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
 from composable_fsdp._sharding.process_groups import group_by_key
@@ -209,9 +211,12 @@ class CachedGather:
         for part in parts:
             begins += [start + begin for begin in part.begins]
             start += part.packed.numel()
-        ends = [begin + place.size(1) for begin, place in zip(begins, self._places, strict=True)]
-        self._widths, self._pieces = split_at(begins, ends, self._numel)
-        """The widths that split a row into parameters and gaps, and which of the pieces each parameter is."""
+        self._begins = begins
+        """The first element of each parameter in a row."""
+        self._widths = [place.size(1) for place in self._places]
+        self._has_gaps = begins != [0, *accumulate(self._widths)][:-1] or sum(self._widths) != self._numel
+        self._runs: list[_Run] = []
+        """The strided copies that move all parameters, made with the first ones: only then there is memory for them."""
 
     def allocate(self) -> torch.Tensor:
         """Return memory for the rows of a launch."""
@@ -228,13 +233,56 @@ class CachedGather:
         """Copy ``rows`` to their places, whose memory is allocated only now."""
         for buffer in self._buffers:
             buffer.allocate()
-        if len(self._widths) == 1:
+        if not self._runs:
+            self._runs = _runs_of(self._places, self._begins)
+        if len(self._places) == 1 and not self._has_gaps:
             self._places[0].copy_(rows)  # half the host time of the operation for several
-        elif len(self._widths) == len(self._places):
+        elif 2 * len(self._runs) > len(self._places) and not self._has_gaps:
             torch.split_with_sizes_copy(rows, self._widths, dim=1, out=self._places)
         else:
-            pieces = rows.split_with_sizes(self._widths, dim=1)
-            torch._foreach_copy_(self._places, list(map(pieces.__getitem__, self._pieces)))
+            at = rows.storage_offset()
+            sources = [
+                rows.as_strided(run.place.shape, (run.step, self._numel, 1), at + run.begin) for run in self._runs
+            ]
+            torch._foreach_copy_([run.place for run in self._runs], sources)
+
+
+class _Run(NamedTuple):
+    """Parameters of one width that one strided copy moves.
+
+    A layer often has several of one shape in a row: scales and shifts, biases, adapters, experts. For sixteen groups of
+    four, a copy for each run takes an eighth of the host's time of a copy for each parameter.
+
+    Args:
+        place: ``(count, num_shards, padded_numel)``, their unsharded memory.
+        begin: the first element in a row.
+        step: the elements from one to the next in a row.
+    """
+
+    place: torch.Tensor
+    begin: int
+    step: int
+
+
+def _runs_of(places: Sequence[torch.Tensor], begins: Sequence[int]) -> list[_Run]:
+    """Return the runs of ``places``, which have memory now, in order. ``begins``: their first elements in a row."""
+    memory = [(place.untyped_storage()._cdata, place.size(1), int(place.storage_offset())) for place in places]
+    found: list[tuple[int, int, int, int]] = []
+    for k, (*alike, offset) in enumerate(memory):
+        first, count, row_step, step = found[-1] if found else (k, 0, 0, 0)
+        steps = begins[k] - begins[k - 1], offset - memory[k - 1][-1]
+        if count and [*memory[first][:-1]] == alike and (count == 1 or steps == (row_step, step)):
+            found[-1] = first, count + 1, *steps
+        else:
+            found.append((k, 1, 0, 0))
+    return [
+        _Run(
+            places[first].as_strided((count, *places[first].shape), (step, *places[first].stride())),
+            begins[first],
+            row_step,
+        )
+        for first, count, row_step, step in found
+    ]
 
 
 class CachedLaunch:
