@@ -16,6 +16,7 @@ import torch
 from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
 from composable_fsdp._layout.bucket_layout import aligned_bytes
+from composable_fsdp._memory.device_capabilities import is_host
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
 from composable_fsdp._sharding.process_groups import group_by_key
@@ -217,6 +218,8 @@ class CachedGather:
         self._has_gaps = begins != [0, *accumulate(self._widths)][:-1] or sum(self._widths) != self._numel
         self._runs: list[_Run] = []
         """The strided copies that move all parameters, made with the first ones: only then there is memory for them."""
+        self._splits_well = True
+        """True if one split that copies is faster than the runs."""
 
     def allocate(self) -> torch.Tensor:
         """Return memory for the rows of a launch."""
@@ -235,9 +238,11 @@ class CachedGather:
             buffer.allocate()
         if not self._runs:
             self._runs = _runs_of(self._places, self._begins)
+            # An accelerator splits and copies by one kernel.
+            self._splits_well = 2 * len(self._runs) > len(self._places) or not is_host(self._device)
         if len(self._places) == 1 and not self._has_gaps:
             self._places[0].copy_(rows)  # half the host time of the operation for several
-        elif 2 * len(self._runs) > len(self._places) and not self._has_gaps:
+        elif self._splits_well and not self._has_gaps:
             torch.split_with_sizes_copy(rows, self._widths, dim=1, out=self._places)
         else:
             at = rows.storage_offset()
