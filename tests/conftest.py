@@ -25,14 +25,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--without-plugin", default="", help="leave out the tests of a plugin, which is not attached")
     parser.addoption("--behaviours", action="store_true", help="say at the end which behaviours the tests showed")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    plugin = config.getoption("--without-plugin")
-    items[:] = [item for item in items if not any(plugin in mark.args for mark in item.iter_markers("plugin"))]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).parts[0] in MULTIPROCESS:
             item.add_marker("multiprocess")

@@ -1,7 +1,7 @@
 """Run the tests without each plugin in turn, and print a table: ``python -m tests.plugin_table [PLUGIN ...]``.
 
 For each plugin, the project is copied, the plugin's line is removed from the lists in ``plugins/__init__.py`` of the
-copy, and the tests of the copy run, except those with the marker ``plugin(<name>)``. No other test may fail.
+copy, and the tests of the copy run, except those that :data:`OWN` has for the plugin. No other test may fail.
 """
 
 from __future__ import annotations
@@ -13,13 +13,31 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
-__all__ = ["main", "without"]
+__all__ = ["LISTED", "OWN", "PROJECT", "listed", "main", "without"]
 
 PROJECT = Path(__file__).parents[1]
 LISTED = Path("composable_fsdp/plugins/__init__.py")
-COPIED = ("composable_fsdp", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
+
+OWN: Mapping[str, Sequence[str]] = {
+    "PlainParameters": ("tests/ranks/test_module_kinds.py",),
+    "ForwardOrder": ("tests/ranks/test_forward_order.py",),
+    "VersionCheck": ("tests/unit/test_usage_errors.py", "tests/ranks/test_deepcopy.py"),
+    "OptimizerChecks": ("tests/unit/test_usage_errors.py", "tests/unit/test_local_optimizer.py"),
+    "ModelCheck": ("tests/ranks/test_model_comparison.py", "tests/ranks/test_starting_values.py"),
+    "ProfilerLabels": ("tests/parity/test_profiler_labels.py",),
+    "Residuals": ("tests/ranks/test_gradient_codecs.py", "tests/ranks/test_codec_combinations.py"),
+    "Tuning": (
+        *("tests/unit/test_schedule_learned.py", "tests/ranks/test_calibration.py"),
+        *("tests/ranks/test_schedule_costs.py", "tests/ranks/test_races.py"),
+    ),
+}
+"""The tests of each plugin: prefixes of the names of tests, as pytest's ``--deselect`` takes them."""
+
+_COPIED = ("composable_fsdp", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
 _LISTS = "DEFAULT_TRANSPORTS = "
 """The beginning of the lists in the source."""
 _LINE = re.compile(r"^    (\w+),(?:  #.*)?\n", re.MULTILINE)
@@ -31,7 +49,7 @@ def listed(text: str) -> list[str]:
 
 
 def without(text: str, plugin: str) -> str:
-    """Return the source ``text`` of the list without the line of ``plugin``."""
+    """Return the source ``text`` of the lists without the line of ``plugin``."""
     head, tail = text[: text.index(_LISTS)], text[text.index(_LISTS) :]
     shorter = re.sub(rf"^    {plugin},(?:  #.*)?\n", "", tail, flags=re.MULTILINE)
     if shorter == tail:
@@ -39,17 +57,18 @@ def without(text: str, plugin: str) -> str:
     return head + shorter
 
 
-def run(plugin: str, tests: list[str]) -> tuple[str, list[str]]:
-    """Return the last line of pytest's output without ``plugin``, and the tests that failed."""
+def run(plugin: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Run pytest without ``plugin``. Return the last line of its output, and the tests that failed."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in COPIED:
+        for name in _COPIED:
             source = PROJECT / name
             ignored = shutil.ignore_patterns("__pycache__", "_build")
             shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
         changed = copy / LISTED
         changed.write_text(without(changed.read_text(), plugin))
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--without-plugin", plugin, *tests]
+        own = chain.from_iterable(("--deselect", test) for test in OWN.get(plugin, ()))
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", *own, *arguments]
         environment = {**os.environ, "PYTHONPATH": str(copy)}
         result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     lines = result.stdout.splitlines() or [result.stderr.strip().splitlines()[-1]]
