@@ -13,7 +13,7 @@ from composable_fsdp import fully_shard, plugins
 from composable_fsdp.plugins import OBSERVERS, Observer
 from tests._internals import iteration_of, state_of
 from tests.helpers.sharding import single_rank
-from tests.plugin_table import LISTED, PROJECT, listed, without
+from tests.plugin_table import LISTED, OWN, PROJECT, listed, without
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -151,6 +151,7 @@ def test_the_table_of_plugins_leaves_out_one_line_of_the_lists() -> None:
         shorter = without(source, plugin)
         assert len(source.splitlines()) == len(shorter.splitlines()) + 1
         assert plugin not in listed(shorter)
+    assert OWN.keys() <= set(listed(source))
     with pytest.raises(
         SystemExit, match=r"^there is no plugin 'Absent'\. The plugins are in_shared_memory, over_gloo, "
     ):
