@@ -1,7 +1,8 @@
 """Attachments of the core, and which of them are attached by default.
 
-A plugin imports the core, and no other plugin. It attaches itself to a seam of the core. Remove the line of a plugin
-from :data:`DEFAULT`, and the library trains without it: ``make plugins`` does so for each, and runs the tests.
+A plugin imports the core, and no other plugin. It attaches itself to a seam of the core. The code of a user may do so
+too (docs/plugins.md); the seams are provisional. Remove the line of a plugin from the lists below, and the library
+trains without it: ``make plugins`` does so for each, and runs the tests.
 
 ======================= ================================================ ==================
 Plugin                  Does                                             On by default
@@ -29,8 +30,9 @@ Plugin                  Does                                             On by d
 
 from __future__ import annotations
 
+from composable_fsdp._comm.communicator import SUM, Around, Collective, Communicator, Transfer
 from composable_fsdp._comm.factory import AROUND, TRANSPORTS
-from composable_fsdp._runtime.root.observer import OBSERVERS, Observer
+from composable_fsdp._runtime.root.observer import OBSERVERS, Observer, Root
 from composable_fsdp.plugins.forward_order import ForwardOrder
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
@@ -47,7 +49,21 @@ from composable_fsdp.plugins.version_check import VersionCheck
 from composable_fsdp.plugins.visible_collectives import Visible
 from composable_fsdp.plugins.watchdog.attach import OrderCheckLevel, order_checked, watched
 
-__all__ = ["AROUND", "DEFAULT", "DEFAULT_AROUND", "DEFAULT_TRANSPORTS", "OBSERVERS", "TRANSPORTS", "Observer"]
+__all__ = [
+    "AROUND",
+    "DEFAULT",
+    "DEFAULT_AROUND",
+    "DEFAULT_TRANSPORTS",
+    "OBSERVERS",
+    "SUM",
+    "TRANSPORTS",
+    "Around",
+    "Collective",
+    "Communicator",
+    "Observer",
+    "Root",
+    "Transfer",
+]
 
 DEFAULT_TRANSPORTS = (
     in_shared_memory,
