@@ -257,14 +257,14 @@ class Watchdog:
         number = int(self._store.add("call", 1))
         self._read_processes(wanted)
         end = time.monotonic() + seconds
-        while time.monotonic() < end and any(r not in found and not self._has_died(r) for r in wanted):
-            if any(found[rank].verdict for rank in wanted if rank in found):
-                return
+        while time.monotonic() < end:
+            gone = {rank for rank in wanted if self._has_died(rank)}  # the last report of a rank is written before
             self._answer()  # other ranks may be collecting too
             for rank in wanted:
                 if rank not in found and (report := self._fresh_report(rank, number)) is not None:
                     found[rank] = report
-            if not self._serve(0.02):
+            has_verdict = any(found[rank].verdict for rank in wanted if rank in found)
+            if has_verdict or gone.union(found).issuperset(wanted) or not self._serve(0.02):
                 return
 
     def diagnose_wait(self, operation: OperationId) -> FSDPError | None:

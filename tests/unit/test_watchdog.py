@@ -598,6 +598,19 @@ def test_a_process_of_this_host_is_known_to_have_ended() -> None:
     assert has_died(identity)
 
 
+@pytest.mark.behaviour("H-03", "H-05")
+def test_the_last_report_of_a_process_that_has_ended_is_read(watchdogs: Callable[[dist.Store], Watchdog]) -> None:
+    store = dist.HashStore()
+    failed = Watchdog(store, 1, 2)
+    failed.fail("raised X in the forward of layers.1")
+    failed.stop()
+    failed.join(60.0)
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+        store.set("process/1", f"{process_identity().rsplit(' ', 2)[0]} {process.pid} 1")
+        assert watchdogs(store).collect_reports([0, 1])[1].failure == "raised X in the forward of layers.1"
+
+
 # The end of a rank by another's fault
 
 
