@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.testing import run_ranks
-from tests._internals import Encoder, GradientCodec, state_of
+from tests._internals import Collective, Encoder, GradientCodec, state_of
 from tests.helpers.transports import SOCKETS
 
 EXACT = Cast(torch.float32)
@@ -284,6 +284,14 @@ def test_encoded_gradients_train_in_bf16_from_offloaded_shards_and_on_one_rank()
     run_ranks(train, 1, {})
 
 
+OVER_SHARDS = {
+    Collective.ALL_GATHER: "all-gather",
+    Collective.BARRIER: "all-gather",
+    Collective.REDUCE_SCATTER: "reduce-scatter",
+    Collective.ALL_TO_ALL: "reduce-scatter",
+}
+
+
 def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) -> None:
     """Compare the bytes sent with the report.
 
@@ -300,28 +308,26 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) 
         model.set_max_fused_bytes(0)
     sent = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
 
-    def count(communicator: Any, method: str, direction: str, weight: int) -> None:
-        original, size = getattr(communicator, method), communicator.size
+    def count(communicator: Any, directions: Mapping[Collective, str]) -> None:
+        original, size = communicator.launch, communicator.size
 
-        def counting(tensors: Any, *args: Any) -> Any:
-            largest = [t if isinstance(t, torch.Tensor) else max(t, key=torch.Tensor.numel) for t in tensors]
-            sent[direction] += sum(weight * t.nbytes * (size - 1) // size for t in largest)
-            return original(tensors, *args)
+        def counting(kind: Collective, transfers: Any, *args: Any) -> Any:
+            largest = [max(transfer, key=torch.Tensor.numel) for transfer in transfers]
+            weight = 2 if kind is Collective.ALL_REDUCE else 1
+            for tensor in largest:
+                sent[directions[kind]] += weight * tensor.nbytes * (size - 1) // size
+            return original(kind, transfers, *args)
 
-        setattr(communicator, method, counting)
+        communicator.launch = counting
 
     loss_of_model = model(torch.randn(4, 64)).square().mean()  # completes lazy initialization
     loss_of_model.backward()
     process_groups = [state_of(module).group.process_groups[0] for module in (model, model[0], model[2])]
     for communicator in {id(pgs.axes.shard): pgs.axes.shard for pgs in process_groups}.values():
-        count(communicator, "all_gather", "all-gather", 1)
-        count(communicator, "reduce_scatter", "reduce-scatter", 1)
-        count(communicator, "all_to_all", "reduce-scatter", 1)
+        count(communicator, OVER_SHARDS)
     replicas = {id(pgs.replicate): pgs.replicate for pgs in process_groups}
     for communicator in replicas.values() if replicate > 1 else ():
-        count(communicator, "all_gather", "all-reduce", 1)
-        count(communicator, "all_to_all", "all-reduce", 1)
-        count(communicator, "all_reduce", "all-reduce", 2)
+        count(communicator, dict.fromkeys(Collective, "all-reduce"))
     model(torch.randn(4, 64)).square().mean().backward()
     report = communication_report(model)
     for direction, nbytes in sent.items():

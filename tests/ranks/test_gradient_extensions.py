@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from composable_fsdp import CommunicationPolicy, Int4, Int8, MixedPrecisionPolicy, ParameterError, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests._internals import state_of
+from tests._internals import Collective, state_of
 from tests.helpers.extension_tensors import Pair
 
 
@@ -111,14 +111,14 @@ def count_launches() -> None:
     attach_hooks(model[0].weight._local_tensor, [])
     launched: list[str] = []
     communicator: Any = state_of(model).group.process_groups[0].scatter
-    for method in ("reduce_scatter", "all_to_all", "all_reduce"):
-        original = getattr(communicator, method)
+    original = communicator.launch
 
-        def spy(*args: Any, original: Callable[..., Any] = original, method: str = method) -> Any:
-            launched.append(method)
-            return original(*args)
+    def spy(kind: Collective, *args: Any) -> Any:
+        if kind not in (Collective.ALL_GATHER, Collective.BARRIER):
+            launched.append(kind.value)
+        return original(kind, *args)
 
-        setattr(communicator, method, spy)
+    communicator.launch = spy
     model(batch_of(dist.get_rank())).square().mean().backward()
     assert launched == ["all_to_all"]
     assert all(parameter.grad is not None for parameter in model.parameters())
