@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -22,8 +21,9 @@ from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
 from composable_fsdp._sharding.mesh import data_parallel_axes
-from composable_fsdp.cli.printing import Json, console, print_json
+from composable_fsdp.cli.printing import Json, console, print_json, table_of
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.plan.simulated_job import mesh_shape
 from composable_fsdp.plugins.tuning.calibration import (
     axes_costs,
     collectives_of,
@@ -56,14 +56,17 @@ def calibrate(
 
     Example: torchrun --nproc-per-node 8 -m composable_fsdp calibrate --mesh 2x4 --out costs.json
     """
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if launched else 1
+    ranks = int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 1
     if ranks < 2:
         raise ConfigurationError(
             "calibrate measures between ranks: torchrun --nproc-per-node N -m composable_fsdp calibrate."
         )
-    shape = parse_mesh(mesh, ranks)
-    axes = parse_names(names, len(shape))
+    shape = mesh_shape(mesh or str(ranks))
+    if math.prod(shape) != ranks:
+        raise ConfigurationError(f"--mesh {mesh} has {math.prod(shape)} ranks, but the job has {ranks}.")
+    axes = tuple(names.split(",")) if names else _NAMES[len(shape)]
+    if len(set(axes)) != len(shape) or (names and "" in axes):
+        raise ConfigurationError(f"--names must have a name for each of {len(shape)} axes, not {names}.")
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigurationError(f"--out {out}: there is no directory {out.absolute().parent}.")
     device = _start()
@@ -74,37 +77,10 @@ def calibrate(
         if as_json:
             print_json(asdict(costs))
         else:
-            _show(costs, dict(zip(axes, shape, strict=True)))
+            console().print(_table(costs, dict(zip(axes, shape, strict=True))))
+            console().print(f"copies in memory: {1e-9 * (costs.copy_bandwidth or 0.0):,.1f} GB/s")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def parse_mesh(text: str, ranks: int) -> tuple[int, ...]:
-    """Return the shape that ``text`` such as ``"2x4"`` describes; ``(ranks,)`` for an empty text.
-
-    Raises:
-        ConfigurationError: it is no shape of one or two dims of ``ranks`` ranks.
-    """
-    if not text:
-        return (ranks,)
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", text):
-        raise ConfigurationError(f"--mesh must be a number of ranks, or two such as 2x4, not {text}.")
-    shape = tuple(map(int, text.split("x")))
-    if math.prod(shape) != ranks:
-        raise ConfigurationError(f"--mesh {text} has {math.prod(shape)} ranks, but the job has {ranks}.")
-    return shape
-
-
-def parse_names(text: str, dims: int) -> tuple[str, ...]:
-    """Return the names of the axes that ``text`` lists, or those by default.
-
-    Raises:
-        ConfigurationError: it has not ``dims`` different names.
-    """
-    found = tuple(text.split(",")) if text else _NAMES[dims]
-    if len(set(found)) != dims or (text and "" in found):
-        raise ConfigurationError(f"--names must have a name for each of {dims} axes, not {text}.")
-    return found
 
 
 def _start() -> torch.device:
@@ -174,19 +150,13 @@ def _neighbours(communicator: Communicator, device_type: str) -> Communicator | 
     return communicator_over(group, device_type)
 
 
-def _show(costs: Costs, ranks: dict[str, int]) -> None:
-    table = Table("axis", "ranks", "collective", title=costs.source, title_justify="left")
-    for column in ("a, µs", "b, µs for each rank", "bandwidth, GB/s"):
-        table.add_column(column, justify="right")
+def _table(costs: Costs, ranks: dict[str, int]) -> Table:
+    numbers = ("a, µs", "b, µs for each rank", "bandwidth, GB/s")
+    table = table_of(("axis", "ranks", "collective"), numbers, costs.source)
     for name, axis in costs.axes.items():
-        for kind, cost in (
-            ("all-gather", axis.all_gather),
-            ("reduce-scatter", axis.reduce_scatter),
-            ("all-reduce", axis.all_reduce),
-        ):
+        for kind in fields(axis):
+            cost = getattr(axis, kind.name)
             values = (1e6 * cost.latency, 1e6 * cost.per_rank, 1e-9 * cost.bandwidth)
-            table.add_row(name or "all", str(ranks[name]), kind, *(f"{value:,.2f}" for value in values))
-    out = console()
-    out.print(table)
-    if costs.copy_bandwidth:
-        out.print(f"copies in memory: {1e-9 * costs.copy_bandwidth:,.1f} GB/s")
+            figures = (f"{value:,.2f}" for value in values)
+            table.add_row(name or "all", str(ranks[name]), kind.name.replace("_", "-"), *figures)
+    return table

@@ -36,7 +36,7 @@ class SignalWatch:
         report: called with the signal's name, in a separate thread.
     """
 
-    def __init__(self, signals: Iterable[signal.Signals], report: Callable[[str], None]) -> None:
+    def __init__(self, signals: Iterable[signal.Signals], report: Callable[[str], object]) -> None:
         self._report = report
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)

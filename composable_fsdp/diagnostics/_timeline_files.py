@@ -74,7 +74,7 @@ def merged(folder: Path) -> list[Lanes]:
             "end."
         )
     ranks = [
-        performed((each.event for each in dump.events), f"rank {rank}").moved(dump.header.written - dump.header.clock)
+        performed(dump.events, f"rank {rank}").moved(dump.header.written - dump.header.clock)
         for rank, dump in sorted(files.dumps.items())
     ]
     simulated = next((dump.predicted for dump in files.dumps.values() if dump.predicted is not None), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise, starmap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ from composable_fsdp.trace import Operation, Position, TraceEvent
 from tests._internals import (
     Dump,
     Header,
-    NumberedEvent,
     ScheduleOptions,
     Timeline,
     encode,
@@ -225,8 +224,8 @@ def write_dump(folder: Path, rank: int, step: Lanes) -> None:
     """Write the file of a rank whose clock is ahead by 10 seconds for each rank before it."""
     ahead = 10.0 * rank
     events = [replace(each, begin=each.begin + ahead, end=each.end + ahead) for each in STEP]
-    header = Header(rank, 2, 0, "host", 0, "", 1999.0 + ahead, 1000.0 + 2 * ahead, len(events), (), {})
-    dump = Dump(header, events=tuple(starmap(NumberedEvent, enumerate(events))), predicted=step)
+    header = Header(rank, 2, 0, "host", 0, "", 1999.0 + ahead, 1000.0 + 2 * ahead, {})
+    dump = Dump(header, events=tuple(events), predicted=step)
     (folder / file_name(rank)).write_text("\n".join(encode(dump)))
 
 
