@@ -195,6 +195,11 @@ def test_notebooks_show_reports_as_tables() -> None:
     assert "<p>(no forward has run yet" in s.Schedule(())._repr_html_()
     report = CommunicationReport((CommunicationRow("root", "all-gather", 2, 1000, 2000),))
     assert "<td>root</td><td>all-gather</td><td>2</td><td>1,000</td><td>2,000</td><td>0.50</td>" in report._repr_html_()
+    assert str(report) == (
+        "group  direction   per step  bytes  plain bytes  ratio\n"
+        "root   all-gather         2  1,000        2,000   0.50\n"
+        "total                        1,000        2,000   0.50"
+    )
 
 
 # -- runs and the command
