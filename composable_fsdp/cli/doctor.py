@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ from rich.text import Text
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp.cli.printing import Json, console, count, print_json
+from composable_fsdp.diagnostics._recording import versions
 from composable_fsdp.plugins.shared_memory.connect import host_identity
 
 __all__ = ["Finding", "check_launch", "check_ranks", "check_versions", "doctor", "examine_ranks"]
@@ -61,7 +60,7 @@ def doctor(
     launch = list(check_launch(os.environ))
     rank, ranks = _number(os.environ, "RANK", 0), _number(os.environ, "WORLD_SIZE", 1)
     if ranks == 1 or any(each.severity == "error" for each in launch):
-        speaker, found = rank, list(check_versions({rank: _versions()}))
+        speaker, found = rank, list(check_versions({rank: versions()}))
     else:
         speaker, found = _meet(rank, ranks, timeout)
     found = launch + found
@@ -101,7 +100,7 @@ def examine_ranks(store: dist.Store, rank: int, ranks: int, seconds: float, host
     error that names the others, after at most four times ``seconds``.
     """
     problem, taken = _all_reduce(dist.PrefixStore("doctor gloo", store), rank, ranks, seconds)
-    told = {"rank": rank, "host": host, "versions": _versions(), "problem": problem, "seconds": taken}
+    told = {"rank": rank, "host": host, "versions": versions(), "problem": problem, "seconds": taken}
     verdict = StoreRendezvous("doctor", rank, range(ranks)).meet(store, json.dumps(told), 2 * seconds)
     if verdict.missing:
         text = f"{format_ranks(verdict.missing)} did not come to the all-reduce within {seconds:g} s"
@@ -157,7 +156,7 @@ def check_launch(environment: Mapping[str, str]) -> Iterator[Finding]:
 def check_versions(by_rank: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
     """Yield the versions of packages, and which differ between ranks."""
     for name in next(iter(by_rank.values())):
-        found = _grouped({rank: versions[name] for rank, versions in by_rank.items()})
+        found = _grouped({rank: each[name] for rank, each in by_rank.items()})
         text = ", ".join(f"{version} on {format_ranks(ranks)}" for version, ranks in found.items())
         if len(found) == 1:
             yield Finding("ok", "versions", f"{name} {next(iter(found))}")
@@ -189,18 +188,6 @@ def _grouped(by_rank: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else default
-
-
-def _versions() -> dict[str, str]:
-    packages = {name: _version(name) for name in ("torch", "numpy", "composable_fsdp")}
-    return {"python": platform.python_version(), **packages}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _first_line(error: Exception) -> str:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import importlib.metadata
 import logging
 import os
 import platform
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-import composable_fsdp
 from composable_fsdp import trace
 from composable_fsdp._consistency.stacks import Frame, thread_stacks
 from composable_fsdp._consistency.watchdog import known_watchdog
@@ -43,6 +41,7 @@ __all__ = [
     "enable",
     "enable_from_environment",
     "hook_uncaught",
+    "versions",
 ]
 
 FOLDER_VARIABLE = "COMPOSABLE_FSDP_DIAGNOSTICS"
@@ -50,7 +49,6 @@ TIMELINE_VARIABLE = "COMPOSABLE_FSDP_TIMELINE"
 
 _DEFAULT_FOLDER = "diagnostics"
 _KEPT_EVENTS = 1000
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _KEPT_FAULTS = 10
 _TIMELINE_EVENTS = 20_000
 """The events of a timeline. A group has about ten in a step: these are 20 steps of a model with 100 groups."""
@@ -79,10 +77,10 @@ class _Recording:
         self._rank_and_world_size, self._process = _rank_and_world_size(), os.getpid()
         self._undo: list[Callable[[], None]] = []
 
-    def start(self, signals: Sequence[signal.Signals]) -> None:
-        """Record, and write a file on errors and on ``signals``."""
-        if signals:  # first, since only this can raise
-            self._undo.append(SignalWatch(signals, self.write).stop)
+    def start(self) -> None:
+        """Record, and write a file on errors and signals."""
+        if threading.current_thread() is threading.main_thread():
+            self._undo.append(SignalWatch(self.write).stop)
         trace.listeners.append(self.note)
         self._undo.append(lambda: trace.listeners.remove(self.note))
         trace.fault_listeners.append(self.on_fault)
@@ -148,7 +146,7 @@ class _Recording:
             reason=reason,
             written=time.time(),
             clock=trace.now(),
-            versions=_versions(),
+            versions=versions(),
         )
         events = tuple(self.events)
         oldest = events[0].end if events else 0.0
@@ -165,37 +163,28 @@ class _Recording:
 _recording: _Recording | None = None
 
 
-def enable(
-    folder: str | os.PathLike[str], *, last: int = _KEPT_EVENTS, signals: Iterable[signal.Signals] = _SIGNALS
-) -> None:
+def enable(folder: str | os.PathLike[str], *, last: int = _KEPT_EVENTS) -> None:
     """Start recording the last events of this rank. Call it on every rank, in the main thread.
 
     The environment variable ``COMPOSABLE_FSDP_DIAGNOSTICS`` with a folder does the same at the first ``fully_shard``.
     A file is written when an exception ends the program or a forward or backward of a sharded module, or when one of
-    our collectives fails. The error then names the file.
+    our collectives fails. The error then names the file. Called in the main thread, it is also written on SIGTERM and
+    SIGUSR1. Their previous action follows: SIGTERM still ends the process. A handler that was not set by Python is left
+    alone. The default action of SIGUSR1, to end the process, is suppressed.
 
     Args:
         folder: the folder that :func:`dump` writes to, shared by all ranks or one per host.
         last: the number of events to keep. A parameter group has about ten in a step.
-        signals: the signals on which to write a file. Their previous action follows: SIGTERM still ends the process. A
-            handler that was not set by Python is left alone. The default action of SIGUSR1 and SIGUSR2, to end the
-            process, is suppressed.
 
     Raises:
-        ConfigurationError: ``last`` is below 1, or ``signals`` is not empty outside of the main thread.
+        ConfigurationError: ``last`` is below 1.
     """
     global _recording
     if last < 1:
         raise ConfigurationError(f"diagnostics.enable: last must be at least 1, not {last}.")
-    wanted = tuple(signal.Signals(each) for each in signals)
-    if wanted and threading.current_thread() is not threading.main_thread():
-        raise ConfigurationError(
-            "diagnostics.enable: signal handlers can be set only in the main thread. Call it there, or with signals=()."
-        )
     disable()
-    recording = _Recording(Path(folder), last)
-    recording.start(wanted)
-    _recording = recording
+    _recording = _Recording(Path(folder), last)
+    _recording.start()
 
 
 def disable() -> None:
@@ -211,8 +200,7 @@ def enable_from_environment(modules: Sequence[nn.Module]) -> None:
     _sharded.update(modules)
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and _recording is None:
-        in_main = threading.current_thread() is threading.main_thread()
-        enable(folder, signals=_SIGNALS if in_main else ())
+        enable(folder)
     if os.environ.get(TIMELINE_VARIABLE):
         _record_timeline(os.environ[TIMELINE_VARIABLE])
 
@@ -247,9 +235,17 @@ def _rank_and_world_size() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _versions() -> dict[str, str]:
-    own = composable_fsdp.__version__
-    return {"composable_fsdp": own, "torch": torch.__version__, "python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of packages."""
+    packages = {name: _version(name) for name in ("torch", "numpy", "composable_fsdp")}
+    return {"python": platform.python_version(), **packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _add_path(path: Path, error: BaseException) -> None:

@@ -22,18 +22,10 @@ _FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The rank that wrote the file, and the time and reason.
+    """The rank that wrote the file, the restarts by torchrun before, the reason, and the versions of packages.
 
-    Args:
-        rank: the global rank.
-        world_size: the number of ranks in the job.
-        attempt: the number of restarts by torchrun.
-        host: the name of the host.
-        process: the process id.
-        reason: the reason for writing.
-        written: the time of writing, in seconds since 1970.
-        clock: ``time.perf_counter`` at that time, to which the times of events relate.
-        versions: versions of installed packages by name.
+    It was ``written`` at that time in seconds since 1970, when ``time.perf_counter``, by which events are timed, was
+    ``clock``.
     """
 
     rank: int
@@ -64,14 +56,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """The contents of a file.
+    """The contents of a file. Faults and events are in order, the oldest first.
 
     Args:
-        header: the rank that wrote it.
-        report: the rank report, if the job has several ranks.
-        faults: faults, oldest first.
         stacks: the name of each thread, and its frames, the innermost last.
-        events: the last events, oldest first, with the last collective in each process group.
+        events: the last ones, and the last collective in each process group.
         predicted: the step that was predicted for the schedule in use, if settings were chosen by costs.
     """
 

@@ -132,26 +132,18 @@ def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
         return pgs.axes.shard.size
 
     times = 2 if kind is ReshardKind.ALWAYS and state.unshard_in_backward else 1
-    yield _row(name, state, "all-gather", times, all_gather_wire_bytes, shard)
+    found: list[tuple[str, int, Callable[[Sequence[AnyBucket]], WireBytes], Callable[[ProcessGroups], int]]] = [
+        ("all-gather", times, all_gather_wire_bytes, shard)
+    ]
     if kind is ReshardKind.SMALLER and state.unshard_in_backward:
         wire_bytes = partial(smaller_mesh_wire_bytes, size=smaller)
-        yield _row(name, state, "all-gather (smaller mesh)", 1, wire_bytes, lambda pgs: min(smaller, shard(pgs)))
+        found.append(("all-gather (smaller mesh)", 1, wire_bytes, lambda pgs: min(smaller, shard(pgs))))
     if state.group.plan.num_trainable:
-        yield _row(name, state, "reduce-scatter", 1, reduce_scatter_wire_bytes, shard)
-        yield _row(name, state, "all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size)
-
-
-def _row(
-    name: str,
-    state: FSDPState,
-    direction: str,
-    times: int,
-    traffic_of: Callable[[Sequence[AnyBucket]], WireBytes],
-    size_of: Callable[[ProcessGroups], int],
-) -> CommunicationRow:
-    sent = plain = 0
-    for pgs, buckets in by_process_groups(state.group.buckets):
-        size, traffic = size_of(pgs), traffic_of(buckets)
-        sent += times * traffic.bytes * (size - 1) // size
-        plain += times * traffic.plain_bytes * (size - 1) // size
-    return CommunicationRow(name, direction, times, sent, plain)
+        found.append(("reduce-scatter", 1, reduce_scatter_wire_bytes, shard))
+        found.append(("all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size))
+    groups = by_process_groups(state.group.buckets)
+    for direction, times, wire_bytes_of, size_of in found:
+        each = [(size_of(pgs), wire_bytes_of(buckets)) for pgs, buckets in groups]
+        sent = sum(times * traffic.bytes * (size - 1) // size for size, traffic in each)
+        plain = sum(times * traffic.plain_bytes * (size - 1) // size for size, traffic in each)
+        yield CommunicationRow(name, direction, times, sent, plain)

@@ -77,7 +77,7 @@ def test_all_ranks_write_when_one_fails(fault: str, transport: Environment, tmp_
     files = read(tmp_path)
     assert sorted(files.dumps) == [0, 1]
     assert not files.missing
-    assert all(dump.header.versions.keys() == {"composable_fsdp", "torch", "python"} for dump in files.dumps.values())
+    assert all(dump.header.versions["torch"] == torch.__version__ for dump in files.dumps.values())
     assert all("in step" in str(frames) for thread, frames in files.dumps[0].stacks if thread == "MainThread")
     recorded = files.dumps[1].faults[0]
     expected = {

@@ -187,7 +187,7 @@ def test_the_diagnostics_command_shows_ranks_side_by_side(tmp_path: Path) -> Non
 
 
 def test_the_last_events_and_the_last_collectives_are_kept(tmp_path: Path) -> None:
-    diagnostics.enable(tmp_path, last=2, signals=())
+    diagnostics.enable(tmp_path, last=2)
     for position in (Position("world", (0, 1), 0, 1), Position("world", (0, 1), 0, 2)):
         trace.emit(Operation.COLLECTIVE, f"number {position.number}", 8, position=position)
     for group in "abc":
@@ -200,7 +200,7 @@ def test_the_last_events_and_the_last_collectives_are_kept(tmp_path: Path) -> No
 
 
 def test_a_fault_is_written_once_and_says_where(tmp_path: Path) -> None:
-    diagnostics.enable(tmp_path, signals=())
+    diagnostics.enable(tmp_path)
     error = PeerError("rank 1 is gone")
     trace.emit_fault(error, "all-gather of a", Position("group", (0, 1), 0, 3))
     trace.emit_fault(error, "the forward of a")
@@ -216,7 +216,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    diagnostics.enable(tmp_path / "file", signals=())
+    diagnostics.enable(tmp_path / "file")
     error = PeerError("rank 1 is gone")
     trace.emit_fault(error, "all-gather of a")
     assert str(error) == "rank 1 is gone"
@@ -228,7 +228,7 @@ def test_an_uncaught_exception_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     seen: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, stack: seen.append(error))
     before = sys.excepthook
-    diagnostics.enable(tmp_path, signals=())
+    diagnostics.enable(tmp_path)
     error = ArithmeticError("test failure")
     sys.excepthook(type(error), error, None)
     assert seen == [error]
@@ -241,7 +241,7 @@ def test_a_signal_is_written_and_then_handled_as_before(tmp_path: Path) -> None:
     handled: list[bool] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: handled.append((tmp_path / file_name(0)).exists()))
     try:
-        diagnostics.enable(tmp_path, signals=[signal.SIGUSR1])
+        diagnostics.enable(tmp_path)
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0)  # the handler runs between two instructions
         assert handled == [True]
@@ -273,17 +273,9 @@ def test_a_record_length_below_one_is_refused(tmp_path: Path, last: int) -> None
         diagnostics.enable(tmp_path, last=last)
 
 
-def test_signals_need_the_main_thread(tmp_path: Path) -> None:
-    errors: list[str] = []
-
-    def enable() -> None:
-        with pytest.raises(ConfigurationError) as caught:
-            diagnostics.enable(tmp_path)
-        errors.append(str(caught.value))
-
-    thread = threading.Thread(target=enable)
+def test_other_threads_handle_no_signals(tmp_path: Path) -> None:
+    thread = threading.Thread(target=diagnostics.enable, args=(tmp_path,))
     thread.start()
     thread.join()
-    assert errors == [
-        "diagnostics.enable: signal handlers can be set only in the main thread. Call it there, or with signals=()."
-    ]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert diagnostics.dump() == tmp_path / file_name(0)

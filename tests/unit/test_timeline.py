@@ -15,7 +15,7 @@ from torch import nn
 
 from composable_fsdp import CommunicationReport, CommunicationRow, ConfigurationError, fully_shard, trace
 from composable_fsdp.diagnostics import write_timeline
-from composable_fsdp.diagnostics.timeline import Lanes, aligned, performed, predicted, write_chrome_trace
+from composable_fsdp.diagnostics.timeline import Lanes, aligned, performed, predicted
 from composable_fsdp.trace import Operation, Position, TraceEvent
 from tests._internals import (
     Dump,
@@ -27,6 +27,7 @@ from tests._internals import (
     merged,
     passes,
     simulate,
+    write_chrome_trace,
 )
 from tests._internals import schedule as s
 from tests.unit.test_schedule_simulated import ORDER, costs_of, specs_of
