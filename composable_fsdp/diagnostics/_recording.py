@@ -60,10 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Recording:
-    """The recorded events and faults of this rank, and the hooks that write them. Final.
-
-    A forked process, such as a worker of a data loader, is no rank, and writes nothing.
-    """
+    """The recorded events and faults of this rank, and the hooks that write them. Final."""
 
     def __init__(self, folder: Path, last: int) -> None:
         self.folder = folder
@@ -76,6 +73,11 @@ class _Recording:
         self._last_reported: tuple[str, str, int] | None = None
         self._rank_and_world_size, self._process = _rank_and_world_size(), os.getpid()
         self._undo: list[Callable[[], None]] = []
+
+    @property
+    def is_own(self) -> bool:
+        """False in a forked process, such as a worker of a data loader. It is no rank, and writes nothing."""
+        return os.getpid() == self._process
 
     def start(self) -> None:
         """Record, and write a file on errors and signals."""
@@ -118,7 +120,7 @@ class _Recording:
 
     def write(self, reason: str, folder: Path | None = None) -> Path | None:
         """Write this rank's file atomically, and return its path, or ``None`` if it could not be written."""
-        if os.getpid() != self._process:
+        if not self.is_own:
             return None
         folder = folder or self.folder
         try:
@@ -199,7 +201,7 @@ def enable_from_environment(modules: Sequence[nn.Module]) -> None:
     """Begin the recordings that environment variables ask for, and note that ``modules`` are sharded."""
     _sharded.update(modules)
     folder = os.environ.get(FOLDER_VARIABLE)
-    if folder and _recording is None:
+    if folder and (_recording is None or not _recording.is_own):
         enable(folder)
     if os.environ.get(TIMELINE_VARIABLE):
         _record_timeline(os.environ[TIMELINE_VARIABLE])
@@ -223,7 +225,7 @@ def dump(folder: str | os.PathLike[str] | None = None) -> Path | None:
         folder: the default is the folder given to :func:`enable`, else ``diagnostics``.
 
     Returns:
-        The path of the file, or ``None`` if it could not be written, which is logged.
+        The path of the file, or ``None`` if it could not be written, which is logged, or in a forked process.
     """
     recording = _recording or _Recording(Path(os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER), 1)
     return recording.write("asked for", Path(folder) if folder is not None else None)

@@ -27,6 +27,7 @@ from tests._internals import (
     OperationId,
     RankReport,
     decode,
+    enable_from_environment,
     encode,
     file_name,
     read,
@@ -265,6 +266,17 @@ def test_a_forked_process_is_no_rank(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == signal.SIGTERM
     assert os.listdir(tmp_path) == []
     assert len(trace.listeners) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_rank_may_be_forked_from_a_process_that_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPOSABLE_FSDP_DIAGNOSTICS", str(tmp_path))
+    enable_from_environment(())
+    child = os.fork()
+    if not child:
+        enable_from_environment(())  # as in its first fully_shard
+        os._exit(0 if diagnostics.dump() == tmp_path / file_name(0) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("last", [0, -1])
