@@ -92,7 +92,8 @@ def timeline(
             *(f"{row[name] / 1e6:.2f}" if row[name] else "" for name in ("gathered_bytes", "reduced_bytes")),
             f"{row['peak_bytes'] / 2**20:.1f}",
         )
-    console().print(table, *(f"wrote {path}" for path in written), sep="\n", soft_wrap=True)
+    console().print(table)
+    typer.echo("\n".join(f"wrote {path}" for path in written))
 
 
 # -- merge
