@@ -16,7 +16,6 @@ from composable_fsdp.cli.doctor import doctor
 from composable_fsdp.cli.plan_command import plan_model
 from composable_fsdp.cli.printing import print_error
 from composable_fsdp.cli.run_program import run
-from composable_fsdp.cli.timeline_command import timeline
 from composable_fsdp.errors import ConfigurationError, FSDPError
 
 __all__ = ["app", "command"]
@@ -44,7 +43,7 @@ app.add_typer(checkpoint_commands.app, name="checkpoint")
 app.add_typer(diagnostics_commands.app, name="diagnostics")
 app.command("doctor")(doctor)
 app.command("calibrate")(calibrate)
-app.command("timeline")(timeline)
+app.command("timeline")(diagnostics_commands.timeline)
 app.command("plan")(plan_model)
 app.command(
     "run",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -17,13 +16,12 @@ import typer
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._comm.communicator import Communicator, is_over_group
-from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
 from composable_fsdp._sharding.mesh import data_parallel_axes
-from composable_fsdp.cli.printing import Json, console, print_json
+from composable_fsdp.cli.printing import Json, console, print_json, table_of
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.plan.simulated_job import mesh_shape
 from composable_fsdp.plugins.tuning.calibration import (
     axes_costs,
     collectives_of,
@@ -51,19 +49,22 @@ def calibrate(
 ) -> None:
     """Measure the latency and bandwidth of collectives along each axis of a mesh.
 
-    Rank 0 prints the table, and writes it to OUT. model.set_costs("costs.json") reads it. A collective of n ranks takes
-    a + b (n - 1) seconds, and its bytes divided by the bandwidth.
+    Rank 0 prints the table, and writes it to OUT. model.set_costs("costs.json") reads it. A collective takes the
+    latency, and its bytes divided by the bandwidth.
 
     Example: torchrun --nproc-per-node 8 -m composable_fsdp calibrate --mesh 2x4 --out costs.json
     """
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if launched else 1
+    ranks = int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 1
     if ranks < 2:
         raise ConfigurationError(
             "calibrate measures between ranks: torchrun --nproc-per-node N -m composable_fsdp calibrate."
         )
-    shape = parse_mesh(mesh, ranks)
-    axes = parse_names(names, len(shape))
+    shape = mesh_shape(mesh or str(ranks))
+    if math.prod(shape) != ranks:
+        raise ConfigurationError(f"--mesh {mesh} has {math.prod(shape)} ranks, but the job has {ranks}.")
+    axes = tuple(names.split(",")) if names else _NAMES[len(shape)]
+    if len(set(axes)) != len(shape) or (names and "" in axes):
+        raise ConfigurationError(f"--names must have a name for each of {len(shape)} axes, not {names}.")
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigurationError(f"--out {out}: there is no directory {out.absolute().parent}.")
     device = _start()
@@ -74,37 +75,10 @@ def calibrate(
         if as_json:
             print_json(asdict(costs))
         else:
-            _show(costs, dict(zip(axes, shape, strict=True)))
+            console().print(_table(costs, dict(zip(axes, shape, strict=True))))
+            console().print(f"copies in memory: {1e-9 * (costs.copy_bandwidth or 0.0):,.1f} GB/s")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def parse_mesh(text: str, ranks: int) -> tuple[int, ...]:
-    """Return the shape that ``text`` such as ``"2x4"`` describes; ``(ranks,)`` for an empty text.
-
-    Raises:
-        ConfigurationError: it is no shape of one or two dims of ``ranks`` ranks.
-    """
-    if not text:
-        return (ranks,)
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", text):
-        raise ConfigurationError(f"--mesh must be a number of ranks, or two such as 2x4, not {text}.")
-    shape = tuple(map(int, text.split("x")))
-    if math.prod(shape) != ranks:
-        raise ConfigurationError(f"--mesh {text} has {math.prod(shape)} ranks, but the job has {ranks}.")
-    return shape
-
-
-def parse_names(text: str, dims: int) -> tuple[str, ...]:
-    """Return the names of the axes that ``text`` lists, or those by default.
-
-    Raises:
-        ConfigurationError: it has not ``dims`` different names.
-    """
-    found = tuple(text.split(",")) if text else _NAMES[dims]
-    if len(set(found)) != dims or (text and "" in found):
-        raise ConfigurationError(f"--names must have a name for each of {dims} axes, not {text}.")
-    return found
 
 
 def _start() -> torch.device:
@@ -129,64 +103,28 @@ def measure_costs(mesh: DeviceMesh, names: Sequence[str], rounds: int) -> Costs:
     axes = data_parallel_axes(mesh)
     clock, sizes = Clock(axes.device), message_sizes()
     named = dict(zip(("replicate", "shard")[-mesh.ndim :], names, strict=True))
-    costs = {
-        (named[name], kind): _measured(communicator, kind, sizes, clock, rounds)
+    measured = {
+        (named[name], kind): [measure_collective(communicator, kind, sizes, clock) for _ in range(rounds)]
         for name, communicator, kind in collectives_of([axes])
     }
     own = [measure_copies(sizes[-1], clock)]
-    own += [each for cost in costs.values() for each in (cost.latency, cost.bandwidth, cost.per_rank)]
+    for each in measured.values():
+        own += [median(cost.latency for cost in each), median(cost.bandwidth for cost in each)]
     agreed = iter(median_over_ranks(own, (axes.shard, axes.replicate), axes.device))
     copy_bandwidth = next(agreed)
-    for key in costs:
-        latency, bandwidth, per_rank = next(agreed), next(agreed), next(agreed)
-        costs[key] = CollectiveCost(latency, bandwidth, per_rank)
+    costs = {key: CollectiveCost(next(agreed), next(agreed)) for key in measured}
     shape = "x".join(map(str, mesh.shape))
     source = f"composable-fsdp calibrate on a mesh of {shape} ranks on {axes.device.type}"
     return Costs(axes_costs(costs), copy_bandwidth=copy_bandwidth, source=source)
 
 
-def _measured(communicator: Communicator, kind: str, sizes: Sequence[int], clock: Clock, rounds: int) -> CollectiveCost:
-    """Return the cost of a collective, with its latency divided into a part for any ranks and one for each rank."""
-    latency, bandwidth = _medians(communicator, kind, sizes, clock, rounds)
-    pair = _neighbours(communicator, clock.device.type)
-    if pair is None:
-        return CollectiveCost(latency, bandwidth)
-    of_pair, _ = _medians(pair, kind, sizes[:2], clock, rounds)
-    further = communicator.size - 1
-    per_rank = min(max(0.0, latency - of_pair) / (further - 1), latency / further)
-    return CollectiveCost(max(0.0, latency - per_rank * further), bandwidth, per_rank)
-
-
-def _medians(
-    communicator: Communicator, kind: str, sizes: Sequence[int], clock: Clock, rounds: int
-) -> tuple[float, float]:
-    found = [measure_collective(communicator, kind, sizes, clock) for _ in range(rounds)]
-    return median(each.latency for each in found), median(each.bandwidth for each in found)
-
-
-def _neighbours(communicator: Communicator, device_type: str) -> Communicator | None:
-    """Return the communicator of this rank and its neighbour, or ``None`` if not all of more than 2 ranks have one."""
-    if not is_over_group(communicator) or communicator.size == 2 or communicator.size % 2:
-        return None
-    ranks = dist.get_process_group_ranks(communicator.group)
-    first = communicator.rank - communicator.rank % 2
-    group = dist.new_group(ranks[first : first + 2], use_local_synchronization=True)
-    return communicator_over(group, device_type)
-
-
-def _show(costs: Costs, ranks: dict[str, int]) -> None:
-    table = Table("axis", "ranks", "collective", title=costs.source, title_justify="left")
-    for column in ("a, µs", "b, µs for each rank", "bandwidth, GB/s"):
-        table.add_column(column, justify="right")
+def _table(costs: Costs, ranks: dict[str, int]) -> Table:
+    numbers = ("latency, µs", "bandwidth, GB/s")
+    table = table_of(("axis", "ranks", "collective"), numbers, costs.source)
     for name, axis in costs.axes.items():
-        for kind, cost in (
-            ("all-gather", axis.all_gather),
-            ("reduce-scatter", axis.reduce_scatter),
-            ("all-reduce", axis.all_reduce),
-        ):
-            values = (1e6 * cost.latency, 1e6 * cost.per_rank, 1e-9 * cost.bandwidth)
-            table.add_row(name or "all", str(ranks[name]), kind, *(f"{value:,.2f}" for value in values))
-    out = console()
-    out.print(table)
-    if costs.copy_bandwidth:
-        out.print(f"copies in memory: {1e-9 * costs.copy_bandwidth:,.1f} GB/s")
+        for kind in fields(axis):
+            cost = getattr(axis, kind.name)
+            values = (1e6 * cost.latency, 1e-9 * cost.bandwidth)
+            figures = (f"{value:,.2f}" for value in values)
+            table.add_row(name or "all", str(ranks[name]), kind.name.replace("_", "-"), *figures)
+    return table

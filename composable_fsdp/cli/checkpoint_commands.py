@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import rich.filesize
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.filesize import decimal
 
 from composable_fsdp.checkpoint._tools.convert import MAX_FILE_BYTES, convert
 from composable_fsdp.checkpoint._tools.inspect import Description, FolderDescription, describe, describe_folder
 from composable_fsdp.checkpoint._tools.sources import Kind, kind_of
 from composable_fsdp.checkpoint._tools.verify import verify as verify_files
-from composable_fsdp.cli.printing import Json, console, count, print_error, print_json
+from composable_fsdp.cli.printing import Json, console, count, print_error, print_json, table_of
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["app"]
@@ -24,7 +23,6 @@ __all__ = ["app"]
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 
 _SUFFIXES = {".pt": Kind.TORCH, ".pth": Kind.TORCH, ".bin": Kind.TORCH, ".ckpt": Kind.TORCH}
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 Source = Annotated[Path, typer.Argument(help="a checkpoint of any kind, or a folder of them", show_default=False)]
 # -- inspect
@@ -44,24 +42,19 @@ def _inspect(
     found = describe_folder(path, verify=verify) if is_folder else describe(path, verify=verify)
     if as_json:
         print_json(found.as_json())
-        return
-    if isinstance(found, FolderDescription):
+    elif isinstance(found, FolderDescription):
         _show_folder(console(), found)
     else:
         _show(console(), found)
 
 
-def _size(nbytes: int) -> str:
-    return rich.filesize.decimal(nbytes)
-
-
 def _show_folder(out: Console, found: FolderDescription) -> None:
-    table = Table("step", "name", "ranks", "size", "")
+    table = table_of(("step", "name", "ranks", "size", ""))
     for each in found.checkpoints:
         marks = ["newest"] if each.name == found.newest else []
         marks += ["newest intact"] if each.name == found.newest_intact != found.newest else []
         note = "; ".join([*marks, each.problem] if each.problem else marks)
-        numbers = (str(each.ranks), _size(each.nbytes)) if each.ranks else ("", "")
+        numbers = (str(each.ranks), decimal(each.nbytes)) if each.ranks else ("", "")
         table.add_row(str(each.step), each.name, *numbers, note)
     out.print(found.path, soft_wrap=True)
     out.print(table)
@@ -71,13 +64,9 @@ def _show_folder(out: Console, found: FolderDescription) -> None:
 
 def _show(out: Console, found: Description) -> None:
     out.print(f"{found.path} ({found.kind})", soft_wrap=True)
-    table = Table()
-    table.add_column("tensor", overflow="fold")
-    for column in ("shape", "dtype"):
-        table.add_column(column)
-    table.add_column("size", justify="right")
+    table = table_of(("tensor", "shape", "dtype"), ("size",))
     for tensor in found.tensors:
-        size = f"as {tensor.same_as}" if tensor.same_as else _size(tensor.nbytes)
+        size = f"as {tensor.same_as}" if tensor.same_as else decimal(tensor.nbytes)
         table.add_row(tensor.name, " × ".join(map(str, tensor.shape)) or "scalar", tensor.dtype, size)
     out.print(table)
     for line in _summary(found):
@@ -87,21 +76,23 @@ def _show(out: Console, found: Description) -> None:
 def _summary(found: Description) -> list[str]:
     own = [tensor for tensor in found.tensors if tensor.same_as is None]
     tied = f", {len(found.tensors) - len(own)} more tied to these" if len(own) < len(found.tensors) else ""
-    lines = [f"model: {count(len(own), 'tensor')}{tied}, {_size(sum(tensor.nbytes for tensor in own))}"]
+    lines = [f"model: {count(len(own), 'tensor')}{tied}, {decimal(sum(tensor.nbytes for tensor in own))}"]
     if found.optimizer is not None:
         each = found.optimizer
         groups = "" if each.groups is None else f" in {count(each.groups, 'group')}"
         keys = ", ".join(f"{key} ({number})" for key, number in each.keys.items())
-        lines.append(f"optimizer: state of {count(each.parameters, 'parameter')}{groups}, {_size(each.nbytes)}: {keys}")
+        lines.append(
+            f"optimizer: state of {count(each.parameters, 'parameter')}{groups}, {decimal(each.nbytes)}: {keys}"
+        )
     for rank, keys_of in found.extra.items():
         named = "classes that are not admitted" if keys_of is None else ", ".join(keys_of) or "nothing"
         lines.append(f"extra of rank {rank}: {named}")
-    lines += [f"{name}: {_size(nbytes) if nbytes else 'no tensors'}" for name, nbytes in found.others.items()]
+    lines += [f"{name}: {decimal(nbytes) if nbytes else 'no tensors'}" for name, nbytes in found.others.items()]
     if found.saved:
         saved = found.saved
         versions = f"composable_fsdp {saved['library']}, torch {saved['torch']}"
         lines.append(f"step {saved['step']}, saved by {count(saved['ranks'], 'rank')} with {versions}")
-    return [*lines, f"all tensors: {_size(found.nbytes)}", *(f"damaged: {problem}" for problem in found.problems)]
+    return [*lines, f"all tensors: {decimal(found.nbytes)}", *(f"damaged: {problem}" for problem in found.problems)]
 
 
 # -- verify
@@ -120,7 +111,7 @@ def _verify(path: Source, as_json: Json = False) -> None:
         for problem in result.problems:
             print_error(problem)
         if not result.problems:
-            typer.echo(f"{path} is intact: {count(result.files, 'file')}, {_size(result.nbytes)}")
+            typer.echo(f"{path} is intact: {count(result.files, 'file')}, {decimal(result.nbytes)}")
         if result.unchecked:
             print_error(f"note: {result.unchecked}")
     if result.problems:
@@ -135,10 +126,11 @@ def _convert(
     source: Source,
     target: Annotated[Path, typer.Argument(help="a directory, or a file with --to torch", show_default=False)],
     to: Annotated[
-        str | None, typer.Option(metavar="KIND", help="dcp, torch or safetensors; torch if TARGET is a .pt file")
+        Literal["dcp", "torch", "safetensors"] | None, typer.Option(help="torch if TARGET is a .pt file")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="dtype of the model's floating-point tensors: bfloat16, float32, …")
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="dtype of the model's floating-point tensors"),
     ] = None,
     max_file_bytes: Annotated[int, typer.Option(help="maximum bytes per file of safetensors")] = MAX_FILE_BYTES,
     model_only: Annotated[bool, typer.Option("--model-only", help="leave out the optimizer and the rest")] = False,
@@ -155,11 +147,16 @@ def _convert(
 
     composable-fsdp checkpoint convert runs/1 model.pt --model-only
     """
+    kind = Kind(to) if to else _SUFFIXES.get(target.suffix)
+    if kind is None:
+        raise ConfigurationError(
+            f"{target} has no suffix that says its kind. Pass --to with dcp, torch or safetensors."
+        )
     left_out = convert(
         source,
         target,
-        _kind(to, target),
-        dtype=None if dtype is None else _dtype(dtype),
+        kind,
+        dtype=getattr(torch, dtype) if dtype else None,
         max_file_bytes=max_file_bytes,
         model_only=model_only,
         force=force,
@@ -172,23 +169,3 @@ def _convert(
     typer.echo(f"{target} is complete")
     if left_out:
         print_error(f"left out: {', '.join(left_out)}")
-
-
-def _kind(to: str | None, target: Path) -> Kind:
-    known = [kind for kind in Kind if kind is not Kind.FOLDER]
-    if to is None and target.suffix in _SUFFIXES:
-        return _SUFFIXES[target.suffix]
-    names = ", ".join(kind.value for kind in known)
-    if to is None:
-        raise ConfigurationError(f"{target} has no suffix that says its kind. Pass --to with one of {names}.")
-    for kind in known:
-        if kind.value == to:
-            return kind
-    raise ConfigurationError(f"--to must be one of {names}, not {to}.")
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, _SHORT.get(name, name), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigurationError(f"--dtype must be a floating-point one such as bfloat16 or float32, not {name}.")
-    return found

@@ -13,14 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from composable_fsdp._consistency.rank_report import format_ranks
-from composable_fsdp.cli.printing import Json, console, print_json
-from composable_fsdp.diagnostics._compare import Files, Row, Sequences, faults_in_order, read, sequences, waits
+from composable_fsdp.cli.printing import Json, console, print_error, print_json, table_of
+from composable_fsdp.diagnostics._compare import Files, Sequences, faults_in_order, read, sequences, waits
 from composable_fsdp.diagnostics._records import Dump
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.diagnostics._timeline_files import draw_step, merged, write_chrome_trace
+from composable_fsdp.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["app"]
+__all__ = ["app", "timeline"]
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
+_AROUND = 5
+"""The number of collectives that are shown before the first difference, and from it on."""
 
 
 @app.callback()
@@ -31,7 +34,6 @@ def _commands() -> None:
 @app.command()
 def merge(
     folder: Annotated[Path, typer.Argument(help="the folder with the files of all ranks", show_default=False)],
-    around: Annotated[int, typer.Option(min=1, help="collectives to show before the first difference")] = 5,
     stacks: Annotated[bool, typer.Option("--stacks", help="also show the stacks of every rank's threads")] = False,
     as_json: Json = False,
 ) -> None:
@@ -48,104 +50,127 @@ def merge(
     if as_json:
         print_json(_as_json(files, found, stacks=stacks))
     else:
-        _show(console(), files, found, around, stacks=stacks)
+        _show(console(), files, found, stacks=stacks)
     differ = any(each.first_difference is not None for each in found)
     raise typer.Exit(1 if differ or files.missing or files.stale or files.damaged else 0)
 
 
+def timeline(
+    folder: Annotated[Path, typer.Argument(help="the folder of COMPOSABLE_FSDP_TIMELINE", show_default=False)],
+    step: Annotated[int, typer.Option(help="the step to draw, from 0; negative numbers count from the end")] = -1,
+    as_json: Json = False,
+) -> None:
+    """Show the steps of all ranks, with the predicted one, and write FOLDER/timeline.json and FOLDER/timeline.png.
+
+    Perfetto (ui.perfetto.dev) opens the first; the second shows one step. A run writes its timelines to the folder that
+    the environment variable COMPOSABLE_FSDP_TIMELINE names, when it ends. Times are medians over the training steps.
+
+    Example: composable-fsdp timeline runs/timeline
+    """
+    processes = merged(folder)
+    trace, picture = folder / "timeline.json", folder / "timeline.png"
+    write_chrome_trace(trace, processes)
+    written = [trace, picture]
+    try:
+        draw_step(picture, processes, step)
+    except UnsupportedError as error:
+        print_error(f"no picture: {error}")
+        written.remove(picture)
+    rows = [lanes.summary() for lanes in processes]
+    if as_json:
+        print_json({"processes": rows, "files": list(map(str, written))})
+        return
+    numbers = ("steps", "ms per step", "exposed ms", "share", "gathered MB", "reduced MB", "peak MiB")
+    table = table_of(("",), numbers)
+    for row in rows:
+        table.add_row(
+            row["title"],
+            str(row["steps"]),
+            f"{1e3 * row['seconds']:.2f}",
+            f"{1e3 * row['exposed_seconds']:.2f}",
+            f"{row['exposed_share']:.1%}",
+            *(f"{row[name] / 1e6:.2f}" if row[name] else "" for name in ("gathered_bytes", "reduced_bytes")),
+            f"{row['peak_bytes'] / 2**20:.1f}",
+        )
+    console().print(table)
+    typer.echo("\n".join(f"wrote {path}" for path in written))
+
+
+# -- merge
+
+
 def _as_json(files: Files, found: Sequence[Sequences], *, stacks: bool) -> dict[str, Any]:
+    groups = [
+        {
+            "group": each.group,
+            "ranks": each.ranks,
+            "first_difference": each.first_difference and asdict(each.first_difference),
+        }
+        for each in found
+    ]
     return {
         "ranks": {rank: asdict(dump.header) for rank, dump in sorted(files.dumps.items())},
         "missing": files.missing,
         "stale": files.stale,
         "damaged": files.damaged,
-        "process_groups": [
-            {
-                "group": each.group,
-                "ranks": each.ranks,
-                "first_difference": None if each.first_difference is None else asdict(each.rows[each.first_difference]),
-            }
-            for each in found
-        ],
+        "process_groups": groups,
         "waits": [asdict(wait) for wait in waits(files.dumps)],
-        "faults": [{"time": when, "rank": rank, **asdict(fault)} for when, rank, fault in faults_in_order(files.dumps)],
-        **({"stacks": {rank: list(map(asdict, dump.stacks)) for rank, dump in files.dumps.items()}} if stacks else {}),
+        "faults": [{"rank": rank, **asdict(fault)} for rank, fault in faults_in_order(files.dumps)],
+        **({"stacks": {rank: dump.stacks for rank, dump in files.dumps.items()}} if stacks else {}),
     }
 
 
-def _show(out: Console, files: Files, found: Sequence[Sequences], around: int, *, stacks: bool) -> None:
+def _show(out: Console, files: Files, found: Sequence[Sequences], *, stacks: bool) -> None:
     for name, problem in files.damaged.items():
         out.print(f"{name} cannot be read: {problem}")
     if not files.dumps:
         return
-    _show_ranks(out, files)
-    for each in found:
-        _show_sequences(out, each, around)
-    _show_faults(out, files.dumps)
-    if stacks:
-        _show_stacks(out, files.dumps)
-
-
-def _show_ranks(out: Console, files: Files) -> None:
-    table = Table("rank", "process", "written", "because of", "where", title=_versions(files.dumps))
-    for rank, dump in sorted(files.dumps.items()):
-        header = dump.header
-        where = str(dump.report).removeprefix(f"rank {rank} ") if dump.report is not None else ""
-        process = f"{header.process} on {header.host}"
-        table.add_row(str(rank), process, _clock(header.written), _first_line(header.reason), where)
-    out.print(table)
+    out.print(_ranks(files.dumps))
     if files.missing:
         out.print(f"No file of {format_ranks(files.missing)}: killed, or on another host.")
     if files.stale:
         out.print(f"The file of {format_ranks(files.stale)} is of an earlier attempt of the job.")
+    for each in found:
+        out.print(_sequences(each))
+    for wait in waits(files.dumps):
+        awaited = format_ranks(wait.awaited)
+        out.print(f"rank {wait.rank} waited for {awaited} in {wait.label}, number {wait.number}")
+    for rank, fault in faults_in_order(files.dumps):
+        text = _first_line(fault.text)
+        where = "" if text.startswith(fault.where) else f" in {fault.where}"
+        out.print(f"{_clock(fault.time)} rank {rank}{where}: {fault.error and f'{fault.error}: '}{text}")
+    for rank, dump in sorted(files.dumps.items()) if stacks else ():
+        for thread, frames in dump.stacks:
+            out.print(f"\nrank {rank}, thread {thread}", *frames, sep="\n  ")
 
 
-def _versions(dumps: Mapping[int, Dump]) -> str:
-    found = {tuple(sorted(dump.header.versions.items())) for dump in dumps.values()}
-    texts = [", ".join(f"{name} {version}" for name, version in each) for each in sorted(found)]
-    return texts[0] if len(texts) == 1 else f"VERSIONS DIFFER: {'; '.join(texts)}"
+def _ranks(dumps: Mapping[int, Dump]) -> Table:
+    versions = {", ".join(f"{name} {v}" for name, v in sorted(dump.header.versions.items())) for dump in dumps.values()}
+    title = "VERSIONS DIFFER: " * (len(versions) > 1) + "; ".join(sorted(versions))
+    table = table_of(("rank", "process", "written", "because of", "where"), title=title)
+    for rank, dump in sorted(dumps.items()):
+        header = dump.header
+        where = str(dump.report).removeprefix(f"rank {rank} ") if dump.report is not None else ""
+        process = f"{header.process} on {header.host}"
+        table.add_row(str(rank), process, _clock(header.written), _first_line(header.reason), where)
+    return table
 
 
-def _show_sequences(out: Console, found: Sequences, around: int) -> None:
-    first = found.first_difference
+def _sequences(found: Sequences) -> Table | str:
+    """Return the collectives around the first difference. Ranks that did the same in all of them share a column."""
     name = f"process group {found.group} of {format_ranks(found.ranks)}"
-    if first is None:
-        out.print(f"{name}: the same on all, up to number {found.rows[-1].number}")
-        return
-    begin = max(0, first - around)
-    rows = found.rows[begin : first + around]
-    columns = _columns(rows)
-    table = Table("", "number", *(format_ranks(ranks) for ranks in columns), title=name, title_justify="left")
-    for index, row in enumerate(rows, start=begin):
-        mark = "first difference" if index == first else ""
-        table.add_row(mark, str(row.number), *(row.labels[ranks[0]] for ranks in columns), style="bold" if mark else "")
-    out.print(table)
-
-
-def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
-    """Group the ranks that did the same in all ``rows`` into one column."""
+    if found.first_difference is None:
+        return f"{name}: the same on all, up to number {found.rows[-1].number}"
+    first = found.rows.index(found.first_difference)
+    rows = found.rows[max(0, first - _AROUND) : first + _AROUND]
     columns: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(rows[0].labels):
         columns.setdefault(tuple(row.labels[rank] for row in rows), []).append(rank)
-    return list(columns.values())
-
-
-def _show_faults(out: Console, dumps: Mapping[int, Dump]) -> None:
-    for wait in waits(dumps):
-        awaited = format_ranks(wait.awaited)
-        out.print(f"rank {wait.rank} waited for {awaited} in {wait.label}, number {wait.number}")
-    for moment, rank, fault in faults_in_order(dumps):
-        text = _first_line(fault.text)
-        where = "" if text.startswith(fault.where) else f" in {fault.where}"
-        out.print(f"{_clock(moment)} rank {rank}{where}: {fault.error and f'{fault.error}: '}{text}")
-
-
-def _show_stacks(out: Console, dumps: Mapping[int, Dump]) -> None:
-    for rank, dump in sorted(dumps.items()):
-        for stack in dump.stacks:
-            out.print(f"\nrank {rank}, thread {stack.thread}")
-            for frame in stack.frames:
-                out.print(f"  {frame}")
+    table = table_of(("", "number", *map(format_ranks, columns.values())), title=name)
+    for row, labels in zip(rows, zip(*columns, strict=True), strict=True):
+        mark = "first difference" if row is found.first_difference else ""
+        table.add_row(mark, str(row.number), *labels, style="bold" if mark else "")
+    return table
 
 
 def _clock(moment: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composable_fsdp.diagnostics._records import Dump, Fault, decode
-from composable_fsdp.trace import Position, TraceEvent
+from composable_fsdp.trace import Position
 
 __all__ = ["ABSENT", "FORGOTTEN", "Files", "Row", "Sequences", "Wait", "faults_in_order", "read", "sequences", "waits"]
 
@@ -58,11 +58,6 @@ class Row:
     number: int
     labels: Mapping[int, str]
 
-    @property
-    def differs(self) -> bool:
-        """True if ranks called different operations. Forgotten ones are ignored."""
-        return len({label for label in self.labels.values() if label != FORGOTTEN}) > 1
-
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
@@ -74,62 +69,46 @@ class Sequences:
     group: str
     ranks: tuple[int, ...]
     rows: tuple[Row, ...]
-    last: float
-    """The time at which the last collective was launched, in seconds since 1970 by the clock of its rank."""
 
     @property
-    def first_difference(self) -> int | None:
-        """The index of the first row that differs, or ``None``."""
-        return next((index for index, row in enumerate(self.rows) if row.differs), None)
+    def first_difference(self) -> Row | None:
+        """The first row in which ranks called different operations. Forgotten ones are ignored."""
+        return next((row for row in self.rows if len({*row.labels.values()} - {FORGOTTEN}) > 1), None)
 
 
 def sequences(dumps: Mapping[int, Dump]) -> list[Sequences]:
-    """Return the sequences of every process group: first those that differ, in the order in which they stopped."""
+    """Return the sequences of every process group: first those that differ."""
     launched = {rank: _collectives(dump) for rank, dump in dumps.items()}
     groups = {position.group: position.ranks for own in launched.values() for position in own}
-    found = [_sequences(group, ranks, dumps, launched) for group, ranks in groups.items()]
-    return sorted(found, key=lambda each: (each.first_difference is None, each.last))
+    found = [_sequences(group, ranks, launched) for group, ranks in groups.items()]
+    return sorted(found, key=lambda each: each.first_difference is None)
 
 
-def _collectives(dump: Dump) -> dict[Position, TraceEvent]:
-    """Return all recorded collectives of a rank by position."""
-    kept = [numbered.event for numbered in dump.events] + list(dump.latest)
-    return {event.position: event for event in kept if event.position is not None}
+def _collectives(dump: Dump) -> dict[Position, str]:
+    """Return the labels of the recorded collectives of a rank by position."""
+    return {event.position: event.group for event in dump.events if event.position is not None}
 
 
-def _sequences(
-    group: str, ranks: tuple[int, ...], dumps: Mapping[int, Dump], launched: Mapping[int, Mapping[Position, TraceEvent]]
-) -> Sequences:
-    positions = [position for own in launched.values() for position in own if position.group == group]
-    connection = max(position.connection for position in positions)
+def _sequences(group: str, ranks: tuple[int, ...], launched: Mapping[int, Mapping[Position, str]]) -> Sequences:
+    connection = max(_newest(own, group)[0] for own in launched.values())
     labels = {
         rank: {
-            position.number: event.group
-            for position, event in launched[rank].items()
+            position.number: label
+            for position, label in launched[rank].items()
             if (position.group, position.connection) == (group, connection)
         }
         for rank in ranks
-        if rank in dumps
+        if rank in launched
     }
-    rows = [
+    rows = (
         Row(number, {rank: _label(own, number) for rank, own in labels.items()})
         for number in sorted({number for own in labels.values() for number in own})
-    ]
-    last = max(
-        _wall_time(dumps[rank], event.end)
-        for rank, own in launched.items()
-        for position, event in own.items()
-        if position.group == group
     )
-    return Sequences(group, ranks, tuple(rows), last)
+    return Sequences(group, ranks, tuple(rows))
 
 
 def _label(own: Mapping[int, str], number: int) -> str:
     return own.get(number, FORGOTTEN if number < min(own, default=0) else ABSENT)
-
-
-def _wall_time(dump: Dump, moment: float) -> float:
-    return dump.header.written - dump.header.clock + moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,29 +130,19 @@ def waits(dumps: Mapping[int, Dump]) -> list[Wait]:
     launched = {rank: _collectives(dump) for rank, dump in dumps.items()}
     found = []
     for rank, dump in sorted(dumps.items()):
-        for position in _waited_in(dump, launched[rank]):
-            others = [other for other in position.ranks if other != rank]
-            late = [other for other in others if not _has_launched(launched.get(other, {}), position)]
+        waiting = dump.report.waiting if dump.report is not None else None
+        given_up = dump.faults[-1].position if dump.faults else None
+        for at, label in launched[rank].items():
+            waits_here = waiting is not None and (waiting.ranks, waiting.number) == (at.ranks, at.number)
+            if at.connection != _newest(launched[rank], at.group)[0] or not (waits_here or at == given_up):
+                continue
+            others = [other for other in at.ranks if other != rank]
+            here = (at.connection, at.number)
+            late = [other for other in others if _newest(launched.get(other, ()), at.group) < here]
             awaited = late or [other for other in others if _has_own_fault(dumps[other])]
             if awaited:
-                label = launched[rank][position].group
-                found.append(Wait(rank, label, position.number, position.ranks, tuple(awaited)))
+                found.append(Wait(rank, label, at.number, at.ranks, tuple(awaited)))
     return found
-
-
-def _waited_in(dump: Dump, launched: Mapping[Position, TraceEvent]) -> list[Position]:
-    """Return the collectives that a rank is known not to have completed."""
-    waiting = dump.report.waiting if dump.report is not None else None
-    given_up = dump.faults[-1].position if dump.faults else None
-    return [
-        position
-        for position in launched
-        if position.connection == _newest(launched, position.group)[0]
-        and (
-            position == given_up
-            or (waiting is not None and (waiting.ranks, waiting.number) == (position.ranks, position.number))
-        )
-    ]
 
 
 def _newest(launched: Iterable[Position], group: str) -> tuple[int, int]:
@@ -181,16 +150,12 @@ def _newest(launched: Iterable[Position], group: str) -> tuple[int, int]:
     return max(((each.connection, each.number) for each in launched if each.group == group), default=(-1, -1))
 
 
-def _has_launched(launched: Iterable[Position], position: Position) -> bool:
-    return _newest(launched, position.group) >= (position.connection, position.number)
-
-
 def _has_own_fault(dump: Dump) -> bool:
     last = dump.faults[-1].error if dump.faults else ""
     return dump.header.reason == "SIGTERM" or (bool(dump.faults) and last not in ("PeerError", "DivergenceError"))
 
 
-def faults_in_order(dumps: Mapping[int, Dump]) -> list[tuple[float, int, Fault]]:
-    """Return the time, the rank and the fault of all faults, oldest first. Clocks of hosts may differ."""
-    found = [(fault.time, rank, fault) for rank, dump in dumps.items() for fault in dump.faults]
-    return sorted(found, key=lambda each: each[:2])
+def faults_in_order(dumps: Mapping[int, Dump]) -> list[tuple[int, Fault]]:
+    """Return the rank and the fault of all faults, oldest first. Clocks of hosts may differ."""
+    found = [(rank, fault) for rank, dump in dumps.items() for fault in dump.faults]
+    return sorted(found, key=lambda each: (each[1].time, each[0]))

@@ -7,20 +7,18 @@ import importlib.metadata
 import logging
 import os
 import platform
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -29,7 +27,7 @@ from composable_fsdp._consistency.stacks import Frame, thread_stacks
 from composable_fsdp._consistency.watchdog import known_watchdog
 from composable_fsdp._runtime.groups.state import find_state
 from composable_fsdp._runtime.lazy_init import iteration_of
-from composable_fsdp.diagnostics._records import Dump, Fault, Header, NumberedEvent, Stack, encode, file_name
+from composable_fsdp.diagnostics._records import Dump, Fault, Header, encode, file_name
 from composable_fsdp.diagnostics._signals import SignalWatch
 from composable_fsdp.diagnostics.timeline import Lanes, predicted
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
@@ -43,6 +41,7 @@ __all__ = [
     "enable",
     "enable_from_environment",
     "hook_uncaught",
+    "versions",
 ]
 
 FOLDER_VARIABLE = "COMPOSABLE_FSDP_DIAGNOSTICS"
@@ -50,7 +49,6 @@ TIMELINE_VARIABLE = "COMPOSABLE_FSDP_TIMELINE"
 
 _DEFAULT_FOLDER = "diagnostics"
 _KEPT_EVENTS = 1000
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _KEPT_FAULTS = 10
 _TIMELINE_EVENTS = 20_000
 """The events of a timeline. A group has about ten in a step: these are 20 steps of a model with 100 groups."""
@@ -66,39 +64,40 @@ class _Recording:
 
     def __init__(self, folder: Path, last: int) -> None:
         self.folder = folder
-        self.events: deque[NumberedEvent] = deque(maxlen=last)
+        self.events: deque[trace.TraceEvent] = deque(maxlen=last)
         self.faults: deque[Fault] = deque(maxlen=_KEPT_FAULTS)
         self.latest: dict[str, trace.TraceEvent] = {}
         """The last collective of each process group."""
-        self.groups: dict[str, None] = {}
         self.predicted: Lanes | None = None
         """The step that was predicted for the last choice of settings."""
-        self.count = 0
         self._last_reported: tuple[str, str, int] | None = None
-        self.undo: list[Callable[[], None]] = []
+        self._rank_and_world_size, self._process = _rank_and_world_size(), os.getpid()
+        self._undo: list[Callable[[], None]] = []
 
-    def start(self, *, on_error: bool, signals: Sequence[signal.Signals]) -> None:
-        if signals:  # first, since only this can raise
-            self.undo.append(SignalWatch(signals, self._on_signal).stop)
+    @property
+    def is_own(self) -> bool:
+        """False in a forked process, such as a worker of a data loader. It is no rank, and writes nothing."""
+        return os.getpid() == self._process
+
+    def start(self) -> None:
+        """Record, and write a file on errors and signals."""
+        if threading.current_thread() is threading.main_thread():
+            self._undo.append(SignalWatch(self.write).stop)
         trace.listeners.append(self.note)
-        self.undo.append(lambda: trace.listeners.remove(self.note))
-        if on_error:
-            trace.fault_listeners.append(self.on_fault)
-            self.undo.append(lambda: trace.fault_listeners.remove(self.on_fault))
-            self.undo.append(hook_uncaught(lambda error: self.on_fault(error, "the program")))
+        self._undo.append(lambda: trace.listeners.remove(self.note))
+        trace.fault_listeners.append(self.on_fault)
+        self._undo.append(lambda: trace.fault_listeners.remove(self.on_fault))
+        self._undo.append(hook_uncaught(lambda error: self.on_fault(error, "the program")))
 
     def stop(self) -> None:
-        while self.undo:
-            self.undo.pop()()
+        while self._undo:
+            self._undo.pop()()
 
     def note(self, event: trace.TraceEvent) -> None:
         """Record an event. A trace listener."""
-        self.count += 1
-        self.events.append(NumberedEvent(self.count, event))
+        self.events.append(event)
         if event.position is not None:
             self.latest[event.position.group] = event
-        else:
-            self.groups.setdefault(event.group)
         if event.operation is trace.Operation.CHOOSE:
             iterations = {iteration_of(state) for module in _sharded if (state := find_state(module)) is not None}
             choices = [choice for each in iterations if (choice := choice_of(each)) is not None]
@@ -114,54 +113,80 @@ class _Recording:
         frames = () if error is None else traceback.extract_tb(error.__traceback__)
         stack = tuple(str(Frame(frame.filename, frame.lineno or 0, frame.name)) for frame in frames)
         self.faults.append(Fault(kind, text, where, time.time(), position, stack))
-        path = write(self.folder, f"{kind}: {text}" if kind else text, self)
+        path = self.write(f"{kind}: {text}" if kind else text)
         if error is not None and path is not None:
             _add_path(path, error)
         self._last_reported = fault if error is None else (kind, str(error), fault[2])
 
-    def _on_signal(self, name: str) -> None:
-        write(self.folder, name, self)
+    def write(self, reason: str, folder: Path | None = None) -> Path | None:
+        """Write this rank's file atomically, and return its path, or ``None`` if it could not be written."""
+        if not self.is_own:
+            return None
+        folder = folder or self.folder
+        try:
+            found = self._collected(reason)
+            path = folder / file_name(found.header.rank)
+            partial = folder / f".{path.name}.{os.getpid()}.{threading.get_ident()}"
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_text("".join(f"{line}\n" for line in encode(found)))
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+        except Exception:  # it must not hide the error for which the program fails
+            logger.warning("diagnostics could not be written to %s", folder, exc_info=True)
+            return None
+        return path
+
+    def _collected(self, reason: str) -> Dump:
+        watchdog = known_watchdog()
+        header = Header(
+            *(_rank_and_world_size() if dist.is_initialized() else self._rank_and_world_size),
+            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            host=socket.gethostname(),
+            process=os.getpid(),
+            reason=reason,
+            written=time.time(),
+            clock=trace.now(),
+            versions=versions(),
+        )
+        events = tuple(self.events)
+        oldest = events[0].end if events else 0.0
+        return Dump(
+            header,
+            report=watchdog.report() if watchdog is not None else None,
+            faults=tuple(self.faults),
+            stacks=tuple((name, tuple(map(str, frames))) for name, frames in thread_stacks()),
+            events=(*(event for event in tuple(self.latest.values()) if event.end < oldest), *events),
+            predicted=self.predicted,
+        )
 
 
 _recording: _Recording | None = None
 
 
-def enable(
-    folder: str | os.PathLike[str],
-    *,
-    last: int = _KEPT_EVENTS,
-    on_error: bool = True,
-    signals: Iterable[signal.Signals] = _SIGNALS,
-) -> None:
+def enable(folder: str | os.PathLike[str], *, last: int = _KEPT_EVENTS) -> None:
     """Start recording the last events of this rank. Call it on every rank, in the main thread.
 
     The environment variable ``COMPOSABLE_FSDP_DIAGNOSTICS`` with a folder does the same at the first ``fully_shard``.
+    A file is written when an exception ends the program or a forward or backward of a sharded module, or when one of
+    our collectives fails. The error then names the file. Called in the main thread, it is also written on SIGTERM and
+    SIGUSR1. Their previous action follows: SIGTERM still ends the process. A handler that was not set by Python is left
+    alone. The default action of SIGUSR1, to end the process, is suppressed.
 
     Args:
         folder: the folder that :func:`dump` writes to, shared by all ranks or one per host.
         last: the number of events to keep. A parameter group has about ten in a step.
-        on_error: write a file when an exception ends the program or a forward or backward of a sharded module, or when
-            one of our collectives fails. The error then names the file.
-        signals: the signals on which to write a file. Their previous action follows: SIGTERM still ends the process. A
-            handler that was not set by Python is left alone. The default action of SIGUSR1 and SIGUSR2, to end the
-            process, is suppressed.
 
     Raises:
-        ConfigurationError: ``last`` is below 1, or ``signals`` is not empty outside of the main thread.
+        ConfigurationError: ``last`` is below 1.
     """
     global _recording
     if last < 1:
         raise ConfigurationError(f"diagnostics.enable: last must be at least 1, not {last}.")
-    wanted = tuple(signal.Signals(each) for each in signals)
-    if wanted and threading.current_thread() is not threading.main_thread():
-        raise ConfigurationError(
-            "diagnostics.enable: signal handlers can be set only in the main thread. Call it there, or with signals=()."
-        )
     disable()
-    recording = _Recording(Path(folder), last)
-    recording.start(on_error=on_error, signals=wanted)
-    _recording = recording
-    _register_at_fork()
+    _recording = _Recording(Path(folder), last)
+    _recording.start()
 
 
 def disable() -> None:
@@ -176,9 +201,8 @@ def enable_from_environment(modules: Sequence[nn.Module]) -> None:
     """Begin the recordings that environment variables ask for, and note that ``modules`` are sharded."""
     _sharded.update(modules)
     folder = os.environ.get(FOLDER_VARIABLE)
-    if folder and _recording is None:
-        in_main = threading.current_thread() is threading.main_thread()
-        enable(folder, signals=_SIGNALS if in_main else ())
+    if folder and (_recording is None or not _recording.is_own):
+        enable(folder)
     if os.environ.get(TIMELINE_VARIABLE):
         _record_timeline(os.environ[TIMELINE_VARIABLE])
 
@@ -186,15 +210,9 @@ def enable_from_environment(modules: Sequence[nn.Module]) -> None:
 @cache
 def _record_timeline(folder: str) -> None:
     """Record the last events from now on, and write them to ``folder`` when the program ends."""
-    recording, process = _Recording(Path(folder), _TIMELINE_EVENTS), os.getpid()
-    recording.start(on_error=False, signals=())
-    rank_and_world_size = _rank_and_world_size()
-
-    def write_at_exit() -> None:
-        if os.getpid() == process and recording.events:  # a forked worker of a data loader is no rank
-            write(recording.folder, "the end of the program", recording, rank_and_world_size)
-
-    atexit.register(write_at_exit)
+    recording = _Recording(Path(folder), _TIMELINE_EVENTS)
+    trace.listeners.append(recording.note)
+    atexit.register(lambda: recording.events and recording.write("the end of the program"))
 
 
 def dump(folder: str | os.PathLike[str] | None = None) -> Path | None:
@@ -207,59 +225,10 @@ def dump(folder: str | os.PathLike[str] | None = None) -> Path | None:
         folder: the default is the folder given to :func:`enable`, else ``diagnostics``.
 
     Returns:
-        The path of the file, or ``None`` if it could not be written, which is logged.
+        The path of the file, or ``None`` if it could not be written, which is logged, or in a forked process.
     """
-    chosen = folder or (_recording.folder if _recording is not None else None)
-    return write(Path(chosen or os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER), "asked for", _recording)
-
-
-def write(
-    folder: Path, reason: str, recording: _Recording | None, rank_and_world_size: tuple[int, int] | None = None
-) -> Path | None:
-    """Write this rank's file atomically, and return its path, or ``None`` if it could not be written."""
-    try:
-        found = _collect(reason, recording, rank_and_world_size or _rank_and_world_size())
-        path = folder / file_name(found.header.rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(path, "".join(f"{line}\n" for line in encode(found)))
-    except Exception:  # it must not hide the error for which the program fails
-        logger.warning("diagnostics could not be written to %s", folder, exc_info=True)
-        return None
-    return path
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _collect(reason: str, recording: _Recording | None, rank_and_world_size: tuple[int, int]) -> Dump:
-    watchdog = known_watchdog()
-    header = Header(
-        *rank_and_world_size,
-        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        host=socket.gethostname(),
-        process=os.getpid(),
-        reason=reason,
-        written=time.time(),
-        clock=trace.now(),
-        events=recording.count if recording is not None else 0,
-        groups=tuple(recording.groups) if recording is not None else (),
-        versions=_versions(),
-    )
-    return Dump(
-        header,
-        report=watchdog.report() if watchdog is not None else None,
-        latest=tuple(recording.latest.values()) if recording is not None else (),
-        faults=tuple(recording.faults) if recording is not None else (),
-        stacks=tuple(Stack(name, tuple(map(str, frames))) for name, frames in thread_stacks()),
-        events=tuple(recording.events) if recording is not None else (),
-        predicted=recording.predicted if recording is not None else None,
-    )
+    recording = _recording or _Recording(Path(os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER), 1)
+    return recording.write("asked for", Path(folder) if folder is not None else None)
 
 
 def _rank_and_world_size() -> tuple[int, int]:
@@ -268,12 +237,17 @@ def _rank_and_world_size() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of packages."""
+    packages = {name: _version(name) for name in ("torch", "numpy", "composable_fsdp")}
+    return {"python": platform.python_version(), **packages}
+
+
+def _version(package: str) -> str:
     try:
-        own = importlib.metadata.version("composable-fsdp")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        own = "unknown"
-    return {"composable_fsdp": own, "torch": torch.__version__, "python": platform.python_version()}
+        return "not installed"
 
 
 def _add_path(path: Path, error: BaseException) -> None:
@@ -305,17 +279,3 @@ def hook_uncaught(report: Callable[[BaseException], str | None]) -> Callable[[],
 
     sys.excepthook = hook
     return restore
-
-
-def _stop_in_child() -> None:
-    """Stop recording in a forked child, such as a data loader's worker: it is not a rank."""
-    global _recording
-    if _recording is not None:
-        recording, _recording = _recording, None
-        recording.stop()
-
-
-@cache
-def _register_at_fork() -> None:
-    if sys.platform != "win32":
-        os.register_at_fork(after_in_child=_stop_in_child)

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from types import FrameType
@@ -23,25 +23,24 @@ __all__ = ["SignalWatch"]
 _REPORT_TIMEOUT = 5.0
 """Seconds for which the user's handler waits until the signal has been reported."""
 
-_USER_SIGNALS = {getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)}
-"""Signals whose default action, to end the process, is not what their sender wants."""
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 class SignalWatch:
-    """Reports signals, then runs their previous handlers. Create and stop it in the main thread. Final.
+    """Reports SIGTERM and SIGUSR1, then runs their previous handlers. Create and stop it in the main thread. Final.
+
+    A signal whose handler was not set by Python is ignored, since it could not be called.
 
     Args:
-        signals: the signals to handle. One whose handler was not set by Python is ignored, since it could not be
-            called.
         report: called with the signal's name, in a separate thread.
     """
 
-    def __init__(self, signals: Iterable[signal.Signals], report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], object]) -> None:
         self._report = report
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._outer_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        found = {each: signal.getsignal(each) for each in signals}
+        found = {each: signal.getsignal(each) for each in _SIGNALS}
         self._before = {each: handler for each, handler in found.items() if handler is not None}
         self._reported = {each: threading.Event() for each in self._before}
         for each in self._before:
@@ -87,7 +86,7 @@ class SignalWatch:
             return
         self._report(each.name)
         self._reported[each].set()
-        if self._before[each] is signal.SIG_DFL and each not in _USER_SIGNALS:
+        if self._before[each] is signal.SIG_DFL and each is signal.SIGTERM:  # SIGUSR1 is sent for the report alone
             _do_default(each)
 
     def stop_in_child(self) -> None:

@@ -19,8 +19,8 @@ from composable_fsdp._runtime.collectives.wire_bytes import (
 )
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.lazy_init import iteration_of, name_states
-from composable_fsdp._runtime.schedule.html_table import html_table
 from composable_fsdp._sharding.process_groups import ProcessGroups
+from composable_fsdp.diagnostics._tables import ReportTable
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policies import ReshardKind
 
@@ -62,27 +62,27 @@ class CommunicationReport:
         """The same without codecs and hooks."""
         return sum(row.plain_bytes for row in self.rows)
 
-    def _repr_html_(self) -> str:
-        rows = [
-            (row.group, row.direction, str(row.per_step), *_amounts(row.bytes, row.plain_bytes).split())
-            for row in self.rows
+    def _table(self) -> ReportTable:
+        rows = [*self.rows, CommunicationRow("total", "", 0, self.bytes, self.plain_bytes)]
+        cells = [
+            (
+                row.group,
+                row.direction,
+                str(row.per_step or ""),
+                f"{row.bytes:,}",
+                f"{row.plain_bytes:,}",
+                f"{row.bytes / row.plain_bytes if row.plain_bytes else 1.0:.2f}",
+            )
+            for row in rows
         ]
-        total = ("total", "", "", *_amounts(self.bytes, self.plain_bytes).split())
-        return html_table(("group", "direction", "per step", "bytes", "plain bytes", "ratio"), [*rows, total])
+        numbers = ("per step", "bytes", "plain bytes", "ratio")
+        return ReportTable(("group", "direction", *numbers), cells, numbers)
 
     def __str__(self) -> str:
-        width = max([len("group"), *(len(row.group) for row in self.rows)])
-        head = f"{'group':{width}}  {'direction':25}  {'per step':>8}  {'bytes':>14}  {'plain bytes':>14}  {'ratio':>5}"
-        lines = [
-            f"{row.group:{width}}  {row.direction:25}  {row.per_step:>8}  {_amounts(row.bytes, row.plain_bytes)}"
-            for row in self.rows
-        ]
-        total = f"{'total':{width}}  {'':25}  {'':>8}  {_amounts(self.bytes, self.plain_bytes)}"
-        return "\n".join([head, *lines, total])
+        return str(self._table())
 
-
-def _amounts(nbytes: int, plain: int) -> str:
-    return f"{nbytes:>14,}  {plain:>14,}  {nbytes / plain if plain else 1.0:>5.2f}"
+    def _repr_html_(self) -> str:
+        return self._table().as_html()
 
 
 def communication_report(model: nn.Module) -> CommunicationReport:
@@ -132,26 +132,18 @@ def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
         return pgs.axes.shard.size
 
     times = 2 if kind is ReshardKind.ALWAYS and state.unshard_in_backward else 1
-    yield _row(name, state, "all-gather", times, all_gather_wire_bytes, shard)
+    found: list[tuple[str, int, Callable[[Sequence[AnyBucket]], WireBytes], Callable[[ProcessGroups], int]]] = [
+        ("all-gather", times, all_gather_wire_bytes, shard)
+    ]
     if kind is ReshardKind.SMALLER and state.unshard_in_backward:
         wire_bytes = partial(smaller_mesh_wire_bytes, size=smaller)
-        yield _row(name, state, "all-gather (smaller mesh)", 1, wire_bytes, lambda pgs: min(smaller, shard(pgs)))
+        found.append(("all-gather (smaller mesh)", 1, wire_bytes, lambda pgs: min(smaller, shard(pgs))))
     if state.group.plan.num_trainable:
-        yield _row(name, state, "reduce-scatter", 1, reduce_scatter_wire_bytes, shard)
-        yield _row(name, state, "all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size)
-
-
-def _row(
-    name: str,
-    state: FSDPState,
-    direction: str,
-    times: int,
-    traffic_of: Callable[[Sequence[AnyBucket]], WireBytes],
-    size_of: Callable[[ProcessGroups], int],
-) -> CommunicationRow:
-    sent = plain = 0
-    for pgs, buckets in by_process_groups(state.group.buckets):
-        size, traffic = size_of(pgs), traffic_of(buckets)
-        sent += times * traffic.bytes * (size - 1) // size
-        plain += times * traffic.plain_bytes * (size - 1) // size
-    return CommunicationRow(name, direction, times, sent, plain)
+        found.append(("reduce-scatter", 1, reduce_scatter_wire_bytes, shard))
+        found.append(("all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size))
+    groups = by_process_groups(state.group.buckets)
+    for direction, times, wire_bytes_of, size_of in found:
+        each = [(size_of(pgs), wire_bytes_of(buckets)) for pgs, buckets in groups]
+        sent = sum(times * traffic.bytes * (size - 1) // size for size, traffic in each)
+        plain = sum(times * traffic.plain_bytes * (size - 1) // size for size, traffic in each)
+        yield CommunicationRow(name, direction, times, sent, plain)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,13 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.schedule.html_table import html_table
 from composable_fsdp._sharding.strategy import ShardingStrategy
+from composable_fsdp.diagnostics._tables import ReportTable
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.policies import ReshardKind
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = ["GroupDescription", "ModelDescription", "describe", "describe_groups"]
 
@@ -72,7 +68,7 @@ class GroupDescription:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The result of :func:`describe`. ``str()`` is a plain table; ``rich.print`` makes a coloured one.
+    """The result of :func:`describe`. ``str()`` is a plain table.
 
     Attributes:
         groups: the parameter groups, in the order of modules.
@@ -85,54 +81,30 @@ class ModelDescription:
     @property
     def notes(self) -> tuple[str, ...]:
         """Totals and probable mistakes that the table does not show."""
-        return tuple(self._notes())
-
-    def _notes(self) -> Iterator[str]:
         total = sum(group.bytes for group in self.groups)
         per_rank = sum(group.bytes_per_rank for group in self.groups)
-        yield f"{_count(len(self.groups), 'group')}, {_size(total)} in full, {_size(per_rank)} on this rank."
+        notes = [f"{_count(len(self.groups), 'group')}, {_size(total)} in full, {_size(per_rank)} on this rank."]
         largest = max(self.groups, key=lambda group: group.bytes)
         shards = largest.strategy is not ShardingStrategy.NO_SHARD
         if shards and largest.owners > 1 and largest.bytes > _LARGE_FRACTION * total:
-            yield (
+            notes.append(
                 f"Warning: {largest.label} holds {largest.bytes / total:.0%} of all bytes, and is in memory in full "
                 "whenever any of it computes. Make groups of modules in it, for example with "
                 "policy=composable_fsdp.wrap.transformer_blocks()."
             )
         if self.unsharded:
             names = ", ".join(list(self.unsharded)[:5]) + (", ..." if len(self.unsharded) > 5 else "")
-            yield (
+            notes.append(
                 f"Not sharded, being ignored or in no group: {_count(len(self.unsharded), 'parameter')}, "
                 f"{_size(sum(self.unsharded.values()))}: {names}"
             )
+        return tuple(notes)
 
     def __str__(self) -> str:
-        text = _Text.of(self.groups)
-        widths = [max(map(len, column)) for column in zip(text.titles, *text.rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if title in _NUMBERS else cell.ljust(width)
-                for title, cell, width in zip(text.titles, row, widths, strict=True)
-            ).rstrip()
-            for row in (text.titles, *text.rows)
-        ]
-        return "\n".join([*lines, *filter(None, [text.common]), *self.notes])
+        return str(_table(self))
 
     def _repr_html_(self) -> str:
-        text = _Text.of(self.groups)
-        return html_table(text.titles, text.rows, [*filter(None, [text.common]), *self.notes])
-
-    def __rich__(self) -> Table:
-        from rich.markup import escape  # an optional dependency
-        from rich.table import Table
-
-        text = _Text.of(self.groups)
-        table = Table(caption="\n".join([*filter(None, [text.common]), *self.notes]), caption_justify="left")
-        for title in text.titles:
-            table.add_column(title, justify="right" if title in _NUMBERS else "left", overflow="fold")
-        for row in text.rows:
-            table.add_row(*map(escape, row))
-        return table
+        return _table(self).as_html()
 
 
 def describe(model: nn.Module) -> ModelDescription:
@@ -235,27 +207,19 @@ _COLUMNS = (
     "strategy",
     "tied",
 )
-_NUMBERS = {"parameters", "bytes", "per rank"}
+_NUMBERS = ("parameters", "bytes", "per rank")
 _COMMON_COLUMNS = ("placement", "mesh", "dtypes (rest, compute, reduce)", "strategy")
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A table without empty columns. Columns with one distinct value are in ``common`` instead."""
-
-    titles: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    common: str
-
-    @staticmethod
-    def of(groups: Sequence[GroupDescription]) -> _Text:
-        rows = list(map(_cells, _merge_repeated(groups)))
-        columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=True))
-        distinct = {title: set(filter(None, column)) for title, column in columns.items()}
-        same = {title: text for title in _COMMON_COLUMNS if len(distinct[title]) == 1 for text in distinct[title]}
-        shown = {title: column for title, column in columns.items() if distinct[title] and title not in same}
-        common = "; ".join(f"{title}: {text}" for title, text in same.items())
-        return _Text(tuple(shown), tuple(zip(*shown.values(), strict=True)), f"All groups: {common}." if common else "")
+def _table(description: ModelDescription) -> ReportTable:
+    """Return the table without empty columns. Columns with one distinct value are in a note instead."""
+    columns = dict(zip(_COLUMNS, zip(*map(_cells, _merge_repeated(description.groups)), strict=True), strict=True))
+    distinct = {title: set(filter(None, column)) for title, column in columns.items()}
+    same = {title: text for title in _COMMON_COLUMNS if len(distinct[title]) == 1 for text in distinct[title]}
+    shown = {title: column for title, column in columns.items() if distinct[title] and title not in same}
+    common = "; ".join(f"{title}: {text}" for title, text in same.items())
+    notes = [*([f"All groups: {common}."] if common else []), *description.notes]
+    return ReportTable(tuple(shown), list(zip(*shown.values(), strict=True)), _NUMBERS, notes)
 
 
 def _merge_repeated(groups: Sequence[GroupDescription]) -> list[GroupDescription]:

@@ -8,13 +8,10 @@ collectives end where the host has made a stream wait for them: there, a profile
 
 from __future__ import annotations
 
-import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,13 +19,12 @@ from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp.plugins.tuning.simulate import Timeline as Simulated
 from composable_fsdp.trace import Operation, TraceEvent
 
-__all__ = ["Lanes", "Slice", "aligned", "performed", "predicted", "with_prediction", "write_chrome_trace"]
+__all__ = ["Lanes", "Slice", "aligned", "performed", "predicted", "with_prediction"]
 
 PASSES, COMPUTE, WAITS = "passes", "compute", "waits"
 GATHER, REDUCE, REPLICATE = "gather", "reduce", "replicate"
-_ORDER = (PASSES, COMPUTE, GATHER, REDUCE, REPLICATE, WAITS)
+LANES = (PASSES, COMPUTE, GATHER, REDUCE, REPLICATE, WAITS)
 """The lanes in the order of their display. Those of collectives and of computation are also streams of a simulation."""
-_MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,58 +164,45 @@ class _InFlight:
 
     launch: float
     groups: list[str] = field(default_factory=list)
-    bytes: int = 0
-    plain_bytes: int = 0
-    positions: list[str] = field(default_factory=list)
-    ranks: tuple[int, ...] = ()
+    details: dict[str, Any] = field(
+        default_factory=lambda: {"bytes": 0, "plain_bytes": 0, "collectives": [], "ranks": []}
+    )
 
 
 def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
     """Yield the collectives of all lanes. Those of one launch are one slice."""
     launched: list[TraceEvent] = []
     """The collectives since the last launch of a group."""
-    in_flight: dict[str, deque[_InFlight]] = {GATHER: deque(), REDUCE: deque()}
+    in_flight: dict[str, list[_InFlight]] = {GATHER: [], REDUCE: []}
     free_from = dict.fromkeys(in_flight, 0.0)
-
-    def end(lane: str, event: TraceEvent) -> Iterator[Slice]:
-        ended = next((each for each in in_flight[lane] if event.group in each.groups), None)
-        if ended is None:
-            return
-        in_flight[lane].remove(ended)
-        begin = max(ended.launch, min(free_from[lane], event.end))
-        free_from[lane] = event.end
-        details = {
-            "bytes": ended.bytes,
-            "plain_bytes": ended.plain_bytes,
-            "collectives": ended.positions,
-            "ranks": list(ended.ranks),
-            "exposed_ms": round(1e3 * (event.end - event.begin), 4),
-            "queued_ms": round(1e3 * (begin - ended.launch), 4),
-        }
-        yield Slice(lane, f"{lane} {', '.join(ended.groups)}", begin, event.end, details)
-
+    begins = {Operation.UNSHARD: GATHER, Operation.REDUCE: REDUCE}
+    ends = {Operation.WAIT: GATHER, Operation.REDUCED: REDUCE}
     for event in events:
-        lane = {Operation.UNSHARD: GATHER, Operation.REDUCE: REDUCE}.get(event.operation)
         if event.operation is Operation.COLLECTIVE:
             launched.append(event)
-        elif lane is not None:
+        elif event.operation in begins:
+            flying = in_flight[begins[event.operation]]
             own = [each.position for each in launched if each.begin >= event.begin and each.position is not None]
             launched.clear()
-            last = in_flight[lane][-1] if in_flight[lane] else None
-            if last is None or last.launch != event.begin:
+            if not flying or flying[-1].launch != event.begin:
                 if not event.bytes and not own:  # a group without parameters. Over shared memory, nothing is sent.
                     continue
-                last = _InFlight(event.begin)
-                in_flight[lane].append(last)
-            last.groups.append(event.group)
-            last.bytes += event.bytes
-            last.plain_bytes += event.plain_bytes
-            last.positions += [f"{each.group}/{each.connection}/{each.number}" for each in own]
-            last.ranks = own[0].ranks if own else last.ranks
-        elif event.operation is Operation.WAIT:
-            yield from end(GATHER, event)
-        elif event.operation is Operation.REDUCED:
-            yield from end(REDUCE, event)
+                flying.append(_InFlight(event.begin))
+            flying[-1].groups.append(event.group)
+            details = flying[-1].details
+            details["bytes"] += event.bytes
+            details["plain_bytes"] += event.plain_bytes
+            details["collectives"] += [f"{each.group}/{each.connection}/{each.number}" for each in own]
+            details["ranks"] = list(own[0].ranks) if own else details["ranks"]
+        elif event.operation in ends:
+            lane = ends[event.operation]
+            for ended in [each for each in in_flight[lane] if event.group in each.groups][:1]:
+                in_flight[lane].remove(ended)
+                begin = max(ended.launch, min(free_from[lane], event.end))
+                free_from[lane] = event.end
+                ended.details["exposed_ms"] = round(1e3 * (event.end - event.begin), 4)
+                ended.details["queued_ms"] = round(1e3 * (begin - ended.launch), 4)
+                yield Slice(lane, f"{lane} {', '.join(ended.groups)}", begin, event.end, ended.details)
         elif event.operation is Operation.BACKWARD:
             in_flight[REDUCE].clear()  # sums that stay on this rank until a later backward
 
@@ -243,33 +226,6 @@ def with_prediction(ranks: Sequence[Lanes], simulated: Lanes | None) -> list[Lan
     if simulated is None or not ranks[0].steps:
         return list(ranks)
     return [simulated.moved(ranks[0].steps[-1][0] - simulated.steps[0][0]), *ranks]
-
-
-def write_chrome_trace(path: str | os.PathLike[str], processes: Sequence[Lanes]) -> None:
-    """Write ``processes``, each with its lanes, as a Chrome trace that begins at 0."""
-    origin = min((each.begin for lanes in processes for each in lanes.slices), default=0.0)
-    events = [event for number, lanes in enumerate(processes) for event in _chrome_events(number, lanes, origin)]
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def _chrome_events(process: int, lanes: Lanes, origin: float) -> Iterator[dict[str, Any]]:
-    def of(kind: str, name: str, lane: str = "", **values: Any) -> dict[str, Any]:
-        return {"ph": kind, "name": name, "pid": process, "tid": 1 + _ORDER.index(lane) if lane else 0, **values}
-
-    def time(moment: float) -> float:
-        return round(_MICROSECONDS * (moment - origin), 3)
-
-    yield of("M", "process_name", args={"name": lanes.title})
-    yield of("M", "process_sort_index", args={"sort_index": process})
-    for lane in _ORDER:
-        if lanes.lane(lane):
-            yield of("M", "thread_name", lane, args={"name": lane})
-            yield of("M", "thread_sort_index", lane, args={"sort_index": _ORDER.index(lane)})
-    for each in lanes.slices:
-        duration = round(_MICROSECONDS * each.seconds, 3)
-        yield of("X", each.name, each.lane, cat=each.lane, ts=time(each.begin), dur=duration, args=each.details)
-    for moment, held in lanes.memory:
-        yield of("C", lanes.counted, ts=time(moment), args={"bytes": held})
 
 
 # -- several ranks

@@ -77,9 +77,8 @@ def test_all_ranks_write_when_one_fails(fault: str, transport: Environment, tmp_
     files = read(tmp_path)
     assert sorted(files.dumps) == [0, 1]
     assert not files.missing
-    assert all(set(dump.header.groups) == {"root", "first", "second"} for dump in files.dumps.values())
-    assert all(dump.header.versions.keys() == {"composable_fsdp", "torch", "python"} for dump in files.dumps.values())
-    assert all("in step" in str(stack.frames) for stack in files.dumps[0].stacks if stack.thread == "MainThread")
+    assert all(dump.header.versions["torch"] == torch.__version__ for dump in files.dumps.values())
+    assert all("in step" in str(frames) for thread, frames in files.dumps[0].stacks if thread == "MainThread")
     recorded = files.dumps[1].faults[0]
     expected = {
         "order": ("DivergenceError", "Forward order differs across ranks"),
@@ -95,7 +94,7 @@ def test_records_show_where_ranks_diverged(transport: Environment, tmp_path: Pat
     run_ranks(fail, 4, "order", str(tmp_path), environment=transport)
     (found,) = sequences(read(tmp_path).dumps)
     assert found.first_difference is not None
-    labels = found.rows[found.first_difference].labels
+    labels = found.first_difference.labels
     assert labels == dict.fromkeys(range(3), "all-gather of first in forward") | {3: "all-gather of second in forward"}
 
 
@@ -212,7 +211,7 @@ def test_all_ranks_write_records_when_one_is_terminated(job: list[subprocess.Pop
     assert files.dumps[0].faults[-1].time < begin + SECONDS * slack()
     (found,) = sequences(files.dumps)
     assert found.first_difference is not None
-    assert found.rows[found.first_difference].labels == {0: "all-gather of first in forward", 1: ABSENT}
+    assert found.first_difference.labels == {0: "all-gather of first in forward", 1: ABSENT}
     assert shown(out).count("rank 0 waited for rank 1 in all-gather of first in forward") == 1
 
 

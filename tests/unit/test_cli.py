@@ -19,7 +19,6 @@ pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
 from typer.testing import CliRunner, Result
 
 from composable_fsdp.cli.app import app
-from composable_fsdp.cli.calibrate import parse_mesh, parse_names
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -108,16 +107,10 @@ def test_invalid_commands_have_exit_code_2(arguments: list[str], message: str) -
 # -- calibrate
 
 
-def test_a_mesh_has_one_or_two_dims_of_all_ranks() -> None:
-    assert [parse_mesh(text, 8) for text in ("", "8", "2x4", "8x1")] == [(8,), (8,), (2, 4), (8, 1)]
-    assert [parse_names("", 1), parse_names("", 2), parse_names("dp", 1)] == [("",), ("replicate", "shard"), ("dp",)]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mesh", "2x"], "--mesh must be a number of ranks, or two such as 2x4, not 2x."),
-        (["--mesh", "2x2x2"], "--mesh must be a number of ranks, or two such as 2x4, not 2x2x2."),
+        (["--mesh", "2x"], "mesh must be a number of ranks, or replicas x shards such as '8x64', not '2x'."),
         (["--mesh", "2x4"], "--mesh 2x4 has 8 ranks, but the job has 2."),
         (["--names", "a,b"], "--names must have a name for each of 1 axes, not a,b."),
         (["--mesh", "1x2", "--names", "a,a"], "--names must have a name for each of 2 axes, not a,a."),

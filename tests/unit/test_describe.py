@@ -156,16 +156,6 @@ def test_a_large_group_that_cannot_be_divided_and_one_that_is_not_sharded_give_n
         assert summary.startswith(counted)
 
 
-def test_rich_prints_it_too() -> None:
-    rich = pytest.importorskip("rich.console")
-    model = fully_shard(Chain(), policy={nn.Linear})
-    console = rich.Console(width=200)
-    with console.capture() as captured:
-        console.print(describe(model))
-    assert "(model) [root]" in captured.get()
-    assert "layers.0 ... layers.3 (each of 4)" in captured.get()
-
-
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"no module of this Chain is sharded: apply fully_shard first\."):
         describe(Chain())

@@ -18,7 +18,6 @@ ELSEWHERE = {
     "diagnostics/meters.py": "reads the statistics of an allocator, or of the process",
     "_api/group_setters.py": "runs a hook of the user on a stream of the user",
     "checkpoint/_dcp/contents.py": "the random state of an accelerator, by its name in the checkpoint",
-    "cli/doctor_checks.py": "advice about backends, in a command",
 }
 """Other modules that may ask, and why. In these, nothing of a step differs between devices."""
 

@@ -428,8 +428,6 @@ def test_a_model_has_one_plan_by_its_config_and_by_a_function(run: Callable[...,
         (("absent.py:build",), "there is no file absent.py."),
         (("absent.module:build",), "there is no module absent.module: No module named 'absent'."),
         (("{}",), "is neither FILE.py:FUNCTION nor a config.json of transformers, or a directory with one."),
-        (("{}:build", "--dtype", "int4"), "--dtype must be one of bf16, fp16, fp32, not int4."),
-        (("{}:build", "--param-dtype", "int4"), "--param-dtype must be one of bf16, fp16, fp32, not int4."),
         (("{}:build", "--sharded", "--param-dtype", "bf16"), "--param-dtype is for unsharded models: with --sharded"),
     ],
 )
@@ -441,6 +439,12 @@ def test_errors_of_the_command_are_one_line(
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--dtype", "--param-dtype", "--policy", "--reshard", "--optimizer"])
+def test_another_word_is_refused_before_the_model_is_made(run: Callable[..., Any], option: str) -> None:
+    done = run("absent.py:build", option, "int4")
+    assert (done.exit_code, "'int4' is not one of" in done.stderr) == (2, True), done.stderr
 
 
 def test_a_config_without_transformers_is_refused(

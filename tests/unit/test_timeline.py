@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise, starmap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,11 @@ from torch import nn
 
 from composable_fsdp import CommunicationReport, CommunicationRow, ConfigurationError, fully_shard, trace
 from composable_fsdp.diagnostics import write_timeline
-from composable_fsdp.diagnostics.timeline import Lanes, aligned, performed, predicted, write_chrome_trace
+from composable_fsdp.diagnostics.timeline import Lanes, aligned, performed, predicted
 from composable_fsdp.trace import Operation, Position, TraceEvent
 from tests._internals import (
     Dump,
     Header,
-    NumberedEvent,
     ScheduleOptions,
     Timeline,
     encode,
@@ -28,6 +27,7 @@ from tests._internals import (
     merged,
     passes,
     simulate,
+    write_chrome_trace,
 )
 from tests._internals import schedule as s
 from tests.unit.test_schedule_simulated import ORDER, costs_of, specs_of
@@ -196,6 +196,11 @@ def test_notebooks_show_reports_as_tables() -> None:
     assert "<p>(no forward has run yet" in s.Schedule(())._repr_html_()
     report = CommunicationReport((CommunicationRow("root", "all-gather", 2, 1000, 2000),))
     assert "<td>root</td><td>all-gather</td><td>2</td><td>1,000</td><td>2,000</td><td>0.50</td>" in report._repr_html_()
+    assert str(report) == (
+        "group  direction   per step  bytes  plain bytes  ratio\n"
+        "root   all-gather         2  1,000        2,000   0.50\n"
+        "total                        1,000        2,000   0.50"
+    )
 
 
 # -- runs and the command
@@ -225,8 +230,8 @@ def write_dump(folder: Path, rank: int, step: Lanes) -> None:
     """Write the file of a rank whose clock is ahead by 10 seconds for each rank before it."""
     ahead = 10.0 * rank
     events = [replace(each, begin=each.begin + ahead, end=each.end + ahead) for each in STEP]
-    header = Header(rank, 2, 0, "host", 0, "", 1999.0 + ahead, 1000.0 + 2 * ahead, len(events), (), {})
-    dump = Dump(header, events=tuple(starmap(NumberedEvent, enumerate(events))), predicted=step)
+    header = Header(rank, 2, 0, "host", 0, "", 1999.0 + ahead, 1000.0 + 2 * ahead, {})
+    dump = Dump(header, events=tuple(events), predicted=step)
     (folder / file_name(rank)).write_text("\n".join(encode(dump)))
 
 
