@@ -34,12 +34,12 @@ MOST_LINES = {
     "optim": 611,
     "plan": 1516,
     "plugins": 4444,
-    "testing": 1540,
+    "testing": 975,
     "wrap": 551,
 }
 """The lines of each folder."""
 
-MOST_CODE = 22176
+MOST_CODE = 21889
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 75, 15995
