@@ -21,10 +21,9 @@ from libraries import LIBRARIES, shard
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.testing import run_ranks
-
 sys.path.insert(1, str(Path(__file__).parents[1]))  # after this folder
 
+from tests.helpers.run_ranks import run_ranks
 from tests.simulation import BACKEND, simulated_accelerator
 
 __all__ = ["SECTIONS", "CannotRun", "Result", "Section", "Target"]

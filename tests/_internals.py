@@ -195,19 +195,17 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.visible_collectives import Visible
     from composable_fsdp.plugins.watchdog.attach import compare, compared
     from composable_fsdp.plugins.watchdog.decorators import OrderChecked, Watched, _WatchedWork, level_through_store
-    from composable_fsdp.testing import _pool
-    from composable_fsdp.testing._messages import (
-        Call,
-        Job,
-        Raised,
-        Ready,
-        Returned,
-        apply_warning_filters,
-        warning_filters,
+    from composable_fsdp.testing.ranks import (
+        START_TIMEOUT,
+        VARIABLES,
+        Outcome,
+        RankProcess,
+        ask,
+        function_stack,
+        pickled_job,
+        results_of,
+        run_job,
     )
-    from composable_fsdp.testing._pool import Died, Outcome, Stuck
-    from composable_fsdp.testing._worker import _run
-    from composable_fsdp.testing.ranks import _raise_failures, function_stack
     from composable_fsdp.wrap._plan import Group, Scope, plan_groups
 
 

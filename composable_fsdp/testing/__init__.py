@@ -1,8 +1,7 @@
 """Tools for tests of this library and of programs that use it.
 
-- :func:`run_ranks` runs a function on several gloo processes, which are kept for the next call, and raises
-  :class:`RanksError` with every rank's traceback or stack. :func:`shutdown` ends the processes before the interpreter's
-  exit.
+- :func:`run_ranks` runs a function on several gloo processes. It raises :class:`RanksError` with the traceback or stack
+  of each rank that failed.
 - :class:`FakeWorld` simulates all ranks of an axis in one process. Waiting too early raises :class:`DeadlockError`,
   launching different collectives :class:`MismatchError`.
 - :func:`inject_faults` injects faults into a model's operations. :class:`Delay`, :class:`Drop`, :class:`Corrupt`,
@@ -28,7 +27,7 @@ from composable_fsdp.testing.faults import (
     inject_faults,
 )
 from composable_fsdp.testing.partition import PartitionableStore
-from composable_fsdp.testing.ranks import RanksError, run_ranks, shutdown
+from composable_fsdp.testing.ranks import RanksError, run_ranks
 
 __all__ = [
     "Corrupt",
@@ -49,7 +48,6 @@ __all__ = [
     "assert_trace",
     "inject_faults",
     "run_ranks",
-    "shutdown",
 ]
 
 if not TYPE_CHECKING:

@@ -1,29 +1,53 @@
-"""``run_ranks``: runs a function on real processes, and reports their failures as one readable error."""
+"""``run_ranks``: runs a function on several processes, and reports their failures as one readable error."""
 
 from __future__ import annotations
 
-import atexit
-import linecache
+import faulthandler
+import os
 import pickle
+import random
 import re
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from queue import SimpleQueue
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy
+import torch
+import torch.distributed as dist
 
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing._messages import Job, Raised, Ready, Returned, warning_filters
-from composable_fsdp.testing._pool import Died, Outcome, RankPool, Stuck, end_templates
 
-__all__ = ["RanksError", "run_ranks", "shutdown"]
+__all__ = ["RanksError", "run_ranks"]
 
 T = TypeVar("T")
 
-_THREAD = re.compile(r"^(?=Current thread |Thread )", re.MULTILINE)
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+LOOPBACK = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # "lo0" on macOS
+VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
+
+START_TIMEOUT = 120.0
+"""Seconds for processes to import torch and connect, also with many ranks per core (idle: 4 s)."""
+
+_GRACE = 1.0
+"""Seconds that the other ranks get after a first one failed: enough to fail too, if they have the same error."""
+
+_STACKS_TIMEOUT = 2.0
+"""Seconds for all processes to write their stacks. They take milliseconds."""
 
 
 class RanksError(AssertionError):
@@ -54,94 +78,61 @@ def run_ranks(
     """Run ``function(*args, **kwargs)`` on ``world_size`` processes at once, and return the results in rank order.
 
     In each process ``torch.distributed`` is initialised with gloo on the loopback interface, torch computes with one
-    thread, all seeds are 0, and the caller's warning filters are in effect. Processes are kept for the next call with
-    the same world size and environment. They are forked from processes that have imported torch, so only the first call
-    pays for the import; libraries that read the environment at import read it then. Before every call, the default
-    dtype, device and grad mode are reset, process groups made by earlier functions are destroyed, and failed steps
-    forgotten. Module globals are kept.
+    thread, all seeds are 0, and the caller's warning filters are in effect. Each call starts new processes, which takes
+    seconds, and kills them and their children at its end.
 
     Args:
-        function: a function at the top level of a module that the workers can import by name. The function, its
-            arguments and results are pickled. Every worker imports its module once.
+        function: a function at the top level of a module that the processes can import by name. The function, its
+            arguments and results are pickled.
         world_size: number of processes, at least 1.
         environment: variables to set in the processes, in addition to the caller's environment.
         timeout: seconds after which the function must have returned on all ranks, without the start of the processes.
-        lost: ranks that the function kills, stops or lets raise, to test the others. They have no result. Once the
-            others have returned, all processes are killed.
+        lost: ranks that the function kills, stops or lets raise, to test the others. They have no result.
 
     Raises:
-        RanksError: on a rank not in ``lost`` the function raised, died, or did not return in time. All processes of
-            this world size are then killed, because a failed collective leaves ranks out of step. The next call starts
-            new ones.
+        RanksError: on a rank not in ``lost`` the function raised, died, or did not return in time.
         ConfigurationError: the function or its arguments cannot be pickled for other processes.
     """
     __tracebackhide__ = True
+    job = pickled_job(function, world_size, args, kwargs)
+    # The system chooses the port and this process is the server, so concurrent runs cannot race for a port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: list[RankProcess] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(world_size):
+                connection, theirs = Pipe()
+                with theirs:
+                    what = rank, world_size, store.port, theirs.fileno(), f"{folder}/{rank}"
+                    program = f"import sys; sys.path[:] = {sys.path}; from {__name__} import main; main{what}"
+                    process = subprocess.Popen(
+                        [sys.executable, "-u", "-c", program],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                        env={**os.environ, **VARIABLES, **environment},
+                        start_new_session=True,  # Ctrl-C is the caller's
+                    )
+                ranks.append(RankProcess(process, connection, Path(folder, str(rank))))
+            results_of(function, ask(ranks, pickle.dumps((os.getpid, (), {}, [])), START_TIMEOUT))
+            outcomes = ask(ranks, job, timeout, lost)
+        finally:
+            for each in ranks:
+                each.kill()
+    return results_of(function, outcomes, lost)
+
+
+def pickled_job(function: Callable[..., object], world_size: int, args: object, kwargs: object) -> bytes:
+    """Pickle a call for :func:`run_job`, with the warning filters: an error in a test is then an error on its ranks."""
+    name = _name(function)
     if world_size < 1:
         raise ConfigurationError(f"run_ranks needs at least one rank, not {world_size}.")
-    job = _pickled(Job(function, args, kwargs, warning_filters()))
-    with _lock:
-        outcomes = _on_pool((world_size, frozenset(environment.items())), job, timeout, lost)
-    _raise_failures(function, outcomes, lost)
-    return [pickle.loads(o.result) for rank, o in enumerate(outcomes) if isinstance(o, Returned) and rank not in lost]
-
-
-def shutdown() -> None:
-    """End all worker processes, as the interpreter's exit does. The next :func:`run_ranks` starts new ones."""
-    with _lock:
-        while _pools:
-            _pools.popitem()[1].kill()
-        end_templates()
-
-
-_Key = tuple[int, frozenset[tuple[str, str]]]
-"""World size and environment."""
-
-_pools: dict[_Key, RankPool] = {}
-_lock = threading.RLock()
-
-
-@cache
-def _shut_down_at_exit() -> None:
-    atexit.register(shutdown)
-
-
-def _on_pool(key: _Key, job: bytes, timeout: float, lost: Collection[int]) -> list[Outcome]:
-    """Run the job, and keep the pool only if every rank can run another."""
-    _shut_down_at_exit()
-    pool = _take(key)
-    reusable = False
-    try:
-        outcomes = pool.wait_until_ready()
-        if all(isinstance(outcome, Ready) for outcome in outcomes):
-            outcomes = pool.run(job, timeout, lost)
-            reusable = not lost and all(isinstance(outcome, Returned) and outcome.group_alive for outcome in outcomes)
-    finally:
-        if reusable:
-            _pools[key] = pool
-        else:
-            pool.kill()
-    return outcomes
-
-
-def _take(key: _Key) -> RankPool:
-    pool = _pools.pop(key, None)
-    if pool is not None and pool.alive:
-        return pool
-    if pool is not None:  # a worker was killed between calls
-        pool.kill()
-    world_size, environment = key
-    return RankPool(world_size, dict(environment))
-
-
-def _pickled(job: Job) -> bytes:
-    name = _name(job.function)
-    if job.function.__module__ == "__main__":
+    if function.__module__ == "__main__":
         raise ConfigurationError(
             f"run_ranks: other processes cannot import {name} from the script that was started. "
             "Move it to a module and import it from there."
         )
     try:
-        return pickle.dumps(job)
+        return pickle.dumps((function, args, kwargs, list(warnings.filters)))
     except Exception as error:
         raise ConfigurationError(
             f"run_ranks: {name} and its arguments cannot be sent to other processes: {error}. The function must stand "
@@ -149,62 +140,151 @@ def _pickled(job: Job) -> bytes:
         ) from error
 
 
+class Outcome(NamedTuple):
+    """The end of a job on one rank: a pickled result, or the text of a failure. Others may be why a rank is stuck."""
+
+    result: bytes = b""
+    failure: str = ""
+    is_stuck: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """A process that runs :func:`main` and leads a process group, the pipe to it, and the file for its stacks."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection[Any, Any]
+    stacks: Path
+
+    def kill(self) -> tuple[int, str]:
+        """Kill the process and its children, and return its exit code and its stacks."""
+        if not self.connection.closed:  # otherwise it was killed, and the id may be another group's
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.connection.close()
+        code = self.process.wait()
+        return code, self.stacks.read_text(errors="replace") if self.stacks.exists() else ""
+
+    def answer(self) -> Outcome:
+        """Return the answer of a process that answered or ended."""
+        with suppress(EOFError, OSError):
+            if self.connection.poll():
+                return Outcome(*self.connection.recv())
+        code, stacks = self.kill()  # does not change the exit code: a process that closed its pipe is exiting
+        name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+        how = f"died of {name}" if code < 0 else f"ended with exit code {code}"
+        return Outcome(failure=f"{how}\n{stacks}".rstrip())
+
+
+def ask(ranks: Sequence[RankProcess], job: bytes, timeout: float, lost: Collection[int] = ()) -> list[Outcome]:
+    """Run a job on all ranks, and kill those that are stuck after ``timeout`` seconds.
+
+    Ranks in ``lost`` are not waited for, and their end does not shorten the time of the others.
+    """
+    begin = time.monotonic()
+    for each in ranks:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has just died, which answer() will find
+            each.connection.send_bytes(job)
+    deadline = begin + timeout
+    outcomes: dict[int, Outcome] = {}
+    kept = set(range(len(ranks))).difference(lost)
+    while not outcomes.keys() >= kept and (left := deadline - time.monotonic()) > 0:
+        waiting = [rank for rank in range(len(ranks)) if rank not in outcomes]
+        ready = wait([ranks[rank].connection for rank in waiting], min(left, 0.2))
+        for rank in waiting:
+            # A child of the process may keep the pipe open, so the end of the process itself counts too.
+            if ranks[rank].connection in ready or ranks[rank].process.poll() is not None:
+                outcomes[rank] = ranks[rank].answer()
+                if outcomes[rank].failure and rank in kept:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+    stuck = [rank for rank in range(len(ranks)) if rank not in outcomes]
+    headline = f"killed after {time.monotonic() - begin:.1f} s, when it was at"
+    for rank in stuck:
+        with suppress(ProcessLookupError):
+            os.killpg(ranks[rank].process.pid, signal.SIGUSR1)  # writes the stacks, and ends the process
+    deadline = time.monotonic() + _STACKS_TIMEOUT
+    for rank in stuck:
+        while ranks[rank].process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        stacks = ranks[rank].kill()[1]
+        where = function_stack(stacks) or stacks.rstrip() or "(its stack is not available)"
+        outcomes[rank] = Outcome(failure=f"{headline}\n{where}", is_stuck=True)
+    return [outcomes[rank] for rank in range(len(ranks))]
+
+
+def results_of(function: Callable[..., object], outcomes: Sequence[Outcome], lost: Collection[int] = ()) -> list[Any]:
+    """Return the results of all ranks but those in ``lost``, or raise the failures."""
+    __tracebackhide__ = True
+    failures = {rank: each.failure for rank, each in enumerate(outcomes) if each.failure}
+    if failures.keys() <= set(lost):
+        return [pickle.loads(each.result) for rank, each in enumerate(outcomes) if rank not in lost]
+    culprits = [rank for rank in failures if not outcomes[rank].is_stuck]
+    what = "failed" if culprits else "did not return in time"
+    raise RanksError(f"{_name(function)} {what} on {format_ranks(culprits or failures)} of {len(outcomes)}", failures)
+
+
 def _name(function: Callable[..., object]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def _raise_failures(function: Callable[..., object], outcomes: Sequence[Outcome], lost: Collection[int] = ()) -> None:
-    __tracebackhide__ = True
-    failures = {r: _describe(o) for r, o in enumerate(outcomes) if not isinstance(o, (Ready, Returned))}
-    was_run = not any(isinstance(outcome, Ready) for outcome in outcomes)
-    if was_run and failures.keys() <= set(lost):
-        return
-    culprits = [r for r, o in enumerate(outcomes) if isinstance(o, (Raised, Died))]
-    what = "failed" if culprits else "did not return in time"
-    where = f"{format_ranks(culprits or failures)} of {len(outcomes)}"
-    raise RanksError(f"{_name(function)} {what} on {where}", failures)
-
-
-def _describe(outcome: Outcome) -> str:
-    match outcome:
-        case Raised(error, traceback):
-            return f"raised {error}\n{traceback.rstrip()}"
-        case Died(exit_code, stacks) if exit_code < 0:
-            return _lines(f"died of {_signal_name(-exit_code)}", stacks)
-        case Died(exit_code, stacks):
-            return _lines(f"ended with exit code {exit_code}", stacks)
-        case Stuck(seconds, stacks):
-            where = function_stack(stacks) or stacks or "(its stack is not available)"
-            return _lines(f"killed after {seconds:.1f} s, when it was at", where)
-        case _:
-            return "returned"
-
-
-def _lines(headline: str, rest: str) -> str:
-    return f"{headline}\n{rest.rstrip()}" if rest.strip() else headline
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def function_stack(dump: str) -> str:
+def function_stack(stacks: str) -> str:
     """Extract the stack of the function that ran from faulthandler's text, formatted as in a traceback.
 
-    Empty if no thread has the frame of the worker's ``_run``, which is also missing if a deep stack was truncated.
+    Empty if no thread has the frame of :func:`run_job`, which is also missing if a deep stack was truncated.
     """
-    for thread in _THREAD.split(dump):
-        frames = [match for line in thread.splitlines() if (match := _FRAME.fullmatch(line))]
-        for depth, frame in enumerate(frames):
-            if frame["name"] == "_run" and frame["file"].endswith("testing/_worker.py"):
-                return "\n".join(line for inner in reversed(frames[:depth]) for line in _traceback_lines(inner))
-    return ""
+    found = re.search(r'((?:  File .*\n)*)  File ".*testing/ranks\.py", line \d+ in run_job\n', stacks)
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', found[1] if found else "")
+    return "".join(traceback.format_list([(f, int(line), name, None) for f, line, name in reversed(frames)])).rstrip()
 
 
-def _traceback_lines(frame: re.Match[str]) -> Iterator[str]:
-    yield f'  File "{frame["file"]}", line {frame["line"]}, in {frame["name"]}'
-    if source := linecache.getline(frame["file"], int(frame["line"])).strip():
-        yield f"    {source}"
+def main(rank: int, world_size: int, port: int, pipe: int, stacks: str) -> None:
+    """Run jobs until the other end of ``pipe`` is closed. Each begins on all ranks after the one before has ended.
+
+    Args:
+        port: the port of the caller's ``TCPStore`` on the loopback address.
+        stacks: the path of the file for Python's stacks on ``SIGUSR1`` and on a crash.
+    """
+    os.set_inheritable(pipe, False)
+    connection: Connection[Any, Any] = Connection(pipe)
+    jobs: SimpleQueue[bytes] = SimpleQueue()
+
+    def receive() -> None:
+        """Receive in a thread, so that the process ends with its caller even while a function hangs."""
+        try:
+            while True:
+                jobs.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os.killpg(os.getpid(), signal.SIGKILL)  # with its children
+
+    threading.Thread(target=receive, daemon=True, name="jobs").start()
+    with open(stacks, "w") as file:
+        # The handler is in C, so it also writes stacks while the main thread waits in a collective and holds the GIL.
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file, chain=True)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        while True:
+            connection.send(run_job(jobs.get()))
+
+
+def run_job(job: bytes) -> Outcome:
+    """Run a pickled job, and return its result or its failure."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    try:
+        function, args, kwargs, filters = pickle.loads(job)
+        with warnings.catch_warnings():
+            warnings.filters = filters
+            result = function(*args, **kwargs)
+        try:
+            return Outcome(pickle.dumps(result))
+        except Exception as error:
+            kind = type(result).__qualname__
+            raise TypeError(f"The result, a {kind}, cannot be sent to the caller of run_ranks: {error}") from error
+    except BaseException as error:  # exit() and pytest.fail() must reach the caller too
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        own_frame = error.__traceback__
+        lines = traceback.format_exception(type(error), error, own_frame and own_frame.tb_next)
+        return Outcome(failure=f"raised {first_line}\n{''.join(lines).rstrip()}")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from composable_fsdp.testing import FakeWorld, run_ranks
+from composable_fsdp.testing import FakeWorld
 from tests._internals import (
     AliasingCommunicator,
     Collective,
@@ -28,6 +28,7 @@ from tests._internals import (
     communicator_over,
     find,
 )
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import in_place, over_gloo
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -15,12 +15,13 @@ from zlib import crc32
 
 import pytest
 
-from composable_fsdp.testing import RanksError, run_ranks
+from composable_fsdp.testing import RanksError
 from tests.goldens.chosen import CHOSEN
 from tests.goldens.observe import PORTABLE, Digest, Observation, hash_of, observe_call, observe_programs
 from tests.goldens.records import HASHES, Key, Record
 from tests.helpers.fuzz import programs as vocabulary
 from tests.helpers.fuzz.programs import Program
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import TRANSPORTS
 
 __all__ = ["PROGRAMS", "Found", "draw", "known_programs", "run_all"]

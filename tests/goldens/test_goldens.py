@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from composable_fsdp.testing import run_ranks
 from tests._internals import BucketReduceScatter, ReducedBucket, ScheduleRunner, passes
 from tests.goldens.cases import Found, known_programs
 from tests.goldens.observe import PORTABLE, Digest, Observation, observe_programs
 from tests.goldens.records import UNSTABLE, Key, Record, differences, read, stable, write
 from tests.helpers.fuzz.programs import Program
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS, TRANSPORTS
 
 SOME = {name: program for name, program in known_programs().items() if program.world_size == 2 and int(name) < 12}

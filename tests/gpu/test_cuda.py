@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composable_fsdp.testing import run_ranks
 from tests.gpu import cases
+from tests.helpers.run_ranks import run_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from composable_fsdp.testing import RanksError, run_ranks
+from composable_fsdp.testing import RanksError
 from tests.helpers.comparison.catalogue import ROWS, play
+from tests.helpers.run_ranks import run_ranks
 
 SECONDS = 8.0
 """The timeout of a program, sufficient on a busy machine. Programs that hang on torch use all of it."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
-from composable_fsdp.testing import run_ranks
+from tests.helpers.run_ranks import run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

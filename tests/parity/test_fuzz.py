@@ -30,7 +30,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp.testing import RanksError, run_ranks, shutdown
+from composable_fsdp.testing import RanksError
 from tests._internals import (
     Bucket,
     BucketReduceScatter,
@@ -44,6 +44,7 @@ from tests.helpers.fuzz.draw import programs
 from tests.helpers.fuzz.features import FEATURES, features
 from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, Step
 from tests.helpers.fuzz.reference import differences
+from tests.helpers.run_ranks import run_ranks, shutdown
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 DRAW_SIZE = 1000

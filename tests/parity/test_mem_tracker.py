@@ -13,7 +13,7 @@ from torch.distributed import fsdp as peer
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 import composable_fsdp as ours
-from composable_fsdp.testing import run_ranks
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact
 from tests.helpers.transports import IN_COMMON, SOCKETS
 

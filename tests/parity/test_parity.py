@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed import fsdp as peer
 
 import composable_fsdp
-from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
 COMBINATIONS = (

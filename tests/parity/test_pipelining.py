@@ -27,8 +27,8 @@ from torch.testing import assert_close
 
 import composable_fsdp as ours
 from composable_fsdp import trace
-from composable_fsdp.testing import run_ranks
 from tests.helpers.models import seeded
+from tests.helpers.run_ranks import run_ranks
 
 pytestmark = pytest.mark.behaviour("I-01", "I-02")
 

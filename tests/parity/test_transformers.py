@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import composable_fsdp as ours
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
-from composable_fsdp.testing import run_ranks
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact
 
 pytestmark = [

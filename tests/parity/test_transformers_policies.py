@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from composable_fsdp import describe, fully_shard, tie_groups
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import PolicyLike, balanced, every_module, transformer_blocks
 from tests._internals import Scope
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity
 
 pytestmark = [

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import Accumulation, find_state
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, seeded, shard_layers
 from tests.helpers.peak_memory import FULL, LiveStorages
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import Play, assert_equal_runs, check_parity, local_shard, train
 from tests.helpers.two_headed_model import EVERY, Heads, inputs_of, one_forward_one_backward
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import LifecycleError, apply_to_full_params, fully_shard, unsharded_params
-from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.ranks.test_full_params import backward, built
 

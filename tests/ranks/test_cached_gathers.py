@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import FSDPModule, fully_shard
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
 from tests.helpers.models import TASKS, seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import values_of
 from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 

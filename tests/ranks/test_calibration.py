@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import AxisCosts, CollectiveCost, Costs, fully_shard
 from composable_fsdp.errors import DivergenceError, PeerError
-from composable_fsdp.testing import run_ranks
 from tests._internals import Calibration
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
 
 WIDTH = 64

@@ -14,9 +14,9 @@ from torch import nn
 
 from composable_fsdp import fully_shard, local_optimizer
 from composable_fsdp.checkpoint import latest, load, load_safetensors, save, save_safetensors
-from composable_fsdp.testing import run_ranks
 from tests.helpers.checkpoint_worlds import Gate, all_ranks_raise, local, train
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 
 
 def everything(folder: Path) -> None:

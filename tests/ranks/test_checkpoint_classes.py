@@ -24,9 +24,9 @@ from composable_fsdp.checkpoint import (
     save_safetensors,
     state_dict,
 )
-from composable_fsdp.testing import run_ranks
 from tests._internals import Kind, convert, verify
 from tests.helpers.checkpoint_worlds import all_ranks_raise
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tensor_classes import CLASSES, Closed, Coded, inner_of, model_of
 
 PORTABLE = ["tagged", "pair", "coded"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from composable_fsdp.checkpoint import latest
-from composable_fsdp.testing import run_ranks
 from tests._internals import Kind, convert
 from tests.helpers.checkpoint_conversion import load_everything, load_model, load_tensors, save_everything
 from tests.helpers.checkpoint_worlds import Everything, adamw, assert_holds, zeroed
+from tests.helpers.run_ranks import run_ranks
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")
 

@@ -26,10 +26,10 @@ from composable_fsdp.checkpoint import (
     state_dict,
     state_dict_form,
 )
-from composable_fsdp.testing import run_ranks
 from tests.helpers.checkpoint_worlds import local
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.state_dicts import (
     COUNT,

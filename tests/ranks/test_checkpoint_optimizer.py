@@ -31,11 +31,11 @@ from composable_fsdp.checkpoint import (
     rekey_optimizer_state_dict,
     save,
 )
-from composable_fsdp.testing import run_ranks
 from tests._internals import Form, parameter_names
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, expected_shard
 from tests.helpers.state_dicts import (
     FORMS,

@@ -21,10 +21,10 @@ from composable_fsdp.checkpoint import (
     load_state_dict,
     state_dict,
 )
-from composable_fsdp.testing import run_ranks
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.state_dicts import FORMS, build, full_state_of, same_values, scramble, sgd, shard, train
 
 

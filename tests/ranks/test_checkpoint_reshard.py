@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.checkpoint import load, save
-from composable_fsdp.testing import run_ranks
 from tests.helpers.checkpoint_worlds import WORLDS, Everything, adamw, assert_holds, fill, zeroed
+from tests.helpers.run_ranks import run_ranks
 
 
 def save_in(kind: str, folder: Path) -> None:

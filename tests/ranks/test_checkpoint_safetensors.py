@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, Shard
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.testing import run_ranks
 from tests._internals import reader as stored
 from tests._internals import save_safetensors as safetensors_save
 from tests.helpers.checkpoint_worlds import all_ranks_raise, local
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")

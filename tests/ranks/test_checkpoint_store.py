@@ -26,7 +26,6 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.checkpoint import latest, load, save
-from composable_fsdp.testing import run_ranks
 from tests._internals import known_watchdog, missing_ranks
 from tests.helpers.checkpoint_worlds import (
     WORLDS,
@@ -40,6 +39,7 @@ from tests.helpers.checkpoint_worlds import (
     zeroed,
 )
 from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 from tests.helpers.warned import find_warning, release_after, wait_for_release, warned
 

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import Full, load, load_optimizer_state_dict, load_state_dict, state_dict
-from composable_fsdp.testing import run_ranks
 from tests._internals import Kind, convert
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 
 
 def trained_with_fsdp1() -> tuple[dict[str, Any], dict[str, Any]]:

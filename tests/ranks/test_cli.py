@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import CollectiveCost, Costs, fully_shard
-from composable_fsdp.testing import run_ranks
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.torchrun import ROOT, finished, torchrun
 
 pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")

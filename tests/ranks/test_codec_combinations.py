@@ -24,7 +24,6 @@ from composable_fsdp import (
     fully_shard,
     no_sync,
 )
-from composable_fsdp.testing import run_ranks
 from tests._internals import (
     Collective,
     CommStream,
@@ -35,6 +34,7 @@ from tests._internals import (
     take_gradients,
 )
 from tests.helpers.counted_collectives import COMMUNICATORS
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS
 
 EXACT = Cast(torch.float32)

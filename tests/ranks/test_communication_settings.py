@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 import composable_fsdp as ours
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import find_state, is_over_group, state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import sharded
 from tests.helpers.training import check_parity, local_shard, play_task
 from tests.helpers.transports import SOCKETS

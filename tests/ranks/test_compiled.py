@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
 from tests.helpers.models import seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import assert_equal_runs, check_parity, play_task, train
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed import fsdp as peer
 
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy, cpu_offload_by_budget, fully_shard
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
 from tests._internals import state_of
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS, assert_equal_runs, play_task, train
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import run_ranks
 from tests._internals import local_part
+from tests.helpers.run_ranks import run_ranks
 
 
 class Body(nn.Module):

@@ -25,10 +25,10 @@ from composable_fsdp import (
     register_fsdp_forward_method,
 )
 from composable_fsdp.policies import ReshardKind
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
 from tests._internals import reads_shards, state_of
 from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.errors import PeerError
-from composable_fsdp.testing import run_ranks
 from tests._internals import Collective, OrderCheck, Transfer, communicator_over, compare, compared
 from tests.helpers.faults import (
     LONG_TIMEOUT,
@@ -28,6 +27,7 @@ from tests.helpers.faults import (
     step,
 )
 from tests.helpers.hanging_backend import HANGING, hanging_device
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.slack import slack
 
 LIMIT = 6.0

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import DivergenceError, PeerError, diagnostics, trace
-from composable_fsdp.testing import run_ranks
 from tests._internals import (
     ABSENT,
     PATIENCE,
@@ -31,6 +30,7 @@ from tests._internals import (
     waits,
 )
 from tests.helpers.fresh_process import run_module
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 from tests.helpers.two_layers import FAULTS, build, sgd, step

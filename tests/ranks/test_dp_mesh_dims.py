@@ -22,10 +22,10 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from torch.testing import assert_close
 
 from composable_fsdp import DataParallelMeshDims, fully_shard
-from composable_fsdp.testing import run_ranks
 from tests._internals import local_part
 from tests.helpers.model_parallel import Pairs, assert_trains_like, cut_pairs, named_mesh, play
 from tests.helpers.models import Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.training import Play
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from composable_fsdp.testing import run_ranks
 from tests.helpers.dropped_models import CASES, remaining_objects
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import TRANSPORTS
 
 

@@ -26,10 +26,10 @@ from composable_fsdp import (
     sharded_ema,
 )
 from composable_fsdp.checkpoint import Full, load, load_state_dict, save, state_dict
-from composable_fsdp.testing import run_ranks
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import adamw, assert_exact, full_value, values_of
 from tests.helpers.transports import TRANSPORTS
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import DivergenceError, FSDPModule, MixedPrecisionPolicy, PeerError, fully_shard
-from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, Routed, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import values_of
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, check_parity, train
 from tests.helpers.transports import TRANSPORTS, Environment

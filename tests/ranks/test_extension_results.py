@@ -23,9 +23,9 @@ from composable_fsdp import (
     ParameterError,
     fully_shard,
 )
-from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of
+from tests.helpers.run_ranks import run_ranks
 
 # -- the results of hooks
 

@@ -20,11 +20,11 @@ from composable_fsdp import (
     ParameterError,
     fully_shard,
 )
-from composable_fsdp.testing import run_ranks
 from tests._internals import Collective, ExtendedBucket, state_of
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of, calls, with_weights
 from tests.helpers.model_parallel import PAIRS, Pairs, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import expected_shard
 from tests.helpers.sharding import sharded as fsdp
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp.testing import run_ranks
 from tests.helpers.fault_texts import assert_golden
 from tests.helpers.faults import LONG_TIMEOUT, SHORT_TIMEOUT, STRAGGLER_DELAY, RaisedError, error_after
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import DivergenceError, FSDPModule
-from composable_fsdp.testing import run_ranks
 from tests._internals import ExecutionOrderWarning, compared
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.slack import slack
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment

@@ -23,10 +23,10 @@ from composable_fsdp import (
     shard_from_rank0,
 )
 from composable_fsdp.checkpoint import Full, state_dict
-from composable_fsdp.testing import run_ranks
 from tests.helpers.model_parallel import Pairs, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import Peak
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, assert_sharded, full_value, train_and_compare, values_of
 from tests.helpers.transports import SOCKETS
 

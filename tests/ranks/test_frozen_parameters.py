@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard, no_sync
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, Transformer, seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
 from tests.helpers.transports import TRANSPORTS, Environment
 

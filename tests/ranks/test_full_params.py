@@ -21,9 +21,9 @@ from composable_fsdp import (
     fully_shard,
     unsharded_params,
 )
-from composable_fsdp.testing import run_ranks
 from tests._internals import extent_of, gather
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import adamw, assert_exact, full_value, sharded, train_and_compare, values_of
 
 MESHES = [("mlp", (2,)), ("mlp", (4,)), ("mlp", (2, 2)), ("tied", (2,)), ("mlp", (4, 1)), ("mlp", (1,))]

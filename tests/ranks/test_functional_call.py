@@ -19,7 +19,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrize
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, ParameterError, fully_shard
-from composable_fsdp.testing import run_ranks
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import TRANSPORTS
 
 WIDTH = 4

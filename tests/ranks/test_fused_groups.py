@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity
 from tests.helpers.transports import TRANSPORTS, Environment
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.errors import PeerError
-from composable_fsdp.testing import run_ranks
 from tests._internals import Collective, Transfer, is_over_group
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import over_gloo
 
 

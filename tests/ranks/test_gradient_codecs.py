@@ -28,8 +28,8 @@ from composable_fsdp import (
     communication_report,
     fully_shard,
 )
-from composable_fsdp.testing import run_ranks
 from tests._internals import Collective, Encoder, GradientCodec, state_of
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS
 
 EXACT = Cast(torch.float32)

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable_fsdp import CommunicationPolicy, Int4, Int8, MixedPrecisionPolicy, ParameterError, fully_shard
-from composable_fsdp.testing import run_ranks
 from tests._internals import Collective, state_of
 from tests.helpers.extension_tensors import Pair
+from tests.helpers.run_ranks import run_ranks
 
 
 def attach_hooks(local: torch.Tensor, seen: list[Any], *, all_arguments: bool = False) -> None:

@@ -27,11 +27,11 @@ from composable_fsdp import (
     to_empty,
     unsharded_params,
 )
-from composable_fsdp.testing import run_ranks
 from tests._internals import broadcast, reset_parameters
 from tests.helpers.model_parallel import Pairs, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import Peak
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, assert_sharded, full_value, initialise, train_and_compare, values_of
 from tests.helpers.transports import SOCKETS
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import composable_fsdp
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import run_ranks
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS
 
 # Bounds may only be lowered. Aims: 15 files and 12 frames in forward, 18 files in backward, 20 files in fully_shard.

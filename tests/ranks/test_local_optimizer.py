@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from composable_fsdp import fully_shard, local_optimizer, to_empty
-from composable_fsdp.testing import run_ranks
 from tests._internals import _local_step as local_step
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact
 
 Make = Callable[[Iterable[Any]], Optimizer]

@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import ConfigurationError, FSDPModule, fully_shard, register_fsdp_forward_method
-from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 from tests.helpers.transports import SOCKETS
 

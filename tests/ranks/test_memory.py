@@ -9,11 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.testing import RanksError, run_ranks
+from composable_fsdp.testing import RanksError
 from composable_fsdp.trace import Operation, Recorder, TraceEvent, ledger, listeners
 from tests._internals import FSDPState, find_state, state_of
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import FULL, LiveStorages
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS
 from tests.helpers.transports import COPIES, SOCKETS, Environment
 

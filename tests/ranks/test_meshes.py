@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable_fsdp import FSDPModule, MeshError, fully_shard
 from composable_fsdp.interop import patch_torch
-from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
 from tests.helpers.torchrun import torchrun
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import composable_fsdp as ours
 from composable_fsdp import ParameterError, fully_shard
-from composable_fsdp.testing import run_ranks
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import adamw, assert_sharded, initialise, train_and_compare, values_of
 
 MODELS_AND_MESHES = [("mlp", (2,)), ("mlp", (2, 2)), ("mlp", (3,)), ("tied", (4,)), ("tied", (2, 1)), ("wide", (3,))]

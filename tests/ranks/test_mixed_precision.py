@@ -21,10 +21,11 @@ from composable_fsdp import (
     shard_from_rank0,
     unsharded_params,
 )
-from composable_fsdp.testing import RanksError, run_ranks
+from composable_fsdp.testing import RanksError
 from tests._internals import state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, seeded, shard_layers, squared_error, vectors
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import (
     OPTIMIZERS,
     assert_equal_runs,

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import DivergenceError, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.testing import run_ranks
 from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.slack import slack
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 

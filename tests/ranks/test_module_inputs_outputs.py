@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import RanksError, run_ranks
+from composable_fsdp.testing import RanksError
 from tests.helpers.models import seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity
 from tests.helpers.transports import COPIES, TRANSPORTS
 

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import GradientError, clip_grad_norm_, find_nonfinite, fully_shard
-from composable_fsdp.testing import run_ranks
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import shard_layers
+from tests.helpers.run_ranks import run_ranks
 
 
 def local_gradient(model: nn.Module, name: str) -> torch.Tensor:

@@ -22,8 +22,8 @@ from composable_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS
 
 CODECS = (Int8(), Int8(block=7), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.testing import run_ranks
 from tests._internals import ShardPlacementResult, state_of
 from tests.helpers.experts import MIXTURE, NUM_EXPERTS, Experts, place_experts
 from tests.helpers.model_parallel import full_run, named_mesh, play
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, expected_shard, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Play, assert_equal_runs, train
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import composable_fsdp
 from composable_fsdp import CPUOffloadPolicy, LifecycleError, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from composable_fsdp.testing import run_ranks
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS
 from tests.simulation import BACKEND, simulated_accelerator
 

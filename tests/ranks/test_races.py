@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ScheduleSettings
 from tests.helpers.models import TASKS
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.stream_training import IN_BUCKETS, chosen, give_costs
 from tests.helpers.training import check_parity, play_task
 from tests.helpers.transports import SOCKETS

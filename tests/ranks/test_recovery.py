@@ -18,7 +18,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from composable_fsdp import DivergenceError, LifecycleError, PeerError, find_nonfinite, fully_shard
-from composable_fsdp.testing import run_ranks
 from tests._internals import (
     Collective,
     GlooCommunicator,
@@ -50,6 +49,7 @@ from tests.helpers.failing_steps import (
     step,
 )
 from tests.helpers.faults import is_last
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 FAILING = 2

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
 from tests.helpers.models import TASKS, Routed, seeded
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS, check_parity
 from tests.helpers.two_headed_model import WIDTH, Heads, inputs_of, one_forward_one_backward
 

@@ -1,55 +1,36 @@
-"""Test ``run_ranks``: results, reuse of processes, and errors for every kind of failure."""
+"""Test the public ``run_ranks``: results, the surroundings of a function, and errors for every kind of failure.
+
+Each call starts processes, which takes seconds. tests/ranks/test_worker_pool.py tests the one that all other tests use.
+"""
 
 from __future__ import annotations
 
-import gc
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing import RanksError, run_ranks, shutdown
-from tests._internals import _pool as pool
-from tests._internals import known_watchdog, watchdog
+from composable_fsdp.testing import RanksError, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
 # Functions that run on the ranks
 
 
-def place(*args: object, **kwargs: object) -> tuple[object, ...]:
-    return dist.get_rank(), dist.get_world_size(), args, kwargs
-
-
 def pid() -> int:
     return os.getpid()
-
-
-def hash_of_text() -> int:
-    return hash("text")
-
-
-def parent_pid() -> int:
-    return os.getppid()
-
-
-def variable(name: str) -> str | None:
-    return os.environ.get(name)
 
 
 def sum_of_ranks() -> torch.Tensor:
@@ -58,40 +39,19 @@ def sum_of_ranks() -> torch.Tensor:
     return tensor
 
 
-def surroundings() -> tuple[object, ...]:
+def surroundings(*args: object, **kwargs: object) -> tuple[object, ...]:
     return (
+        dist.get_rank(),
+        args,
+        kwargs,
         dist.get_backend(),
-        len(dist.distributed_c10d._world.pg_map),
         torch.get_num_threads(),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.rand(()).item(),
-        random.random(),
-        numpy.random.random(),
-        (known := known_watchdog()) is not None and known.has_failed,
+        (torch.rand(()).item(), random.random(), numpy.random.random()),
+        os.getcwd(),
+        os.environ["GLOO_SOCKET_IFNAME"],
+        os.environ.get("ADDED"),
+        warning(),
     )
-
-
-def change_surroundings() -> int:
-    dist.new_group([0, 1])
-    torch.set_num_threads(2)
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    torch.set_grad_enabled(False)
-    torch.use_deterministic_algorithms(True)
-    random.seed(7)
-    torch.manual_seed(7)
-    numpy.random.seed(7)
-    known = watchdog.job_watchdog()
-    assert known is not None
-    known.fail("raised an error that was caught")
-    return os.getpid()
-
-
-def directory() -> str:
-    return os.getcwd()
 
 
 def warning() -> str:
@@ -100,11 +60,6 @@ def warning() -> str:
     except UserWarning as error:
         return f"raised {error!r}"
     return "passed over"
-
-
-def destroy_default_group() -> int:
-    dist.destroy_process_group()
-    return os.getpid()
 
 
 def fail_on(rank: int) -> None:
@@ -133,9 +88,24 @@ def crash() -> None:
 def leave_others_waiting(child_file: str) -> None:
     if dist.get_rank() == 1:
         child = subprocess.Popen(["sleep", "600"])
-        Path(child_file).write_text(str(child.pid))
+        Path(child_file).write_text(f"{child.pid} {os.getpid()}")
         time.sleep(600)
     dist.barrier()
+
+
+def lose_rank_1() -> int:
+    """Lose rank 1 before rank 0 returns, and keep it waiting."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return dist.get_rank()
+
+
+def ids_in(folder: str) -> None:
+    """Write the ids of the processes of all ranks to files, and let rank 1 fail."""
+    Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
+    dist.barrier()
+    fail_on(1)
 
 
 # Helpers
@@ -163,139 +133,63 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 def failure_of(function: Callable[..., object], world_size: int, *args: object, **options: object) -> RanksError:
-    """Return the error of a call, and check that it has ended the processes."""
-    pids = run_ranks(pid, world_size)
     with pytest.raises(RanksError) as error:
         run_ranks(function, world_size, *args, **options)  # type: ignore[arg-type]  # options may be the timeout
-    assert not any(map(exists, pids))
     return error.value
 
 
 # Successful calls
 
 
-def test_results_come_in_rank_order_and_arguments_arrive() -> None:
-    assert run_ranks(place, 2, "a", [1], key="b") == [(rank, 2, ("a", [1]), {"key": "b"}) for rank in range(2)]
-    assert run_ranks(place, 1) == [(0, 1, (), {})]
-
-
-def test_ranks_communicate_with_each_other() -> None:
-    assert [tensor.item() for tensor in run_ranks(sum_of_ranks, 2)] == [1.0, 1.0]
-
-
-def test_processes_are_kept_for_the_next_call_of_the_same_size() -> None:
-    pids = run_ranks(pid, 2)
-    assert len(set(pids)) == 2
-    assert run_ranks(pid, 2) == pids
-    assert not set(run_ranks(pid, 1)) & set(pids)
-    assert run_ranks(pid, 2) == pids
-
-
-def test_functions_run_by_ranks_are_isolated_from_each_other() -> None:
-    before = run_ranks(surroundings, 2)
-    assert before[0] == before[1]
-    assert before[0][:7] == ("gloo", 1, 1, torch.float32, torch.device("cpu"), True, False)
-    assert run_ranks(change_surroundings, 2) == run_ranks(pid, 2)
-    assert run_ranks(surroundings, 2) == before
-
-
-def test_modules_and_files_are_found_as_the_caller_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "module_made_after_the_pool.py").write_text("def answer():\n    return open('file').read()\n")
-    (tmp_path / "file").write_text("42")
-    run_ranks(pid, 2)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_results_come_in_rank_order_and_arguments_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    numbers = torch.rand(()).item(), random.Random(0).random(), numpy.random.RandomState(0).random()
     monkeypatch.chdir(tmp_path)
-    module = __import__("module_made_after_the_pool")
-    assert run_ranks(module.answer, 2) == ["42", "42"]
-    monkeypatch.undo()
-    assert run_ranks(directory, 2) == [os.getcwd()] * 2
+    found = run_ranks(surroundings, 2, "a", [1], key="b", environment={"ADDED": "1"})
+    common = ("gloo", 1, numbers, str(tmp_path), "lo", "1", "raised UserWarning('careful')")
+    assert found == [(rank, ("a", [1]), {"key": "b"}, *common) for rank in range(2)]
+    assert "ADDED" not in os.environ
 
 
-def test_warnings_are_errors_exactly_where_they_are_for_the_caller() -> None:
-    assert run_ranks(warning, 2) == ["raised UserWarning('careful')"] * 2
+def test_modules_and_warning_filters_are_those_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "from tests.ranks.test_run_ranks import warning\ndef warn_here():\n    return warning()\n"
+    (tmp_path / "module_of_this_test.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = __import__("module_of_this_test")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        assert run_ranks(warning, 2) == ["passed over"] * 2
+        warnings.filterwarnings("ignore", "care", UserWarning)
+        assert run_ranks(module.warn_here, 1) == ["passed over"]
 
 
-def test_a_function_may_destroy_the_default_group() -> None:
-    pids = run_ranks(destroy_default_group, 1)
-    assert not any(map(exists, pids))
-    assert not set(run_ranks(pid, 1)) & set(pids)
+def test_every_call_starts_processes_and_ends_them() -> None:
+    first, second = run_ranks(sum_of_ranks, 2), run_ranks(pid, 2)
+    assert [tensor.item() for tensor in first] == [1.0, 1.0]
+    assert len({*second, *run_ranks(pid, 1), os.getpid()}) == 4
+    assert not any(map(exists, second))
 
 
-def test_a_worker_that_was_killed_between_calls_is_replaced_and_shutdown_ends_it() -> None:
-    (before,) = run_ranks(pid, 1)
-    descriptor = os.pidfd_open(before)
-    os.kill(before, signal.SIGKILL)
-    assert select.select([descriptor], [], [], 20.0)[0]  # all of its threads have ended
-    os.close(descriptor)
-    (after,) = run_ranks(pid, 1)
-    assert not exists(before)
-    shutdown()
-    assert not exists(after)
-
-
-def test_processes_are_forked_from_two_for_each_environment() -> None:
-    parents = run_ranks(parent_pid, 3)
-    assert parents[0] == parents[2] != parents[1]
-    assert os.getpid() not in parents
-    run_ranks(destroy_default_group, 3)  # this ends the processes
-    assert run_ranks(parent_pid, 3) == parents
-    assert run_ranks(variable, 1, "FORKED", environment={"FORKED": "1"}) == ["1"]
-    assert run_ranks(parent_pid, 1, environment={"FORKED": "1"}) != parents[:1]
-    assert run_ranks(variable, 1, "FORKED") == [None]
-    for parent in set(parents):
-        assert len(os.listdir(f"/proc/{parent}/task")) == 1  # a fork copies only one thread
-    shutdown()
-    assert not any(map(exists, parents))
-
-
-def test_adjacent_ranks_hash_text_differently() -> None:
-    first, second = run_ranks(hash_of_text, 2)
-    assert first != second
-
-
-def test_an_interrupt_while_processes_start_does_not_affect_later_calls() -> None:
-    def interrupt(number: int, frame: object) -> None:
-        raise RuntimeError("stopped by the test")
-
-    shutdown()
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)  # the import takes longer than this
-        with pytest.raises(RuntimeError, match="stopped by the test"):
-            run_ranks(pid, 2)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert len(set(run_ranks(pid, 2))) == 2
-
-
-def test_later_processes_get_the_environment_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(destroy_default_group, 1)
-    monkeypatch.setenv("SET_LATER", "2")
-    assert run_ranks(variable, 1, "SET_LATER") == ["2"]
-    run_ranks(destroy_default_group, 1)
+def test_lost_ranks_have_no_result_and_are_not_waited_for() -> None:
+    begin = time.monotonic()
+    assert run_ranks(lose_rank_1, 2, lost=[1], timeout=300.0) == [0]
+    assert time.monotonic() - begin < 200
 
 
 # Failures
 
 
-def test_an_exception_on_one_rank_does_not_leave_the_others_waiting() -> None:
-    run_ranks(pid, 2)  # starts the processes if necessary
+def test_an_exception_on_one_rank_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     begin = time.monotonic()
-    error = failure_of(fail_on, 2, 1)
-    assert time.monotonic() - begin < 30
+    error = failure_of(ids_in, 2, str(tmp_path), timeout=300.0)
+    assert time.monotonic() - begin < 200
     text = str(error)
-    assert text.startswith(f"{__name__}.fail_on failed on rank 1 of 2\n--- rank 0: killed after ")
+    assert text.startswith(f"{__name__}.ids_in failed on rank 1 of 2\n--- rank 0: killed after ")
     raised = "--- rank 1: raised AssertionError: rank 1 has wrong values: {'loss': 3.5}\n"
     assert f"{raised}Traceback (most recent call last)" in text
     assert f'File "{__file__}"' in error.failures[1]
     assert """assert wrong["loss"] == 0""" in error.failures[1]
     assert "dist.barrier()" in error.failures[0]
-    assert "testing/_worker.py" not in text
-    assert [tensor.item() for tensor in run_ranks(sum_of_ranks, 2)] == [1.0, 1.0]
+    assert "testing/ranks.py" not in text
+    assert not any(exists(int((tmp_path / str(rank)).read_text())) for rank in range(2))
 
 
 def test_a_timeout_shows_where_every_rank_was_and_ends_what_they_started(tmp_path: Path) -> None:
@@ -307,8 +201,7 @@ def test_a_timeout_shows_where_every_rank_was_and_ends_what_they_started(tmp_pat
     for rank, line in enumerate(("dist.barrier()", "time.sleep(600)")):
         assert error.failures[rank].startswith("killed after 3.")
         assert f"in leave_others_waiting\n    {line}" in error.failures[rank]
-    assert eventually(lambda: not runs(int(child_file.read_text())))
-    assert run_ranks(place, 2) == [(rank, 2, (), {}) for rank in range(2)]
+    assert eventually(lambda: not any(runs(int(word)) for word in child_file.read_text().split()))
 
 
 def test_a_rank_that_exits_is_reported_with_its_code_and_its_children_end_too(tmp_path: Path) -> None:
@@ -326,22 +219,18 @@ def test_a_rank_that_crashes_shows_its_stack() -> None:
 
 
 def test_processes_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    shutdown()
-    monkeypatch.setattr(pool, "_BOOT", "raise SystemExit(7)")
-    with pytest.raises(RanksError, match=r"pid failed on ranks 0-2 of 3\n--- ranks 0-2: ended with exit code 7"):
-        run_ranks(pid, 3)
-    monkeypatch.undo()
-    assert len(run_ranks(pid, 3)) == 3
-    gc.collect()  # would warn about unclosed resources
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RanksError, match=r"pid failed on ranks 0-2 of 3\n--- ranks 0-2: ended with exit code 1$"):
+        run_ranks(pid, 3, lost=[0, 1, 2])
 
 
 def test_unpicklable_functions_and_arguments_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"test_run_ranks.*<lambda>.* top of a module"):
         run_ranks(lambda: None, 2)
-    with pytest.raises(ConfigurationError, match=r"place and its arguments.* arguments must be picklable"):
-        run_ranks(place, 2, threading.Lock())
+    with pytest.raises(ConfigurationError, match=r"pid and its arguments.* arguments must be picklable"):
+        run_ranks(pid, 2, threading.Lock())
     with pytest.raises(ConfigurationError, match=r"at least one rank, not 0"):
-        run_ranks(place, 0)
+        run_ranks(pid, 0)
     monkeypatch.setattr(pid, "__module__", "__main__")
     with pytest.raises(ConfigurationError, match=r"cannot import __main__.pid from the script.* Move it to a module"):
         run_ranks(pid, 2)
@@ -353,72 +242,23 @@ def test_unpicklable_functions_and_arguments_are_refused_before_the_run(monkeypa
 SCRIPT = """
 import sys
 from composable_fsdp.testing import run_ranks
-from tests.ranks.test_run_ranks import pid, leave_others_waiting
-print(*run_ranks(pid, 2), flush=True)
-if sys.argv[1:]:
-    run_ranks(leave_others_waiting, 2, sys.argv[1])
+from tests.ranks.test_run_ranks import leave_others_waiting
+run_ranks(leave_others_waiting, 2, sys.argv[1])
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*args: str) -> subprocess.Popen[str]:
-        (tmp_path / "script.py").write_text(SCRIPT)
-        command = [sys.executable, str(tmp_path / "script.py"), *args]
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=pipe, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        with process:
-            process.kill()
-
-
-def worker_pids(process: subprocess.Popen[str]) -> list[int]:
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(pids) == 2
-    assert all(map(runs, pids))
-    return pids
-
-
-def test_the_end_of_the_interpreter_ends_the_processes(script: Callable[..., subprocess.Popen[str]]) -> None:
-    process = script()
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(pids) == 2
-    assert process.wait(20) == 0
-    assert not any(map(runs, pids))
-
-
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_processes_end_with_their_caller(
-    script: Callable[..., subprocess.Popen[str]], tmp_path: Path, end: signal.Signals
-) -> None:
+def test_processes_end_with_their_caller(tmp_path: Path, end: signal.Signals) -> None:
     child_file = tmp_path / "child"
-    process = script(str(child_file))
-    pids = worker_pids(process)
-    assert eventually(lambda: child_file.exists() and child_file.read_text() != "")
-    process.send_signal(end)
-    assert process.wait(20) == -end
-    assert eventually(lambda: not any(map(runs, pids)))
-    assert eventually(lambda: not runs(int(child_file.read_text())))
-
-
-def redistribute_on_a_mesh() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tensor"))
-    placements = [Shard(0), Shard(0)]
-    distribute_tensor(torch.arange(4.0), mesh, placements).full_tensor()
-
-
-def count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def test_process_groups_of_earlier_functions_leave_no_threads() -> None:
-    before = run_ranks(count_threads, 2)
-    run_ranks(redistribute_on_a_mesh, 2)
-    assert run_ranks(count_threads, 2) == before
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(child_file)]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert eventually(lambda: child_file.exists() and len(child_file.read_text().split()) == 2, 100.0)
+            ids = [int(word) for word in child_file.read_text().split()]
+            assert all(map(runs, ids))
+            process.send_signal(end)
+            assert process.wait(20) == -end
+        finally:
+            process.kill()
+    assert eventually(lambda: not any(map(runs, ids)))

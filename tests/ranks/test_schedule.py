@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import FSDPModule, fully_shard
-from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
 from tests.helpers.models import TASKS, Routed, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity
 from tests.helpers.transports import SOCKETS
 

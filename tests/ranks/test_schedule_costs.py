@@ -27,9 +27,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.codecs import ErrorFeedback, Int8
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, DivergenceError
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import MessageSizes, state_of
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import sharded
 from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 

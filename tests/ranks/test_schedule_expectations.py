@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import FSDPModule, fully_shard
-from composable_fsdp.testing import run_ranks
 from tests._internals import ForwardRecord, ScheduleRunner, schedule
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import TRANSPORTS
 
 STEPS = 4

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import PeerError, fully_shard
-from composable_fsdp.testing import run_ranks
+from tests.helpers.run_ranks import run_ranks
 
 WIDTH = 16
 

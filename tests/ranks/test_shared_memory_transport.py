@@ -18,7 +18,7 @@ from torch import nn
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError, UnsupportedError
-from composable_fsdp.testing import RanksError, run_ranks
+from composable_fsdp.testing import RanksError
 from tests._internals import (
     SLOT_BYTES,
     SWITCH,
@@ -37,6 +37,7 @@ from tests._internals import (
     is_over_group,
 )
 from tests._internals import segment as memory
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import in_place, over_gloo
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shared memory is for Linux")

@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import LifecycleError, ParameterError, fully_shard
-from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
 from tests.helpers.models import TASKS, Transformer, seeded
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 from tests.helpers.transports import SOCKETS
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, to_empty
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.testing import run_ranks
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import buckets_of, local
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment

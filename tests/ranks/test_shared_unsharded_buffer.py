@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard
 from composable_fsdp import CommunicationPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, to_empty
 from composable_fsdp.codecs.blockwise import Int8
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.testing import run_ranks
 from tests._internals import UnshardedStorage, state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, Task, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import buckets_of, local, sharded
 from tests.helpers.transports import COPIES, SOCKETS, Environment
 

@@ -29,7 +29,7 @@ from composable_fsdp import (
     no_sync,
     unsharded_params,
 )
-from composable_fsdp.testing import run_ranks
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import full_value
 
 FEATURES = 6

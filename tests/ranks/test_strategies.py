@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import ConfigurationError, MeshError, ShardingStrategy, clip_grad_norm_, fully_shard
 from composable_fsdp.checkpoint import load, save
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import by_class
 from tests._internals import ParameterState, state_of
 from tests.helpers.models import TASKS, Block
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import FSDPModule, fully_shard
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import MessageSizes, ParameterState, passes, process_groups, state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity
 from tests.helpers.transports import COPIES, SOCKETS, Environment
 

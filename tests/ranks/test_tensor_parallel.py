@@ -29,7 +29,6 @@ from composable_fsdp import (
     get_total_norm,
     no_sync,
 )
-from composable_fsdp.testing import run_ranks
 from tests.helpers.model_parallel import (
     DECODER,
     PAIRS,
@@ -43,6 +42,7 @@ from tests.helpers.model_parallel import (
     play,
 )
 from tests.helpers.models import seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, sharded, values_of
 from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, train
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from composable_fsdp.diagnostics import write_timeline
 from composable_fsdp.diagnostics.timeline import Lanes, performed
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
 from tests.helpers.faults import build, step
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS
 
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from composable_fsdp import fully_shard
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
 from tests.helpers.forward_mode import load_forward_mode
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import TRANSPORTS
 
 WIDTH = 4

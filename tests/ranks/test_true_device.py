@@ -26,10 +26,10 @@ from composable_fsdp import (
     initialize,
     unsharded_params,
 )
-from composable_fsdp.testing import run_ranks
 from tests.gpu import cases
 from tests.helpers import true_device
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import OPTIMIZERS, assert_equal_runs, play_task, train
 
 DEVICE = true_device.DEVICE

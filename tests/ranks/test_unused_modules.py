@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import LifecycleError, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
 
 STEPS = 6

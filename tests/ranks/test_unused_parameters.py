@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
-from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
 from tests.helpers.counted_collectives import COMMUNICATORS
 from tests.helpers.models import seeded
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import assert_equal_runs, train
 
 

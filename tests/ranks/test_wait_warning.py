@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from composable_fsdp import PeerError, shutdown
-from composable_fsdp.testing import run_ranks
 from tests._internals import missing_ranks, watchdog
 from tests.helpers.faults import build, is_last, step
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 from tests.helpers.warned import find_warning, release_after, wait_for_release, warned
 

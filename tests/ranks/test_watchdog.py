@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import PeerError, fully_shard
-from composable_fsdp.testing import Delay, Fault, inject_faults, run_ranks
+from composable_fsdp.testing import Delay, Fault, inject_faults
 from tests._internals import PATIENCE, known_watchdog
 from tests.helpers.faults import Layers, build, error_of, inject_fault, is_last, step
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, tie_groups
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import PolicyLike, balanced, by_class, by_size, every_module, transformer_blocks
 from tests._internals import find_state, state_of
 from tests.helpers.models import TASKS, Block, Transformer, seeded
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 

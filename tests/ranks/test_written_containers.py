@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
 from tests.helpers.models import seeded, shard_layers
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity
 from tests.helpers.transports import COPIES, TRANSPORTS
 

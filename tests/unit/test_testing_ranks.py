@@ -1,42 +1,31 @@
-"""Answers of workers, and the combination of all ranks' errors into one. The tests start no processes."""
+"""Answers of the ranks of ``run_ranks``, and the combination of all errors into one. The tests start no processes."""
 
 from __future__ import annotations
 
-import os
 import pickle
+import signal
+import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 
 from composable_fsdp.testing import RanksError
-from tests._internals import (
-    Call,
-    Died,
-    Job,
-    Outcome,
-    Raised,
-    Ready,
-    Returned,
-    Stuck,
-    _raise_failures,
-    _run,
-    apply_warning_filters,
-    warning_filters,
-)
+from tests._internals import Outcome, RankProcess, pickled_job, results_of, run_job
 
 
-def answer(function: Callable[..., object], *args: object) -> Returned | Raised:
-    job = pickle.dumps(Job(function, args, {}, warning_filters()))
-    return _run(Call(tuple(sys.path), os.getcwd(), job))
+def answer(function: Callable[..., object], *args: object) -> Outcome:
+    return run_job(pickle.dumps((function, args, {}, list(warnings.filters))))
 
 
-def catch_error(function: Callable[..., object], *args: object) -> Raised:
+def failure_lines(function: Callable[..., object], *args: object) -> list[str]:
     outcome = answer(function, *args)
-    assert isinstance(outcome, Raised)
-    return outcome
+    assert outcome.result == b""
+    return outcome.failure.splitlines()
 
 
 def divide(a: int, b: int) -> float:
@@ -47,50 +36,53 @@ def fail_in_two_lines() -> None:
     raise ValueError("first\nsecond")
 
 
+def warn() -> str:
+    try:
+        warnings.warn("careful", UserWarning, stacklevel=1)
+    except UserWarning:
+        return "raised"
+    return "passed"
+
+
 def error_of(*outcomes: Outcome) -> RanksError:
     with pytest.raises(RanksError) as error:
-        _raise_failures(divide, outcomes)
+        results_of(divide, outcomes)
     return error.value
 
 
 def test_a_result_is_pickled() -> None:
     outcome = answer(divide, 6, 3)
-    assert isinstance(outcome, Returned)
+    assert outcome.failure == ""
     assert pickle.loads(outcome.result) == 2.0
-    assert not outcome.group_alive  # this process has no workers
 
 
 def test_a_traceback_begins_at_the_function_and_shows_its_source() -> None:
-    outcome = catch_error(divide, 1, 0)
-    assert outcome.error == "ZeroDivisionError: division by zero"
-    lines = outcome.traceback.splitlines()
-    assert lines[0] == "Traceback (most recent call last):"
-    assert lines[1].startswith(f'  File "{__file__}", line ')
-    assert lines[2] == "    return a / b"
+    lines = failure_lines(divide, 1, 0)
+    assert lines[:2] == ["raised ZeroDivisionError: division by zero", "Traceback (most recent call last):"]
+    assert lines[2].startswith(f'  File "{__file__}", line ')
+    assert lines[3] == "    return a / b"
 
 
 def test_the_first_line_of_a_long_error_precedes_the_traceback() -> None:
-    outcome = catch_error(fail_in_two_lines)
-    assert outcome.error == "ValueError: first"
-    assert outcome.traceback.endswith("ValueError: first\nsecond\n")
+    lines = failure_lines(fail_in_two_lines)
+    assert lines[0] == "raised ValueError: first"
+    assert lines[-2:] == ["ValueError: first", "second"]
 
 
 def test_exit_and_pytests_outcomes_are_failures_too() -> None:
-    assert catch_error(sys.exit, 5).error == "SystemExit: 5"
-    assert catch_error(pytest.fail, "enough").error == "Failed: enough"
+    assert failure_lines(sys.exit, 5)[0] == "raised SystemExit: 5"
+    assert failure_lines(pytest.fail, "enough")[0] == "raised Failed: enough"
 
 
 def test_a_result_that_cannot_be_pickled_is_named() -> None:
-    assert catch_error(threading.Lock).error.startswith(
-        "TypeError: The result, a lock, cannot be sent to the caller of run_ranks: cannot pickle"
+    assert failure_lines(threading.Lock)[0].startswith(
+        "raised TypeError: The result, a lock, cannot be sent to the caller of run_ranks: cannot pickle"
     )
 
 
 def test_a_module_that_the_worker_cannot_import_is_a_failure_of_the_rank() -> None:
-    job = pickle.dumps(Job(divide, (), {}, ())).replace(__name__.encode(), b"x" * len(__name__))
-    outcome = _run(Call(tuple(sys.path), os.getcwd(), job))
-    assert isinstance(outcome, Raised)
-    assert outcome.error.startswith("ModuleNotFoundError: No module named 'xxx")
+    job = pickled_job(divide, 1, (), {}).replace(__name__.encode(), b"x" * len(__name__))
+    assert run_job(job).failure.startswith("raised ModuleNotFoundError: No module named 'xxx")
 
 
 @pytest.mark.parametrize(
@@ -109,27 +101,29 @@ def test_warning_filters_are_sent_to_ranks(action: str, message: str, module: st
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
         warnings.filterwarnings(action, message, UserWarning, module)  # type: ignore[arg-type]  # a literal to mypy
-        filters = pickle.loads(pickle.dumps(warning_filters()))
+        job = pickled_job(warn, 1, (), {})
         warnings.resetwarnings()
-        apply_warning_filters(filters)
-        assert warning_filters() == filters
-        try:
-            warnings.warn("careful", UserWarning, stacklevel=1)
-        except UserWarning:
-            assert expected == "raised"
-        else:
-            assert expected == "passed"
+        before = list(warnings.filters)
+        assert pickle.loads(run_job(job).result) == expected
+        assert list(warnings.filters) == before
 
 
-DONE = Returned(b"", group_alive=True)
+DONE = Outcome(pickle.dumps(2.0))
 
 
 def test_ranks_that_returned_are_no_failure() -> None:
-    _raise_failures(divide, [DONE, DONE])
+    assert results_of(divide, [DONE, DONE]) == [2.0, 2.0]
+
+
+def test_failures_of_lost_ranks_are_no_failure_and_they_have_no_result() -> None:
+    assert results_of(divide, [DONE, Outcome(failure="died of SIGKILL"), DONE], lost=[1, 2]) == [2.0]
+    with pytest.raises(RanksError, match="divide failed on rank 0 of 2"):
+        results_of(divide, [Outcome(failure="died of SIGKILL"), DONE], lost=[1])
 
 
 def test_the_headline_counts_only_ranks_with_their_own_failure() -> None:
-    error = error_of(Stuck(1.04, "stack"), DONE, Raised("E: x", "Traceback\nE: x\n"))
+    stuck = Outcome(failure="killed after 1.0 s, when it was at\nstack", is_stuck=True)
+    error = error_of(stuck, DONE, Outcome(failure="raised E: x\nTraceback\nE: x"))
     assert str(error).splitlines() == [
         f"{__name__}.divide failed on rank 2 of 3",
         "--- rank 0: killed after 1.0 s, when it was at",
@@ -139,10 +133,13 @@ def test_the_headline_counts_only_ranks_with_their_own_failure() -> None:
         "E: x",
     ]
     assert sorted(error.failures) == [0, 2]
+    assert str(error_of(stuck, DONE)).startswith(
+        f"{__name__}.divide did not return in time on rank 0 of 2\n--- rank 0: k"
+    )
 
 
 def test_the_same_failure_on_many_ranks_is_shown_once() -> None:
-    same = Raised("E: x", "Traceback")
+    same = Outcome(failure="raised E: x\nTraceback")
     assert str(error_of(same, DONE, same, same)).splitlines() == [
         f"{__name__}.divide failed on ranks 0, 2-3 of 4",
         "--- ranks 0, 2-3: raised E: x",
@@ -151,16 +148,19 @@ def test_the_same_failure_on_many_ranks_is_shown_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "headline", "text"),
+    ("program", "stacks", "text"),
     [
-        ([Stuck(60.0, "")], "did not return in time on rank 0 of 1", "killed after 60.0 s, when it was at\n(its stack"),
-        ([Died(3, "")], "failed on rank 0 of 1", "ended with exit code 3"),
-        ([Died(-9, "")], "failed on rank 0 of 1", "died of SIGKILL"),
-        ([Died(-11, "Fatal\n")], "failed on rank 0 of 1", "died of SIGSEGV\nFatal"),
-        ([Died(-99, "")], "failed on rank 0 of 1", "died of signal 99"),
-        ([Died(1, ""), Ready()], "failed on rank 0 of 2", "ended with exit code 1"),
+        (["false"], "", "ended with exit code 1"),
+        (["sh", "-c", f"kill -{signal.SIGKILL:d} $$"], "", "died of SIGKILL"),
+        (["sh", "-c", f"kill -{signal.SIGHUP:d} $$"], "Fatal\n", "died of SIGHUP\nFatal"),
+        (["sh", "-c", f"kill -{signal.SIGRTMIN + 1:d} $$"], "", f"died of signal {signal.SIGRTMIN + 1:d}"),
     ],
 )
-def test_every_kind_of_failure_has_its_message(outcomes: Sequence[Outcome], headline: str, text: str) -> None:
-    error = error_of(*outcomes)
-    assert str(error).startswith(f"{__name__}.divide {headline}\n--- rank 0: {text}")
+def test_every_end_of_a_process_has_its_message(program: Sequence[str], stacks: str, text: str, tmp_path: Path) -> None:
+    connection, theirs = Pipe()
+    theirs.close()
+    (tmp_path / "stacks").write_text(stacks)
+    process = subprocess.Popen(program, start_new_session=True)
+    process.wait(20)
+    assert RankProcess(process, connection, tmp_path / "stacks").answer() == Outcome(failure=text)
+    assert connection.closed

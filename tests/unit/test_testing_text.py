@@ -28,13 +28,13 @@ def dump(source: str) -> str:
     """Return a dump of all threads in faulthandler's format, with the innermost frame first."""
     return f"""Thread 0x00007f97a92146c0 (most recent call first):
   File "/lib/multiprocessing/connection.py", line 395 in _recv
-  File "/our/composable_fsdp/testing/_worker.py", line 60 in _receive
+  File "/our/composable_fsdp/testing/ranks.py", line 60 in receive
 
 Current thread 0x00007f97ca854b80 (most recent call first):
   File "{source}", line 3 in helper
   File "{source}", line 1 in step
-  File "/our/composable_fsdp/testing/_worker.py", line 93 in _run
-  File "/our/composable_fsdp/testing/_worker.py", line 53 in main
+  File "/our/composable_fsdp/testing/ranks.py", line 93 in run_job
+  File "/our/composable_fsdp/testing/ranks.py", line 53 in main
   File "<string>", line 1 in <module>
 """
 

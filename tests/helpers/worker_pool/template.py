@@ -50,14 +50,14 @@ class Template:
                 start_new_session=True,  # Ctrl-C is the caller's
             )
 
-    def fork(self, arguments: Mapping[str, Any], descriptors: Sequence[int], environment: Mapping[str, str]) -> Process:
-        """Fork a process that runs the function of :func:`serve` with ``arguments`` and copies of ``descriptors``.
+    def fork(self, arguments: Mapping[str, Any], pipe: int, environment: Mapping[str, str]) -> Process:
+        """Fork a process that runs the function of :func:`serve` with ``arguments`` and a copy of a descriptor.
 
         Waits until the template has imported everything. If that failed, the returned process is the template,
         which has ended.
         """
         request = {"arguments": arguments, "environment": dict(environment)}
-        pid = self._ask(request, [*descriptors, 1, 2])
+        pid = self._ask(request, [pipe, 1, 2])
         return Process(self, self._process.pid, self._process.wait()) if pid is None else Process(self, pid)
 
     @property
@@ -95,38 +95,33 @@ class Template:
 
 
 class Process:
-    """A child of ``template``, unless its exit ``code`` is known already. It leads a process group. Final.
+    """A child of ``template``, unless its exit code, ``returncode``, is known already. Final.
 
-    Only the caller collects it. Until then its id and its process group cannot be reused, even if it has ended.
+    It leads a process group, and has the methods of ``subprocess.Popen`` that ``RankProcess`` calls. Only the caller
+    collects it. Until then its id and its process group cannot be reused, even if it has ended.
     """
 
-    def __init__(self, template: Template, pid: int, code: int | None = None) -> None:
+    def __init__(self, template: Template, pid: int, returncode: int | None = None) -> None:
         self.pid = pid
+        self.returncode = returncode
         self._template = template
-        self._code = code
 
-    @property
-    def ended(self) -> bool:
-        return self._code is not None or self._template.has_ended(self.pid)
-
-    def kill(self) -> None:
-        """Kill the process and its children, unless it was collected."""
-        if self._code is None:
-            with suppress(ProcessLookupError):  # its template has ended, so another process has collected it
-                os.killpg(self.pid, signal.SIGKILL)
+    def poll(self) -> int | None:
+        """Collect the process if it has ended, and return its exit code, negative for a signal."""
+        return self.wait() if self.returncode is None and self._template.has_ended(self.pid) else self.returncode
 
     def wait(self) -> int:
         """Collect the process once it has ended, and return its exit code, negative for a signal."""
-        if self._code is None:
-            self._code = self._template.collect(self.pid)
-        return self._code
+        if self.returncode is None:
+            self.returncode = self._template.collect(self.pid)
+        return self.returncode
 
 
 def serve(descriptor: int, run: Callable[..., None]) -> None:
     """Run the template: fork processes that call ``run``, until the other end of the socket ``descriptor`` is closed.
 
     Args:
-        run: called with the arguments of the request, and as ``descriptors`` with those that came with it.
+        run: called with the arguments of the request, and as ``pipe`` with the descriptor that came with it.
     """
     gc.collect()
     gc.freeze()  # otherwise the first collection of every child would write to all pages, and so copy them
@@ -163,13 +158,13 @@ def _run_child(request: Mapping[str, Any], descriptors: Sequence[int], run: Call
     code = 1
     try:
         _lead_group(os.getpid())
-        *own, stdout, stderr = descriptors
+        pipe, stdout, stderr = descriptors
         for source, target in ((stdout, 1), (stderr, 2)):
             os.dup2(source, target)
             os.close(source)
         os.environ.clear()
         os.environ.update(request["environment"])
-        run(**request["arguments"], descriptors=own)
+        run(**request["arguments"], pipe=pipe)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -1,0 +1,149 @@
+"""``run_ranks`` with processes that are kept for the next call, which makes the suite fast.
+
+It does what ``composable_fsdp.testing.run_ranks`` does, but only the first call of a world size and environment starts
+processes. They are forked from processes that have imported torch, so only the first one pays for the import; libraries
+that read the environment at import read it then. Before every call, the default dtype, device and grad mode are reset,
+process groups made by earlier functions are destroyed, and failed steps forgotten. Module globals are kept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from multiprocessing import Pipe
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from tests._internals import START_TIMEOUT, VARIABLES, Outcome, RankProcess, ask, pickled_job, results_of
+from tests.helpers.worker_pool.reset import reset
+from tests.helpers.worker_pool.template import Template
+
+__all__ = ["run_ranks", "shutdown"]
+
+T = TypeVar("T")
+
+TEMPLATES = 2
+"""Templates per environment. Adjacent ranks then differ in per-process randomness, such as hashes of ``str``."""
+
+BOOT = (
+    "import json, sys; requests = int(sys.argv.pop()); sys.path[:] = json.loads(sys.argv.pop()); "
+    "from composable_fsdp.testing.ranks import main; import tests.helpers.worker_pool.reset; "
+    "from tests.helpers.worker_pool.template import serve; serve(requests, main)"
+)
+
+
+def run_ranks(
+    function: Callable[..., T],
+    world_size: int,
+    *args: object,
+    timeout: float = 60.0,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    lost: Collection[int] = (),
+    **kwargs: object,
+) -> list[T]:
+    """Do what ``composable_fsdp.testing.run_ranks`` does, and keep the processes if none failed and none is lost."""
+    __tracebackhide__ = True
+    job = pickled_job(function, world_size, args, kwargs)
+    key = world_size, frozenset(environment.items())
+    _shut_down_at_exit()
+    with _lock:
+        pool = _pools.pop(key, None)
+        outcomes: list[Outcome] = []
+        try:
+            if pool is None or not _all_returned(pool.reset()):
+                if pool is not None:  # a function has destroyed the default group, or a process was killed
+                    pool.kill()
+                pool = RankPool(world_size, environment)
+                results_of(function, pool.reset())
+            outcomes = ask(pool.ranks, job, timeout, lost)
+        finally:
+            if pool is not None and outcomes and _all_returned(outcomes) and not lost:
+                _pools[key] = pool
+            elif pool is not None:
+                pool.kill()
+    return results_of(function, outcomes, lost)
+
+
+def shutdown() -> None:
+    """End all processes, as the interpreter's exit does. The next :func:`run_ranks` starts new ones."""
+    with _lock:
+        while _pools:
+            _pools.popitem()[1].kill()
+        while _templates:
+            _templates.popitem()[1].end()
+
+
+def _all_returned(outcomes: Collection[Outcome]) -> bool:
+    return not any(outcome.failure for outcome in outcomes)
+
+
+class RankPool:
+    """``size`` processes that have ``environment`` in addition to their parent's. Final.
+
+    Between calls every process waits for the next one. If one fails, the caller must ``kill`` the pool: a failed
+    collective leaves ranks out of step.
+    """
+
+    def __init__(self, size: int, environment: Mapping[str, str]) -> None:
+        self.ranks: list[RankProcess] = []
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory()
+        self._calls = itertools.count()
+        variables = {**os.environ, **VARIABLES, **environment}
+        templates = [_template(number, environment, variables) for number in range(min(size, TEMPLATES))]
+        try:
+            for rank in range(size):
+                stacks = Path(self._folder.name, str(rank))
+                arguments = {"rank": rank, "world_size": size, "port": self._store.port, "stacks": str(stacks)}
+                connection, theirs = Pipe()
+                with theirs:
+                    process = templates[rank % TEMPLATES].fork(arguments, theirs.fileno(), variables)
+                self.ranks.append(RankProcess(cast("subprocess.Popen[bytes]", process), connection, stacks))
+        except BaseException:
+            self.kill()
+            raise
+
+    def reset(self) -> list[Outcome]:
+        """Make all processes alike, with the caller's modules and directory. The first call waits for their start."""
+        args = next(self._calls), sys.path, os.getcwd()
+        return ask(self.ranks, pickle.dumps((reset, args, {}, [])), START_TIMEOUT)
+
+    def kill(self) -> None:
+        """Kill all processes and their children, and wait until they have ended."""
+        for rank in self.ranks:
+            rank.kill()
+        self._folder.cleanup()
+
+
+_pools: dict[tuple[int, frozenset[tuple[str, str]]], RankPool] = {}
+"""Pools by world size and environment."""
+
+_templates: dict[tuple[int, frozenset[tuple[str, str]]], Template] = {}
+"""Templates by number, and by the variables that their processes have in addition to this process's environment."""
+
+_lock = threading.RLock()
+
+
+@cache
+def _shut_down_at_exit() -> None:
+    atexit.register(shutdown)
+
+
+def _template(number: int, extra: Mapping[str, str], environment: Mapping[str, str]) -> Template:
+    key = (number, frozenset(extra.items()))
+    if key in _templates and not _templates[key].alive:
+        _templates.pop(key).end()
+    if key not in _templates:
+        _templates[key] = Template(BOOT, environment, START_TIMEOUT)
+    return _templates[key]
