@@ -40,7 +40,7 @@ from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checks
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "set_random_state"]
+__all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "key_of", "set_random_state"]
 
 Path = tuple[str, ...]
 """The path of a value in a nested state dict. Joined by dots, it is the key in the checkpoint."""
@@ -52,72 +52,47 @@ _PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
 
 @dataclass
 class Contents:
-    """The state that one rank has to save, by key.
+    """The state that one rank has to save, by path.
 
     Attributes:
         parts: local shards of tensors. A block that several ranks hold is written by one of them.
         objects: all other values, serialized by ``torch.save``. If several ranks have a key, one of them writes it.
-        aliases: further keys of tensors in ``parts``.
-        paths: the paths of all keys.
-        replicated: checksums of the plain tensors in ``parts`` that must be equal on all ranks.
+        aliases: further paths of tensors in ``parts``, with the path there.
+        replicated: checksums of the plain tensors in ``parts`` that must be equal on all ranks, by key.
     """
 
-    parts: dict[str, LocalShard] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
+    parts: dict[Path, LocalShard] = field(default_factory=dict)
+    objects: dict[Path, bytes] = field(default_factory=dict)
+    aliases: dict[Path, Path] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
 
-    def add_tensor(self, path: Path, part: LocalShard) -> None:
-        self.parts[self._add_path(path)] = part
-
-    def add_alias(self, path: Path, of: Path) -> None:
-        self.aliases[self._add_path(path)] = ".".join(of)
-
-    def add_replicated(self, path: Path, value: torch.Tensor) -> None:
-        """Add a plain tensor that all ranks have. It is saved once."""
-        self.add_tensor(path, LocalShard(value))
-        self.replicated[self._add_path(path)] = checksum(LocalShard(value).local)
-
-    def add_object(self, path: Path, value: object) -> None:
-        self.objects[self._add_path(path)] = serialize(value)
-
     def inner_contributions(self) -> dict[str, inner_tensors.InnerContribution]:
-        """Return this rank's contribution to each tensor subclass that is saved as inner tensors.
+        """Return this rank's contribution to each tensor subclass that is saved as inner tensors, by key.
 
         Raises:
             CheckpointError: a tensor subclass does not say which inner tensors it consists of.
         """
-        for key, part in self.parts.items():
+        parts = {key_of(path): part for path, part in self.parts.items()}
+        for key, part in parts.items():
             inner_tensors.refuse_unknown(key, part)
-        return {
-            key: inner_tensors.inner_contribution_of(p) for key, p in self.parts.items() if inner_tensors.has_inner(p)
-        }
+        return {key: inner_tensors.inner_contribution_of(p) for key, p in parts.items() if inner_tensors.has_inner(p)}
 
     def expand(self, merged: Mapping[str, inner_tensors.Agreed]) -> None:
         """Replace each tensor in ``merged``, the contributions of all ranks, by its inner tensors and its record."""
-        of = {alias: key for alias, key in self.aliases.items() if key in merged}
-        for key in of:
-            del self.aliases[key]
-        for key in [key for key in self.parts if key in merged]:
-            part, path = self.parts.pop(key), self.paths.pop(key)
-            inner = inner_tensors.parts_of(part, merged[key].inner)
-            self._add_record(key, path, part, merged[key])
-            for suffix, each in inner.items():
-                self.add_tensor(_with_suffix(path, suffix), each)
-            for alias in (alias for alias, first in of.items() if first == key):
-                other = self.paths.pop(alias)
-                self._add_record(alias, other, part, merged[key])
-                for suffix in inner:
-                    self.add_alias(_with_suffix(other, suffix), _with_suffix(path, suffix))
+        for path in [path for path in self.parts if key_of(path) in merged]:
+            part, agreed = self.parts.pop(path), merged[key_of(path)]
+            aliases = [alias for alias, of in self.aliases.items() if of == path]
+            for each in (path, *aliases):
+                self.aliases.pop(each, None)
+                self.objects["classes", key_of(each)] = serialize(agreed.record(each, part).encoded())
+            for suffix, inner in inner_tensors.parts_of(part, agreed.inner).items():
+                self.parts[_with_suffix(path, suffix)] = inner
+                self.aliases |= {_with_suffix(alias, suffix): _with_suffix(path, suffix) for alias in aliases}
 
-    def _add_record(self, key: str, path: Path, part: LocalShard, merged: inner_tensors.Agreed) -> None:
-        self.add_object(("classes", key), merged.record(path, part).encoded())
 
-    def _add_path(self, path: Path) -> str:
-        key = ".".join(path)
-        self.paths[key] = path
-        return key
+def key_of(path: Path) -> str:
+    """Return the key of the value at ``path``."""
+    return ".".join(path)
 
 
 def _with_suffix(path: Path, suffix: str) -> Path:
@@ -148,29 +123,29 @@ def contents_of(
     contents = Contents()
     tensors, others = tensors_of(model)
     for first, *shared in tensors:
-        contents.add_tensor(("model", first.name), LocalShard(first.value, first.sharding))
+        contents.parts["model", first.name] = LocalShard(first.value, first.sharding)
         for entry in shared:
-            contents.add_alias(("model", entry.name), ("model", first.name))
+            contents.aliases["model", entry.name] = ("model", first.name)
     for entry in others:
-        contents.add_object(("model", entry.name), entry.value)
+        contents.objects["model", entry.name] = serialize(entry.value)
     if optimizer is not None:
         _add_optimizer(contents, model, optimizer, merged)
     if averages is not None:
         for entry in averages.entries():
-            contents.add_tensor(("averages", "values", entry.name), LocalShard(entry.value, entry.sharding))
-        contents.add_object(("averages", "steps"), averages.steps)
+            contents.parts["averages", "values", entry.name] = LocalShard(entry.value, entry.sharding)
+        contents.objects["averages", "steps"] = serialize(averages.steps)
     for name, kept in communication_of(model).items():
-        contents.add_tensor(("communication", name, "residual"), LocalShard(kept["residual"]))
-        contents.add_object(("communication", name, "rounds"), kept["rounds"])
+        contents.parts["communication", name, "residual"] = LocalShard(kept["residual"])
+        contents.objects["communication", name, "rounds"] = serialize(kept["rounds"])
     try:
-        contents.add_object(("ranks", str(rank), "extra"), dict(extra))
+        contents.objects["ranks", str(rank), "extra"] = serialize(dict(extra))
     except _PICKLE_ERRORS as error:
         where, value = _unpicklable(dict(extra), "extra")
         raise CheckpointError(
             f"{where} of rank {rank} is of the class {type(value).__name__}, which cannot be pickled ({error}). Save "
             "what describes it instead: numbers, strings, lists, dicts and tensors"
         ) from error
-    contents.add_object(("ranks", str(rank), "random"), get_random_state())
+    contents.objects["ranks", str(rank), "random"] = serialize(get_random_state())
     return contents
 
 
@@ -178,14 +153,15 @@ def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, m
     for member, key, value in state_of(OptimizerParams(model, optimizer)):
         path = ("optimizer", "state", member.name, key)
         if (member.name, key) in merged.shards:
-            contents.add_tensor(path, LocalShard(alias_of(cast(DTensor, member.parameter), value), member.sharding))
+            contents.parts[path] = LocalShard(alias_of(cast(DTensor, member.parameter), value), member.sharding)
         elif is_plain(value, member) and type(LocalShard(value).local) is torch.Tensor:
-            contents.add_replicated(path, value)
+            contents.parts[path] = LocalShard(value)
+            contents.replicated[key_of(path)] = checksum(LocalShard(value).local)
         elif isinstance(value, torch.Tensor):
-            contents.add_tensor(path, LocalShard(value, member.sharding))
+            contents.parts[path] = LocalShard(value, member.sharding)
         else:
-            contents.add_object(path, value)
-    contents.add_object(("optimizer", "param_groups"), merged.groups)
+            contents.objects[path] = serialize(value)
+    contents.objects["optimizer", "param_groups"] = serialize(merged.groups)
 
 
 def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:

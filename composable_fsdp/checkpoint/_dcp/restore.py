@@ -20,8 +20,7 @@ from composable_fsdp._runtime.shard_extent import like
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name, said, tensor_text
 from composable_fsdp.checkpoint._coordination.progress import progress_bar
 from composable_fsdp.checkpoint._dcp.contents import communication_of
-from composable_fsdp.checkpoint._dcp.filesystem import reader_of
-from composable_fsdp.checkpoint._dcp.planner import LoadPlanner
+from composable_fsdp.checkpoint._dcp.planner import Blocks, read
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
 from composable_fsdp.checkpoint._state_dict.names import plain_name, prepare_for_access, tensors_of
@@ -40,9 +39,9 @@ def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weigh
         CheckpointError: an object has a class that ``torch.load(weights_only=True)`` does not admit.
     """
     saved = metadata.state_dict_metadata
-    planner = LoadPlanner(metadata, {}, [key for key in keys if isinstance(saved.get(key), BytesStorageMetadata)])
-    reader_of(folder, metadata).read_data(planner.create_local_plan(), planner).wait()
-    return {key: _decoded(key, data, weights_only) for key, data in planner.read.items()}
+    objects = {key: b"" for key in keys if isinstance(saved.get(key), BytesStorageMetadata)}
+    read(folder, metadata, objects)
+    return {key: _decoded(key, data, weights_only) for key, data in objects.items()}
 
 
 def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
@@ -135,9 +134,9 @@ class RestorePlan:
                 show_done(nbytes)
 
             with ExitStack() as memory:  # parts that cannot be written to, such as expanded buffers, get their own
-                blocks = {k: p.blocks(memory.enter_context(p.plain(write=True))) for k, p in self._parts.items()}
-                planner = LoadPlanner(self._metadata, blocks, done=done)
-                reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
+                plain = {key: memory.enter_context(part.plain(write=True)) for key, part in self._parts.items()}
+                blocks = {key: Blocks(part.shape, part.blocks(plain[key])) for key, part in self._parts.items()}
+                read(folder, self._metadata, blocks, done)
             self.has_changed = True
             for tensor, absent in self._absent:
                 for attribute, value in absent.items():
