@@ -16,10 +16,11 @@ Names are those of the model without wrappers such as ``torch.compile``.
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,16 +32,33 @@ from torch.optim import Optimizer
 from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.params.sharded_param import alias_of
 from composable_fsdp._runtime.shard_extent import states_below
-from composable_fsdp.checkpoint._dcp.optimizer_state import MergedState, serialize, state_of
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.names import tensors_of
-from composable_fsdp.checkpoint._state_dict.optimizer_params import OptimizerParams, is_plain
+from composable_fsdp.checkpoint._state_dict.optimizer_params import (
+    OptimizerParam,
+    OptimizerParams,
+    has_shards_shape,
+    is_plain,
+)
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "key_of", "set_random_state"]
+__all__ = [
+    "Contents",
+    "OptimizerEntries",
+    "Path",
+    "check_replicated",
+    "communication_of",
+    "contents_of",
+    "get_random_state",
+    "key_of",
+    "merge",
+    "optimizer_entries",
+    "serialize",
+    "set_random_state",
+]
 
 Path = tuple[str, ...]
 """The path of a value in a nested state dict. Joined by dots, it is the key in the checkpoint."""
@@ -95,6 +113,13 @@ def key_of(path: Path) -> str:
     return ".".join(path)
 
 
+def serialize(value: object) -> bytes:
+    """Return ``value`` as serialized by ``torch.save``."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
+
+
 def _with_suffix(path: Path, suffix: str) -> Path:
     return (*path[:-1], f"{path[-1]}{suffix}")
 
@@ -105,7 +130,7 @@ def contents_of(
     averages: ShardedEMA | None,
     extra: Mapping[str, Any],
     rank: int,
-    merged: MergedState,
+    merged: OptimizerEntries,
 ) -> Contents:
     """Return everything that this rank has to save. Tensors are not copied.
 
@@ -115,7 +140,7 @@ def contents_of(
         averages: moving averages of ``model``.
         extra: additional objects of this rank.
         rank: this process's rank.
-        merged: the optimizer state of all ranks.
+        merged: the optimizer's entries of all ranks.
 
     Raises:
         CheckpointError: the model is on the meta device, or a part of ``extra`` cannot be pickled.
@@ -149,10 +174,10 @@ def contents_of(
     return contents
 
 
-def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, merged: MergedState) -> None:
-    for member, key, value in state_of(OptimizerParams(model, optimizer)):
+def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, merged: OptimizerEntries) -> None:
+    for member, key, value in _state_of(OptimizerParams(model, optimizer)):
         path = ("optimizer", "state", member.name, key)
-        if (member.name, key) in merged.shards:
+        if merged.are_shards.get((member.name, key)):
             contents.parts[path] = LocalShard(alias_of(cast(DTensor, member.parameter), value), member.sharding)
         elif is_plain(value, member) and type(LocalShard(value).local) is torch.Tensor:
             contents.parts[path] = LocalShard(value)
@@ -161,7 +186,84 @@ def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, m
             contents.parts[path] = LocalShard(value, member.sharding)
         else:
             contents.objects[path] = serialize(value)
-    contents.objects["optimizer", "param_groups"] = serialize(merged.groups)
+    groups = [torch.load(io.BytesIO(data), map_location="cpu", weights_only=False) for data in merged.groups.values()]
+    contents.objects["optimizer", "param_groups"] = serialize(groups)
+
+
+# -- optimizer state: one rank alone cannot tell whether a plain tensor is its shard or a copy that every rank has
+
+
+@dataclass(frozen=True)
+class OptimizerEntries:
+    """Entries of an optimizer, on one rank or on all: ranks may hold different parameters, as pipeline stages do.
+
+    Attributes:
+        groups: serialized param groups by the names of their parameters, with these names in ``params``.
+        are_shards: for each plain tensor of the state, by the names of its parameter and its key, True if it has the
+            shape of the rank's shard on every rank that has it.
+    """
+
+    groups: Mapping[tuple[str, ...], bytes] = field(default_factory=dict)
+    are_shards: Mapping[tuple[str, str], bool] = field(default_factory=dict)
+
+
+def optimizer_entries(model: nn.Module, optimizer: Optimizer | None) -> OptimizerEntries:
+    """Return this rank's entries.
+
+    Raises:
+        CheckpointError: the optimizer has parameters that are not the model's.
+    """
+    if optimizer is None:
+        return OptimizerEntries()
+    params = OptimizerParams(model, optimizer)
+    groups = {}
+    for members, group in zip(params.groups, optimizer.param_groups, strict=True):
+        names = [member.name for member in members]
+        groups[tuple(names)] = serialize({**group, "params": names})
+    are_shards = {
+        (m.name, key): has_shards_shape(value, m) for m, key, value in _state_of(params) if is_plain(value, m)
+    }
+    return OptimizerEntries(groups, are_shards)
+
+
+def merge(entries: Sequence[OptimizerEntries]) -> OptimizerEntries:
+    """Merge the entries of all ranks. If ranks have a group of the same parameters, the first rank's is used."""
+    groups: dict[tuple[str, ...], bytes] = {}
+    are_shards: dict[tuple[str, str], bool] = {}
+    for each in entries:
+        groups = {**each.groups, **groups}
+        are_shards |= {key: are and are_shards.get(key, True) for key, are in each.are_shards.items()}
+    return OptimizerEntries(groups, are_shards)
+
+
+def _state_of(params: OptimizerParams) -> Iterator[tuple[OptimizerParam, str, Any]]:
+    """Yield each parameter with each key and value of its optimizer state."""
+    for member in params.members.values():
+        for key, value in params.state_of(member).items():
+            yield member, str(key), value
+
+
+def check_replicated(checksums: Sequence[Mapping[str, int]]) -> None:
+    """Raise unless the tensors that are saved once are equal on all ranks.
+
+    Args:
+        checksums: for each rank, checksums by checkpoint key.
+
+    Raises:
+        CheckpointError: the values differ between ranks.
+    """
+    first: dict[str, tuple[int, int]] = {}
+    for rank, on_rank in enumerate(checksums):
+        for key, found in on_rank.items():
+            first_rank, expected = first.setdefault(key, (rank, found))
+            if found != expected:
+                raise CheckpointError(
+                    f"{key} is a plain tensor with other values on rank {rank} than on rank {first_rank}, but "
+                    "only one is saved. Have the optimizer keep a DTensor, or a tensor of the local shard's shape."
+                )
+
+
+# -- state besides tensors
 
 
 def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -16,12 +16,18 @@ from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint._coordination.progress import progress_bar
 from composable_fsdp.checkpoint._coordination.rank_group import RankGroup
-from composable_fsdp.checkpoint._dcp.contents import Contents, contents_of
+from composable_fsdp.checkpoint._dcp.contents import (
+    Contents,
+    OptimizerEntries,
+    check_replicated,
+    contents_of,
+    merge,
+    optimizer_entries,
+)
 from composable_fsdp.checkpoint._dcp.contents import Path as ContentsPath
 from composable_fsdp.checkpoint._dcp.directory import PartialCheckpoint, complete
 from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
 from composable_fsdp.checkpoint._dcp.manifest import FileRecord
-from composable_fsdp.checkpoint._dcp.optimizer_state import Contribution, check_replicated, contribution_of, merge
 from composable_fsdp.checkpoint._dcp.planner import SavePlanner
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
@@ -69,11 +75,11 @@ class CheckpointSaver:
 
         what = f"saving to {self._path}"
 
-        def contribute() -> Contribution:
+        def entries() -> OptimizerEntries:
             prepare_for_access(model)
-            return contribution_of(model, optimizer)
+            return optimizer_entries(model, optimizer)
 
-        merged = self._ranks.combine(what, contribute, merge)
+        merged = self._ranks.combine(what, entries, merge)
         contents = Contents()
 
         def contributions() -> Mapping[str, inner_tensors.InnerContribution]:

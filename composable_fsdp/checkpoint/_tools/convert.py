@@ -20,7 +20,6 @@ from torch.distributed.checkpoint._traverse import set_element
 from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
 from composable_fsdp.checkpoint._dcp.manifest import Manifest
-from composable_fsdp.checkpoint._dcp.optimizer_state import serialize
 from composable_fsdp.checkpoint._dcp.planner import SavePlanner
 from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts, sync
 from composable_fsdp.checkpoint._safetensors.file_layout import INDEX, SINGLE, TensorFiles, TensorSpec
@@ -172,7 +171,7 @@ def _write_dcp(conversion: _Conversion, target: Path, max_file_bytes: int) -> No
     state = contents.Contents(aliases=dict(conversion.aliases))
     state.parts = {path: LocalShard(tensor) for path, tensor in conversion.tensors.items()}
     values = {tuple(map(str, path)): value for path, value in conversion.objects.items()}  # DCP's paths have indices
-    state.objects = {path: serialize(value) for path, value in values.items() if path != ("step",)}
+    state.objects = {path: contents.serialize(value) for path, value in values.items() if path != ("step",)}
     manifest, step = conversion.manifest, conversion.objects.get(("step",))
     ranks = {path[1] for path in conversion.objects if path[0] == "ranks"}
     folder = _incomplete(target)

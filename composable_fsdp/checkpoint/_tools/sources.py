@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp.directory import MANIFEST, METADATA, candidates, find
 from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
+from composable_fsdp.checkpoint._dcp.load_directory import read_objects
 from composable_fsdp.checkpoint._dcp.manifest import Manifest
 from composable_fsdp.checkpoint._dcp.planner import Blocks
 from composable_fsdp.checkpoint._dcp.planner import read as read_values
-from composable_fsdp.checkpoint._dcp.restore import read_objects
 from composable_fsdp.checkpoint._safetensors.reader import StoredTensors, opened
 from composable_fsdp.errors import CheckpointError
 
