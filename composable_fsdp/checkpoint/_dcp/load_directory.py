@@ -39,7 +39,7 @@ from composable_fsdp.checkpoint._dcp import directory as folder
 from composable_fsdp.checkpoint._dcp.contents import communication_of, set_random_state
 from composable_fsdp.checkpoint._dcp.directory import MANIFEST
 from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
-from composable_fsdp.checkpoint._dcp.manifest import Manifest, damage_in, damage_text, read_manifest
+from composable_fsdp.checkpoint._dcp.manifest import Manifest, damage_text, problem_of, read_manifest
 from composable_fsdp.checkpoint._dcp.planner import Blocks, read
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
@@ -116,7 +116,11 @@ class CheckpointLoader:
         def each() -> str:
             total = sum(record.bytes for record in share.values())
             with progress_bar(self._show and contents, f"verifying {checkpoint.name}", total) as done:
-                return next(damage_in(checkpoint, share, contents=contents, done=done), "")
+                for name, record in share.items():
+                    if found := problem_of(checkpoint / name, record, contents=contents):
+                        return found
+                    done(record.bytes)
+            return ""
 
         def together(found: list[str]) -> str:
             return join_rank_texts({rank: text for rank, text in enumerate(found) if text}, len(found))
@@ -156,8 +160,7 @@ class CheckpointLoader:
                 self._plan.run(self.folder, communication=self._communication, show=self._show)
             except Exception as error:
                 failure = error
-            problem = "" if failure is None else f"{self.folder} could not be loaded: {said(failure)}."
-            return self._plan.has_changed, problem
+            return self._plan.has_changed, "" if failure is None else said(failure)
 
         try:
             self._ranks.combine(self._what, each, self._check_reads)
@@ -181,7 +184,8 @@ class CheckpointLoader:
         if problems:
             state = "The model is loaded in part." if any(changed for changed, _ in reads) else "Nothing was loaded."
             advice = "" if self._is_verified else " verify=True finds damage before anything is loaded."
-            raise CheckpointError(f"{join_rank_texts(problems, len(reads))} {state}{advice}")
+            found = join_rank_texts(problems, len(reads))
+            raise CheckpointError(f"{self.folder} could not be loaded: {found}. {state}{advice}")
 
     def _decide(self, fits: list[_Fit], model: str, strict: bool) -> bool:
         """Raise or warn about differences, and return whether to load the codec state."""

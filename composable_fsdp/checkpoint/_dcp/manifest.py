@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "TensorRecord",
-    "damage_in",
-    "damage_of",
+    "check_file",
     "damage_text",
     "latest",
+    "problem_of",
     "problems_of",
     "read_manifest",
 ]
@@ -104,10 +104,7 @@ class Manifest:
         Raises:
             CheckpointError: the manifest is missing or damaged, or has a newer format.
         """
-        manifest, problem = read_manifest(folder)
-        if manifest is None:
-            raise CheckpointError(problem)
-        return manifest
+        return _manifest_of(folder, _body_of(folder))
 
     def share(self, rank: int = 0, ranks: int = 1) -> dict[str, FileRecord]:
         """Return the files that ``rank`` of ``ranks`` checks: each file once, about as many bytes on each rank."""
@@ -121,45 +118,75 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
     Raises:
         CheckpointError: the manifest has a newer format, which does not count as damage.
     """
+    try:
+        body = _body_of(folder)
+    except CheckpointError as error:
+        return None, str(error)
+    return _manifest_of(folder, body), ""
+
+
+def _body_of(folder: Path) -> dict[str, Any]:
+    """Read the manifest in any format version. Raise if it is missing or damaged."""
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_text())
         body = dict(document["manifest"])
-        version = body.pop("format")
+        is_newer = _is_newer(body["format"])
     except FileNotFoundError:
-        return None, f"{path} is missing."
+        raise CheckpointError(f"{path} is missing.") from None
     except (ValueError, LookupError, TypeError) as error:
-        return None, f"{path} is damaged: {error}."
-    if isinstance(version, int) and version > FORMAT:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    if not is_newer and document.get("crc32") != _checksum(body):
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit.")
+    return body
+
+
+def _manifest_of(folder: Path, body: dict[str, Any]) -> Manifest:
+    version = body.pop("format")
+    if _is_newer(version):
         raise CheckpointError(
             f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one "
             f"reads versions up to {FORMAT}. Update composable_fsdp."
         )
-    if document.get("crc32") != _checksum(document["manifest"]):
-        return None, f"{path} is damaged: its checksum does not fit."
     body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
     body["tensors"] = {key: TensorRecord(tuple(t["shape"]), t["dtype"]) for key, t in body["tensors"].items()}
-    return Manifest(**body), ""
+    return Manifest(**body)
+
+
+def _is_newer(version: object) -> bool:
+    return isinstance(version, int) and version > FORMAT
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
 
 
-def damage_of(path: Path, record: FileRecord, *, contents: bool = True) -> str:
-    """Describe how the file ``path`` differs from its ``record``, empty if it does not; only its size unless
-    ``contents``. The text names the file.
+def check_file(path: Path, record: FileRecord, *, contents: bool = True) -> None:
+    """Compare the file ``path`` with its ``record``; only its size unless ``contents``.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, changed or unreadable. The text names it.
     """
     try:
         size = path.stat().st_size
         crc32 = _crc32(path) if contents and size == record.bytes else record.crc32
     except FileNotFoundError:
-        return f"{path} is missing."
+        raise CheckpointError(f"{path} is missing.") from None
     except OSError as error:
-        return f"{path} cannot be read: {error}."
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if size != record.bytes:
-        return f"{path} has {size} bytes instead of {record.bytes}: it is truncated or overwritten."
-    return "" if crc32 == record.crc32 else f"{path} is damaged: its CRC-32 is {crc32} instead of {record.crc32}."
+        raise CheckpointError(f"{path} has {size} bytes instead of {record.bytes}: it is truncated or overwritten.")
+    if crc32 != record.crc32:
+        raise CheckpointError(f"{path} is damaged: its CRC-32 is {crc32} instead of {record.crc32}.")
+
+
+def problem_of(path: Path, record: FileRecord, *, contents: bool) -> str:
+    """Return the text of the error of :func:`check_file`, empty if there is none."""
+    try:
+        check_file(path, record, contents=contents)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _crc32(path: Path) -> str:
@@ -170,37 +197,22 @@ def _crc32(path: Path) -> str:
     return f"{checksum:08x}"
 
 
-def damage_in(
-    checkpoint: Path,
-    files: Mapping[str, FileRecord],
-    *,
-    contents: bool,
-    done: Callable[[int], None] = lambda count: None,
-) -> Iterator[str]:
-    """Describe the damage in the ``files`` of ``checkpoint``: one sentence for each damaged file.
+def problems_of(checkpoint: Path, *, contents: bool = True) -> Iterator[str]:
+    """Describe the damage in ``checkpoint``, which ``save`` wrote: one sentence for each damaged file.
 
     Args:
         checkpoint: a directory.
-        files: records of the files by name.
-        contents: compare checksums too, which reads the files; otherwise only their sizes.
-        done: called with the size of each intact file in bytes after it was checked.
-    """
-    for name, record in files.items():
-        problem = damage_of(checkpoint / name, record, contents=contents)
-        if problem:
-            yield problem
-        else:
-            done(record.bytes)
-
-
-def problems_of(checkpoint: Path, *, contents: bool = True) -> Iterator[str]:
-    """Describe the damage in ``checkpoint``, which ``save`` wrote, as :func:`damage_in` does.
+        contents: compare checksums too, which reads all files; otherwise only their sizes.
 
     Raises:
         CheckpointError: the manifest has a newer format.
     """
     manifest, problem = read_manifest(checkpoint)
-    yield from [problem] if manifest is None else damage_in(checkpoint, manifest.share(), contents=contents)
+    if manifest is None:
+        yield problem
+        return
+    found = (problem_of(checkpoint / name, each, contents=contents) for name, each in manifest.share().items())
+    yield from filter(None, found)
 
 
 def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:

@@ -13,7 +13,7 @@ from typing import IO
 from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
 from composable_fsdp.checkpoint._dcp.directory import MANIFEST, candidates
 from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
-from composable_fsdp.checkpoint._dcp.manifest import FileRecord, Manifest, damage_of
+from composable_fsdp.checkpoint._dcp.manifest import Manifest, check_file
 from composable_fsdp.checkpoint._safetensors.reader import StoredTensors
 from composable_fsdp.checkpoint._tools.sources import Kind, kind_of
 from composable_fsdp.errors import CheckpointError
@@ -81,13 +81,7 @@ def _problem(run: Callable[[], None]) -> str:
 
 def _manifest_checks(folder: Path) -> Iterator[_FileCheck]:
     for name, record in Manifest.read(folder).files.items():
-        yield record.bytes, partial(_check_recorded, folder / name, record)
-
-
-def _check_recorded(path: Path, record: FileRecord) -> None:
-    problem = damage_of(path, record)
-    if problem:
-        raise CheckpointError(problem)
+        yield record.bytes, partial(check_file, folder / name, record)
 
 
 def _dcp_checks(folder: Path) -> Iterator[_FileCheck]:
