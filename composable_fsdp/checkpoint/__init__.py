@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from composable_fsdp.checkpoint._coordination.pending_save import PendingSave
-from composable_fsdp.checkpoint._dcp.intact import latest
+from composable_fsdp.checkpoint._dcp.manifest import latest
 from composable_fsdp.checkpoint._dcp.save_and_load import load, save
 from composable_fsdp.checkpoint._safetensors.load_safetensors import load_safetensors
 from composable_fsdp.checkpoint._safetensors.save_safetensors import save_safetensors

@@ -16,10 +16,11 @@ Names are those of the model without wrappers such as ``torch.compile``.
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,16 +32,33 @@ from torch.optim import Optimizer
 from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.params.sharded_param import alias_of
 from composable_fsdp._runtime.shard_extent import states_below
-from composable_fsdp.checkpoint._dcp.optimizer_state import MergedState, serialize, state_of
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.names import tensors_of
-from composable_fsdp.checkpoint._state_dict.optimizer_params import OptimizerParams, is_plain
+from composable_fsdp.checkpoint._state_dict.optimizer_params import (
+    OptimizerParam,
+    OptimizerParams,
+    has_shards_shape,
+    is_plain,
+)
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "set_random_state"]
+__all__ = [
+    "Contents",
+    "OptimizerEntries",
+    "Path",
+    "check_replicated",
+    "communication_of",
+    "contents_of",
+    "get_random_state",
+    "key_of",
+    "merge",
+    "optimizer_entries",
+    "serialize",
+    "set_random_state",
+]
 
 Path = tuple[str, ...]
 """The path of a value in a nested state dict. Joined by dots, it is the key in the checkpoint."""
@@ -52,72 +70,54 @@ _PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
 
 @dataclass
 class Contents:
-    """The state that one rank has to save, by key.
+    """The state that one rank has to save, by path.
 
     Attributes:
         parts: local shards of tensors. A block that several ranks hold is written by one of them.
         objects: all other values, serialized by ``torch.save``. If several ranks have a key, one of them writes it.
-        aliases: further keys of tensors in ``parts``.
-        paths: the paths of all keys.
-        replicated: checksums of the plain tensors in ``parts`` that must be equal on all ranks.
+        aliases: further paths of tensors in ``parts``, with the path there.
+        replicated: checksums of the plain tensors in ``parts`` that must be equal on all ranks, by key.
     """
 
-    parts: dict[str, LocalShard] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
+    parts: dict[Path, LocalShard] = field(default_factory=dict)
+    objects: dict[Path, bytes] = field(default_factory=dict)
+    aliases: dict[Path, Path] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
 
-    def add_tensor(self, path: Path, part: LocalShard) -> None:
-        self.parts[self._add_path(path)] = part
-
-    def add_alias(self, path: Path, of: Path) -> None:
-        self.aliases[self._add_path(path)] = ".".join(of)
-
-    def add_replicated(self, path: Path, value: torch.Tensor) -> None:
-        """Add a plain tensor that all ranks have. It is saved once."""
-        self.add_tensor(path, LocalShard(value))
-        self.replicated[self._add_path(path)] = checksum(LocalShard(value).local)
-
-    def add_object(self, path: Path, value: object) -> None:
-        self.objects[self._add_path(path)] = serialize(value)
-
     def inner_contributions(self) -> dict[str, inner_tensors.InnerContribution]:
-        """Return this rank's contribution to each tensor subclass that is saved as inner tensors.
+        """Return this rank's contribution to each tensor subclass that is saved as inner tensors, by key.
 
         Raises:
             CheckpointError: a tensor subclass does not say which inner tensors it consists of.
         """
-        for key, part in self.parts.items():
+        parts = {key_of(path): part for path, part in self.parts.items()}
+        for key, part in parts.items():
             inner_tensors.refuse_unknown(key, part)
-        return {
-            key: inner_tensors.inner_contribution_of(p) for key, p in self.parts.items() if inner_tensors.has_inner(p)
-        }
+        return {key: inner_tensors.inner_contribution_of(p) for key, p in parts.items() if inner_tensors.has_inner(p)}
 
     def expand(self, merged: Mapping[str, inner_tensors.Agreed]) -> None:
         """Replace each tensor in ``merged``, the contributions of all ranks, by its inner tensors and its record."""
-        of = {alias: key for alias, key in self.aliases.items() if key in merged}
-        for key in of:
-            del self.aliases[key]
-        for key in [key for key in self.parts if key in merged]:
-            part, path = self.parts.pop(key), self.paths.pop(key)
-            inner = inner_tensors.parts_of(part, merged[key].inner)
-            self._add_record(key, path, part, merged[key])
-            for suffix, each in inner.items():
-                self.add_tensor(_with_suffix(path, suffix), each)
-            for alias in (alias for alias, first in of.items() if first == key):
-                other = self.paths.pop(alias)
-                self._add_record(alias, other, part, merged[key])
-                for suffix in inner:
-                    self.add_alias(_with_suffix(other, suffix), _with_suffix(path, suffix))
+        for path in [path for path in self.parts if key_of(path) in merged]:
+            part, agreed = self.parts.pop(path), merged[key_of(path)]
+            aliases = [alias for alias, of in self.aliases.items() if of == path]
+            for each in (path, *aliases):
+                self.aliases.pop(each, None)
+                self.objects["classes", key_of(each)] = serialize(agreed.record(each, part).encoded())
+            for suffix, inner in inner_tensors.parts_of(part, agreed.inner).items():
+                self.parts[_with_suffix(path, suffix)] = inner
+                self.aliases |= {_with_suffix(alias, suffix): _with_suffix(path, suffix) for alias in aliases}
 
-    def _add_record(self, key: str, path: Path, part: LocalShard, merged: inner_tensors.Agreed) -> None:
-        self.add_object(("classes", key), merged.record(path, part).encoded())
 
-    def _add_path(self, path: Path) -> str:
-        key = ".".join(path)
-        self.paths[key] = path
-        return key
+def key_of(path: Path) -> str:
+    """Return the key of the value at ``path``."""
+    return ".".join(path)
+
+
+def serialize(value: object) -> bytes:
+    """Return ``value`` as serialized by ``torch.save``."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
 
 
 def _with_suffix(path: Path, suffix: str) -> Path:
@@ -130,7 +130,7 @@ def contents_of(
     averages: ShardedEMA | None,
     extra: Mapping[str, Any],
     rank: int,
-    merged: MergedState,
+    merged: OptimizerEntries,
 ) -> Contents:
     """Return everything that this rank has to save. Tensors are not copied.
 
@@ -140,7 +140,7 @@ def contents_of(
         averages: moving averages of ``model``.
         extra: additional objects of this rank.
         rank: this process's rank.
-        merged: the optimizer state of all ranks.
+        merged: the optimizer's entries of all ranks.
 
     Raises:
         CheckpointError: the model is on the meta device, or a part of ``extra`` cannot be pickled.
@@ -148,44 +148,122 @@ def contents_of(
     contents = Contents()
     tensors, others = tensors_of(model)
     for first, *shared in tensors:
-        contents.add_tensor(("model", first.name), LocalShard(first.value, first.sharding))
+        contents.parts["model", first.name] = LocalShard(first.value, first.sharding)
         for entry in shared:
-            contents.add_alias(("model", entry.name), ("model", first.name))
+            contents.aliases["model", entry.name] = ("model", first.name)
     for entry in others:
-        contents.add_object(("model", entry.name), entry.value)
+        contents.objects["model", entry.name] = serialize(entry.value)
     if optimizer is not None:
         _add_optimizer(contents, model, optimizer, merged)
     if averages is not None:
         for entry in averages.entries():
-            contents.add_tensor(("averages", "values", entry.name), LocalShard(entry.value, entry.sharding))
-        contents.add_object(("averages", "steps"), averages.steps)
+            contents.parts["averages", "values", entry.name] = LocalShard(entry.value, entry.sharding)
+        contents.objects["averages", "steps"] = serialize(averages.steps)
     for name, kept in communication_of(model).items():
-        contents.add_tensor(("communication", name, "residual"), LocalShard(kept["residual"]))
-        contents.add_object(("communication", name, "rounds"), kept["rounds"])
+        contents.parts["communication", name, "residual"] = LocalShard(kept["residual"])
+        contents.objects["communication", name, "rounds"] = serialize(kept["rounds"])
     try:
-        contents.add_object(("ranks", str(rank), "extra"), dict(extra))
+        contents.objects["ranks", str(rank), "extra"] = serialize(dict(extra))
     except _PICKLE_ERRORS as error:
         where, value = _unpicklable(dict(extra), "extra")
         raise CheckpointError(
             f"{where} of rank {rank} is of the class {type(value).__name__}, which cannot be pickled ({error}). Save "
             "what describes it instead: numbers, strings, lists, dicts and tensors"
         ) from error
-    contents.add_object(("ranks", str(rank), "random"), get_random_state())
+    contents.objects["ranks", str(rank), "random"] = serialize(get_random_state())
     return contents
 
 
-def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, merged: MergedState) -> None:
-    for member, key, value in state_of(OptimizerParams(model, optimizer)):
+def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, merged: OptimizerEntries) -> None:
+    for member, key, value in _state_of(OptimizerParams(model, optimizer)):
         path = ("optimizer", "state", member.name, key)
-        if (member.name, key) in merged.shards:
-            contents.add_tensor(path, LocalShard(alias_of(cast(DTensor, member.parameter), value), member.sharding))
+        if merged.are_shards.get((member.name, key)):
+            contents.parts[path] = LocalShard(alias_of(cast(DTensor, member.parameter), value), member.sharding)
         elif is_plain(value, member) and type(LocalShard(value).local) is torch.Tensor:
-            contents.add_replicated(path, value)
+            contents.parts[path] = LocalShard(value)
+            contents.replicated[key_of(path)] = checksum(LocalShard(value).local)
         elif isinstance(value, torch.Tensor):
-            contents.add_tensor(path, LocalShard(value, member.sharding))
+            contents.parts[path] = LocalShard(value, member.sharding)
         else:
-            contents.add_object(path, value)
-    contents.add_object(("optimizer", "param_groups"), merged.groups)
+            contents.objects[path] = serialize(value)
+    groups = [torch.load(io.BytesIO(data), map_location="cpu", weights_only=False) for data in merged.groups.values()]
+    contents.objects["optimizer", "param_groups"] = serialize(groups)
+
+
+# -- optimizer state: one rank alone cannot tell whether a plain tensor is its shard or a copy that every rank has
+
+
+@dataclass(frozen=True)
+class OptimizerEntries:
+    """Entries of an optimizer, on one rank or on all: ranks may hold different parameters, as pipeline stages do.
+
+    Attributes:
+        groups: serialized param groups by the names of their parameters, with these names in ``params``.
+        are_shards: for each plain tensor of the state, by the names of its parameter and its key, True if it has the
+            shape of the rank's shard on every rank that has it.
+    """
+
+    groups: Mapping[tuple[str, ...], bytes] = field(default_factory=dict)
+    are_shards: Mapping[tuple[str, str], bool] = field(default_factory=dict)
+
+
+def optimizer_entries(model: nn.Module, optimizer: Optimizer | None) -> OptimizerEntries:
+    """Return this rank's entries.
+
+    Raises:
+        CheckpointError: the optimizer has parameters that are not the model's.
+    """
+    if optimizer is None:
+        return OptimizerEntries()
+    params = OptimizerParams(model, optimizer)
+    groups = {}
+    for members, group in zip(params.groups, optimizer.param_groups, strict=True):
+        names = [member.name for member in members]
+        groups[tuple(names)] = serialize({**group, "params": names})
+    are_shards = {
+        (m.name, key): has_shards_shape(value, m) for m, key, value in _state_of(params) if is_plain(value, m)
+    }
+    return OptimizerEntries(groups, are_shards)
+
+
+def merge(entries: Sequence[OptimizerEntries]) -> OptimizerEntries:
+    """Merge the entries of all ranks. If ranks have a group of the same parameters, the first rank's is used."""
+    groups: dict[tuple[str, ...], bytes] = {}
+    are_shards: dict[tuple[str, str], bool] = {}
+    for each in entries:
+        groups = {**each.groups, **groups}
+        are_shards |= {key: are and are_shards.get(key, True) for key, are in each.are_shards.items()}
+    return OptimizerEntries(groups, are_shards)
+
+
+def _state_of(params: OptimizerParams) -> Iterator[tuple[OptimizerParam, str, Any]]:
+    """Yield each parameter with each key and value of its optimizer state."""
+    for member in params.members.values():
+        for key, value in params.state_of(member).items():
+            yield member, str(key), value
+
+
+def check_replicated(checksums: Sequence[Mapping[str, int]]) -> None:
+    """Raise unless the tensors that are saved once are equal on all ranks.
+
+    Args:
+        checksums: for each rank, checksums by checkpoint key.
+
+    Raises:
+        CheckpointError: the values differ between ranks.
+    """
+    first: dict[str, tuple[int, int]] = {}
+    for rank, on_rank in enumerate(checksums):
+        for key, found in on_rank.items():
+            first_rank, expected = first.setdefault(key, (rank, found))
+            if found != expected:
+                raise CheckpointError(
+                    f"{key} is a plain tensor with other values on rank {rank} than on rank {first_rank}, but "
+                    "only one is saved. Have the optimizer keep a DTensor, or a tensor of the local shard's shape."
+                )
+
+
+# -- state besides tensors
 
 
 def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -48,15 +48,12 @@ def _name(step: int) -> str:
 def complete(path: str | os.PathLike[str]) -> dict[int, Path]:
     """Return the complete checkpoints in the folder ``path`` by ascending step; empty if there is no such folder."""
     folder = Path(path)
-    names = os.listdir(folder) if folder.is_dir() else []
-    steps = {int(match[1]) for name in names if (match := _NAME.fullmatch(name.removesuffix(_OLD)))}
-    found = {}
-    for step in sorted(steps):
-        for candidate in (folder / _name(step), folder / (_name(step) + _OLD)):
-            if (candidate / MANIFEST).is_file():
-                found[step] = candidate
-                break
-    return found
+    found: dict[int, Path] = {}
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():  # a step comes before its older version
+        match = _NAME.fullmatch(name.removesuffix(_OLD))
+        if match and (folder / name / MANIFEST).is_file():
+            found.setdefault(int(match[1]), folder / name)
+    return dict(sorted(found.items()))
 
 
 def candidates(path: str | os.PathLike[str]) -> list[Path]:

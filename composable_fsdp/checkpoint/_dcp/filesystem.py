@@ -2,62 +2,58 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 
+from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp.directory import METADATA
-from composable_fsdp.checkpoint._dcp.manifest import FileRecord
+from composable_fsdp.checkpoint._dcp.manifest import FileRecord, Manifest
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["ChecksummingWriter", "read_metadata", "reader_of"]
+__all__ = ["ChecksummingWriter", "read_metadata"]
 
 
-class _ChecksummingStream:
+class _RawFile(io.FileIO):
     """A file that computes a checksum of the bytes written. Writes must be sequential, as DCP's are."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.checksum = 0
-        self.bytes = 0
-        self.error: OSError | None = None
-        """The error of a failed write. torch's zip writer replaces it by one that does not say the reason."""
+    checksum = 0
+    bytes = 0
+    error: OSError | None = None
+    """The error of a failed write. torch's zip writer replaces it by one that does not say the reason."""
 
     def write(self, data: Any) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
         try:
-            count: int = self._file.write(data)
+            count = super().write(data)
         except OSError as error:
             self.error = error
             raise
+        self.checksum = zlib.crc32(memoryview(data)[:count], self.checksum)
         self.bytes += count
         return count
 
-    def tell(self) -> int:
-        return self.bytes
 
-    def flush(self) -> None:
-        self._file.flush()
+class _BufferedFile(io.BufferedWriter):
+    """A file that can be synced at any time: DCP syncs its files before it has flushed them."""
 
     def fileno(self) -> int:
-        self._file.flush()  # DCP calls this to sync, before it has flushed the metadata
-        return cast(int, self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+        self.flush()
+        return super().fileno()
 
 
 class _ChecksummingFileSystem(FileSystem):
@@ -68,17 +64,17 @@ class _ChecksummingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        stream = None
+        raw: _RawFile | None = None
         try:
-            with super().create_stream(path, mode) as file:
-                stream = _ChecksummingStream(file)
-                yield stream
+            raw = _RawFile(path, mode)
+            with _BufferedFile(raw) as file:
+                yield file
         except (OSError, RuntimeError) as error:
-            cause = error if isinstance(error, OSError) or stream is None else stream.error
+            cause = error if isinstance(error, OSError) or raw is None else raw.error
             if isinstance(cause, OSError):
                 raise OSError(cause.errno, cause.strerror, str(path)) from error
             raise
-        self.records[Path(path).name] = FileRecord(stream.bytes, f"{stream.checksum:08x}")
+        self.records[Path(path).name] = FileRecord(raw.bytes, f"{raw.checksum:08x}")
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -101,6 +97,38 @@ class ChecksummingWriter(FileSystemWriter):
         """Write without the checksum that ``torch.save`` computes for each tensor: torch's readers do not check it."""
         with cast(Any, serialization_config).patch({"save.compute_crc32": False}):
             return super().write_data(plan, planner)
+
+    def complete(
+        self,
+        metadata: Metadata,
+        written: Sequence[tuple[list[WriteResult], Mapping[str, FileRecord]]],
+        aliases: Mapping[contents.Path, contents.Path],
+        step: int,
+        ranks: int,
+    ) -> None:
+        """Write DCP's metadata and the manifest.
+
+        Args:
+            metadata: the metadata of the plan. Each tensor becomes readable under its ``aliases`` too.
+            written: for each rank, the results of ``write_data`` and the records of its files.
+            aliases: further paths of tensors, with the path in ``metadata``.
+            step: training step.
+            ranks: number of ranks that save.
+        """
+        keys: dict[str, list[str]] = {}
+        for alias, key in ((contents.key_of(alias), contents.key_of(path)) for alias, path in aliases.items()):
+            if alias not in metadata.state_dict_metadata:
+                metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+                keys.setdefault(key, []).append(alias)
+        results = [result for of_rank, _ in written for result in of_rank]
+        results += [
+            replace(result, index=MetadataIndex(alias, result.index.offset, result.index.index))
+            for result in results
+            for alias in keys.get(result.index.fqn, ())
+        ]
+        self.finish(metadata, [results])
+        files = {name: record for _, records in written for name, record in records.items()} | self.records
+        Manifest.of(step, ranks, files, metadata).write(Path(self.path))
 
     def storage_meta(self) -> StorageMeta:
         """Return the metadata without the path: the directory is renamed later, and pickled paths depend on the Python
@@ -156,10 +184,3 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # unpickling damaged bytes may raise anything
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
     return metadata
-
-
-def reader_of(folder: Path, metadata: Metadata) -> FileSystemReader:
-    """Return DCP's reader for items that were planned with ``metadata``."""
-    reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    return reader

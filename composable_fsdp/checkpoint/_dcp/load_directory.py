@@ -1,54 +1,60 @@
-"""The steps of one load on one rank: choose and verify the checkpoint, compare it with the model, read it."""
+"""The steps of one load on one rank: choose and verify the checkpoint, compare it with the model, read it.
+
+DCP's default planner raises at the first key that is missing or of another shape, on one rank. Here all differences of
+all ranks are found first, and nothing is loaded if there are any.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
-from dataclasses import dataclass
+import pickle
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
+from composable_fsdp._runtime.shard_extent import like
 from composable_fsdp.checkpoint._coordination.mismatch import (
     Mismatch,
+    differ,
+    dtype_name,
     join_rank_texts,
     leave_common_unexpected,
     mismatch_text,
     refuse,
+    said,
+    tensor_text,
 )
 from composable_fsdp.checkpoint._coordination.progress import progress_bar
 from composable_fsdp.checkpoint._coordination.rank_group import RankGroup
 from composable_fsdp.checkpoint._dcp import directory as folder
-from composable_fsdp.checkpoint._dcp.contents import set_random_state
+from composable_fsdp.checkpoint._dcp.contents import communication_of, set_random_state
 from composable_fsdp.checkpoint._dcp.directory import MANIFEST
 from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
-from composable_fsdp.checkpoint._dcp.intact import damage_text, problem_of, read_manifest, share_of
-from composable_fsdp.checkpoint._dcp.manifest import Manifest
-from composable_fsdp.checkpoint._dcp.restore import RestorePlan, read_objects
+from composable_fsdp.checkpoint._dcp.manifest import Manifest, damage_text, problem_of, read_manifest
+from composable_fsdp.checkpoint._dcp.planner import Blocks, read
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
+from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
+from composable_fsdp.checkpoint._state_dict.names import plain_name, prepare_for_access, tensors_of
+from composable_fsdp.checkpoint._state_dict.optimizer_params import OptimizerParam, OptimizerParams, has_shards_shape
+from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
+from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["CheckpointLoader"]
+__all__ = ["CheckpointLoader", "read_objects"]
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class _Fit:
-    """The fit of a checkpoint on one rank.
-
-    Attributes:
-        mismatch: differences for model and optimizer.
-        has_communication: True if the checkpoint has codec state.
-        wants_communication: True if codecs of the model keep state.
-        fits_communication: True if the checkpoint has that state in the right shapes.
-    """
-
-    mismatch: Mismatch
-    has_communication: bool
-    wants_communication: bool
-    fits_communication: bool
+_Fit = tuple[Mismatch, bool | None]
+"""The differences that one rank found, and whether the codec state fits, ``None`` without codecs that keep state."""
 
 
 class CheckpointLoader:
@@ -75,54 +81,51 @@ class CheckpointLoader:
         self._rank_prefix = f"ranks.{ranks.rank if self._same_ranks else 0}"
 
     def _choose(self, path: Path, contents: bool, fallback: bool) -> tuple[Path, Manifest | None]:
-        """Return the checkpoint to load and its manifest, if any; equal on all ranks. Each rank checks a share of the
-        files.
-        """
+        """Return the checkpoint to load and its manifest, if any; equal on all ranks."""
         checkpoints = self._ranks.from_rank0(self._what, lambda: folder.checkpoints_at(path))
+        if checkpoints == [path] and not self._ranks.from_rank0(self._what, (path / MANIFEST).is_file):
+            if self._ranks.rank == 0:
+                logger.warning("%s has no %s: whether it is intact cannot be verified", path, MANIFEST)
+            return path, None
         damaged: dict[str, str] = {}
         for checkpoint in checkpoints:
-            manifest, problem = self._examine(checkpoint, contents, is_given=checkpoint == path)
-            if not problem:
-                if damaged:
-                    self._fall_back(checkpoint, damaged, fallback)
-                return checkpoint, manifest
-            damaged[checkpoint.name] = problem
+            manifest, problem = self._examine(checkpoint, contents)
+            if problem:
+                damaged[checkpoint.name] = problem
+                continue
+            if damaged and not fallback:
+                raise CheckpointError(
+                    f"{self._what}: the newest checkpoint is damaged. {checkpoint.name} is the newest that is intact: "
+                    f"pass fallback=True to load it. Damaged:{damage_text(damaged)}"
+                )
+            if damaged and self._ranks.rank == 0:
+                text = "%s: %s is loaded, the newest checkpoint that is intact. Damaged:%s"
+                logger.warning(text, self._what, checkpoint.name, damage_text(damaged))
+            return checkpoint, manifest
         if len(checkpoints) == 1:
             raise CheckpointError(f"{self._what}: {damaged[checkpoints[0].name]}")
         raise CheckpointError(f"{self._what}: no checkpoint in it is intact:{damage_text(damaged)}")
 
-    def _examine(self, checkpoint: Path, contents: bool, *, is_given: bool) -> tuple[Manifest | None, str]:
-        """Return the manifest of a checkpoint, if any, and a description of its damage, empty if it is intact."""
-        if is_given and not self._ranks.from_rank0(self._what, (checkpoint / MANIFEST).is_file):
-            if self._ranks.rank == 0:
-                logger.warning("%s has no %s: whether it is intact cannot be verified", checkpoint, MANIFEST)
-            return None, ""
+    def _examine(self, checkpoint: Path, contents: bool) -> tuple[Manifest | None, str]:
+        """Return the manifest, and a description of the damage, empty if there is none. Each rank checks some files."""
         manifest, problem = self._ranks.from_rank0(self._what, lambda: read_manifest(checkpoint))
-        if manifest is not None:
-            problem = self._ranks.combine(
-                self._what,
-                lambda: self._problem_of_share(checkpoint, manifest, contents),
-                lambda found: join_rank_texts({r: text for r, text in enumerate(found) if text}, len(found)),
-            )
-        return manifest, problem
+        if manifest is None:
+            return None, problem
+        share = manifest.share(self._ranks.rank, self._ranks.size)
 
-    def _problem_of_share(self, checkpoint: Path, manifest: Manifest, contents: bool) -> str:
-        """Describe the damage in this rank's share of the files."""
-        share = share_of(manifest, self._ranks.rank, self._ranks.size)
-        total = sum(record.bytes for record in share.values())
-        with progress_bar(self._show and contents, f"verifying {checkpoint.name}", total) as done:
-            return problem_of(checkpoint, share, contents=contents, done=done)
+        def each() -> str:
+            total = sum(record.bytes for record in share.values())
+            with progress_bar(self._show and contents, f"verifying {checkpoint.name}", total) as done:
+                for name, record in share.items():
+                    if found := problem_of(checkpoint / name, record, contents=contents):
+                        return found
+                    done(record.bytes)
+            return ""
 
-    def _fall_back(self, checkpoint: Path, damaged: dict[str, str], fallback: bool) -> None:
-        """Warn that ``checkpoint``, the newest intact one, is loaded. Without ``fallback`` raise an error instead."""
-        if not fallback:
-            raise CheckpointError(
-                f"{self._what}: the newest checkpoint is damaged. {checkpoint.name} is the newest that is intact: pass "
-                f"fallback=True to load it. Damaged:{damage_text(damaged)}"
-            )
-        if self._ranks.rank == 0:
-            text = "%s: %s is loaded, the newest checkpoint that is intact. Damaged:%s"
-            logger.warning(text, self._what, checkpoint.name, damage_text(damaged))
+        def together(found: list[str]) -> str:
+            return join_rank_texts({rank: text for rank, text in enumerate(found) if text}, len(found))
+
+        return manifest, self._ranks.combine(self._what, each, together)
 
     def prepare(
         self,
@@ -141,24 +144,23 @@ class CheckpointLoader:
             kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
             keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
             self._objects = read_objects(self.folder, metadata, keys, weights_only=weights_only)
-            self._plan = plan = RestorePlan(model, optimizer, averages, metadata, self._objects)
-            saved = any(key.startswith("communication.") for key in keys)
-            return _Fit(plan.mismatch, saved, plan.wants_communication, plan.fits_communication)
+            self._plan = _RestorePlan(model, optimizer, averages, metadata, self._objects)
+            return self._plan.mismatch, self._plan.fits_communication
 
         name = type(model).__name__
         self._communication = self._ranks.combine(self._what, each, lambda fits: self._decide(fits, name, strict))
 
     def read(self) -> None:
         """Read this rank's shards of all tensors."""
-        failure: CheckpointError | None = None
+        failure: Exception | None = None
 
         def each() -> tuple[bool, str]:
             nonlocal failure
             try:
                 self._plan.run(self.folder, communication=self._communication, show=self._show)
-            except CheckpointError as error:
+            except Exception as error:
                 failure = error
-            return self._plan.has_changed, "" if failure is None else str(failure)
+            return self._plan.has_changed, "" if failure is None else said(failure)
 
         try:
             self._ranks.combine(self._what, each, self._check_reads)
@@ -182,23 +184,316 @@ class CheckpointLoader:
         if problems:
             state = "The model is loaded in part." if any(changed for changed, _ in reads) else "Nothing was loaded."
             advice = "" if self._is_verified else " verify=True finds damage before anything is loaded."
-            raise CheckpointError(f"{join_rank_texts(problems, len(reads))} {state}{advice}")
+            found = join_rank_texts(problems, len(reads))
+            raise CheckpointError(f"{self.folder} could not be loaded: {found}. {state}{advice}")
 
     def _decide(self, fits: list[_Fit], model: str, strict: bool) -> bool:
         """Raise or warn about differences, and return whether to load the codec state."""
-        mismatches = {rank: fit.mismatch for rank, fit in enumerate(fits)}
+        mismatches = {rank: mismatch for rank, (mismatch, _) in enumerate(fits)}
         leave_common_unexpected(mismatches.values())
         ignore = () if strict else ("missing", "unexpected", "dtypes", "others")
         refuse(f"{self.folder} does not fit {model}", mismatches, ignore)
         differences = mismatch_text(mismatches)
         if differences:
             logger.warning("%s is loaded in part.\n%s", self.folder, differences)
-        wanted = any(fit.wants_communication for fit in fits)
-        loads = wanted and self._same_ranks and all(fit.fits_communication for fit in fits)
-        if not loads and (wanted or fits[0].has_communication):
+        codecs = {fits_communication for _, fits_communication in fits}
+        loads = self._same_ranks and True in codecs and False not in codecs
+        if not loads and (codecs != {None} or self._plan.has_communication):
             logger.warning(
                 "%s: the state of codecs with error feedback is not loaded: it was saved on another number of ranks "
                 "or with other codecs. Only the compression error of one step is lost.",
                 self.folder,
             )
         return loads
+
+
+def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weights_only: bool) -> dict[str, Any]:
+    """Read and deserialize the values of ``keys`` that are not tensors.
+
+    Raises:
+        CheckpointError: an object has a class that ``torch.load(weights_only=True)`` does not admit.
+    """
+    saved = metadata.state_dict_metadata
+    objects = {key: b"" for key in keys if isinstance(saved.get(key), BytesStorageMetadata)}
+    read(folder, metadata, objects)
+    return {key: _decoded(key, data, weights_only) for key, data in objects.items()}
+
+
+def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{key!r} has objects of classes that torch.load(weights_only=True) does not admit. If you trust whoever "
+            "wrote the checkpoint, pass weights_only=False, which can run any code in it; or admit the classes with "
+            "torch.serialization.add_safe_globals."
+        ) from error
+
+
+class _RestorePlan:
+    """The state that ``model``, ``optimizer`` and ``averages`` load from a checkpoint. Only :meth:`run` changes them.
+
+    Attributes:
+        mismatch: differences between the checkpoint and the state to load.
+        has_communication: True if the checkpoint has state of codecs.
+        fits_communication: True if it has that of the model's codecs in the right shapes; ``None`` if they keep none.
+        has_changed: True if :meth:`run` has changed anything so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        averages: ShardedEMA | None,
+        metadata: Metadata,
+        objects: Mapping[str, Any],
+    ) -> None:
+        self._model = model
+        self._averages = averages
+        self._metadata = metadata
+        self._saved = metadata.state_dict_metadata
+        self._objects = objects
+        self._records = {
+            key.removeprefix("classes."): Record.decoded(value)
+            for key, value in objects.items()
+            if key.startswith("classes.")
+        }
+        self._parts: dict[str, LocalShard] = {}
+        self._absent: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
+        """Local tensors, with memory for those of their inner tensors that are None so far, by attribute."""
+        self._state_memory: dict[str, torch.Tensor] = {}
+        """Memory for optimizer state that has inner tensors, by key."""
+        self._by_module: dict[str, Any] = {}
+        """Values that modules load through ``load_state_dict``, by plain name."""
+        self._params: OptimizerParams | None = None
+        self._groups: list[Mapping[str, Any] | None] = []
+        prepare_for_access(model)
+        self._communication = communication_of(model)
+        self.mismatch = Mismatch()
+        self.has_changed = False
+        self._match_model()
+        if optimizer is not None:
+            self._match_optimizer(optimizer)
+        if averages is not None:
+            self._match_averages(averages)
+        self.has_communication = any(key.startswith("communication.") for key in self._saved)
+        self.fits_communication = self._matches_communication() if self._communication else None
+
+    def run(self, folder: Path, *, communication: bool, show: bool) -> None:
+        """Read this rank's shards of everything. If it raises and ``has_changed``, the model is loaded in part."""
+        state = {} if self._params is None else self._allocate_state(self._params)
+        if communication:
+            for name, each in self._communication.items():
+                self._parts[f"communication.{name}.residual"] = LocalShard(each["residual"])
+                each["rounds"] = self._objects[f"communication.{name}.rounds"]
+        total = sum(part.nbytes for part in self._parts.values())
+        with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as show_done:
+
+            def done(nbytes: int) -> None:
+                self.has_changed = True
+                show_done(nbytes)
+
+            with ExitStack() as memory:  # parts that cannot be written to, such as expanded buffers, get their own
+                plain = {key: memory.enter_context(part.plain(write=True)) for key, part in self._parts.items()}
+                blocks = {key: Blocks(part.shape, part.blocks(plain[key])) for key, part in self._parts.items()}
+                read(folder, self._metadata, blocks, done)
+            self.has_changed = True
+            for tensor, absent in self._absent:
+                for attribute, value in absent.items():
+                    setattr(tensor, attribute, value)
+            self._load_through_modules()
+        if self._params is not None:
+            self._params.load(self._groups, state, {})
+        if self._averages is not None:
+            self._averages.steps = self._objects.get("averages.steps", self._averages.steps)
+        if communication and self._communication:
+            CommunicationState(self._model).load_state_dict(self._communication)
+
+    def _match_model(self) -> None:
+        registered = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        tensors, others = tensors_of(self._model)
+        for entry in others:
+            if f"model.{entry.name}" in self._objects:
+                self._by_module[entry.name] = self._objects[f"model.{entry.name}"]
+            else:
+                self.mismatch.missing[entry.name] = "an object"
+        for entries in tensors:
+            entry = next((e for e in entries if self._has(f"model.{e.name}")), entries[0])
+            is_made = id(entry.value) not in registered  # created by a state dict hook
+            value = entry.value.detach().clone() if is_made else entry.value
+            if self._match_tensor(f"model.{entry.name}", entry.name, LocalShard(value, entry.sharding)) and is_made:
+                self._by_module[entry.name] = value
+        known = {f"model.{entry.name}" for entries in (others, *tensors) for entry in entries}
+        for key, saved in self._saved.items():
+            if key.startswith("model.") and key not in known and self._outer_key(key) not in known:
+                self.mismatch.unexpected[key.removeprefix("model.")] = _describe(saved)
+
+    def _match_averages(self, averages: ShardedEMA) -> None:
+        if "averages.steps" not in self._objects:
+            self.mismatch.others.append("the checkpoint has no averages.")
+            return
+        prefix = "averages.values."
+        for entry in averages.entries():
+            part = LocalShard(entry.value, entry.sharding)
+            self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", part)
+        for key, saved in self._saved.items():
+            if key.startswith(prefix) and key.removeprefix(prefix) not in averages.averages:
+                self.mismatch.unexpected[f"average of {key.removeprefix(prefix)}"] = _describe(saved)
+
+    def _has(self, key: str) -> bool:
+        return key in self._saved or key in self._records
+
+    def _outer_key(self, key: str) -> str | None:
+        """Return the key of the outer tensor if ``key`` is that of an inner tensor, else ``None``."""
+        for at, character in enumerate(key):
+            record = self._records.get(key[:at]) if character == "." else None
+            if record is not None and key[at + 1 :].partition("@")[0] in record.inner:
+                return key[:at]
+        return None
+
+    def _match_tensor(self, key: str, name: str, part: LocalShard) -> bool:
+        """Plan to load ``key`` into ``part``. Return False, and note it, if ``key`` is missing or has another shape."""
+        saved, mismatch, wanted = self._saved.get(key), self.mismatch, part.value
+        if key in self._records:
+            inner = wanted_of(part, self._records[key], name, lambda suffix: self._spec(f"{key}{suffix}"), mismatch)
+            self._parts |= {f"{key}{suffix}": each for suffix, each in inner.parts.items()}
+            self._absent.append((local_part(part.value), inner.absent))
+            return True
+        if saved is None:
+            mismatch.missing[name] = tensor_text(wanted.dtype, wanted.shape)
+        elif not isinstance(saved, TensorStorageMetadata):
+            mismatch.shapes[name] = differ("an object", tuple(wanted.shape))
+        elif saved.size != wanted.shape:
+            mismatch.shapes[name] = differ(tuple(saved.size), tuple(wanted.shape))
+        else:
+            if saved.properties.dtype != wanted.dtype:
+                mismatch.dtypes[name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
+            self._parts[key] = part
+            return True
+        return False
+
+    def _spec(self, key: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        saved = self._saved.get(key)
+        return (tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
+
+    def _match_optimizer(self, optimizer: Optimizer) -> None:
+        saved_groups, states = _saved_param_groups(self._objects), self._states()
+        self._params = params = OptimizerParams(self._model, optimizer)
+        if saved_groups:
+            self._groups = params.match_groups(saved_groups, self.mismatch)
+        else:
+            self._groups = [None] * len(params.groups)
+            self.mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
+        for name in states.keys() - params.members.keys():
+            self.mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
+        for member in params.members.values():
+            for key, full_key in states.get(member.name, {}).items():
+                if full_key in self._records:
+                    self._match_inner_state(member, params.state_of(member).get(key), key, full_key)
+
+    def _match_inner_state(self, member: OptimizerParam, value: Any, key: str, full_key: str) -> None:
+        """Find or allocate the tensor for optimizer state that has inner tensors: only its own class can create one."""
+        name, kind = f"optimizer state {key} of {member.name}", self._records[full_key].kind
+        if value is None:
+            local = local_part(member.parameter)
+            if class_name(local) != kind:
+                self.mismatch.classes[name] = f"a {kind}, which the optimizer has not made so far. Step it once first"
+                return
+            dtype = getattr(torch, self._records[full_key].dtype)
+            value = like(member.parameter, torch.empty_like(local, dtype=dtype, requires_grad=False))
+        self._state_memory[full_key] = value
+        plain = has_shards_shape(value, member)
+        part = alias_of(cast(DTensor, member.parameter), value) if plain else value
+        self._match_tensor(full_key, name, LocalShard(part, member.sharding))
+
+    def _states(self) -> dict[str, dict[str, str]]:
+        """Return the checkpoint's keys of optimizer state by parameter name and state key."""
+        found: dict[str, dict[str, str]] = {}
+        for key, path in (self._metadata.planner_data or {}).items():
+            is_state = tuple(path[:2]) == ("optimizer", "state") and len(path) == 4 and key in self._saved
+            if is_state and self._outer_key(key) is None:
+                found.setdefault(path[2], {})[path[3]] = key
+        for key, record in self._records.items():
+            if record.path[:2] == ("optimizer", "state"):
+                found.setdefault(record.path[2], {})[record.path[3]] = key
+        return found
+
+    def _allocate_state(self, params: OptimizerParams) -> dict[str, dict[str, Any]]:
+        """Allocate state by parameter name. The optimizer's own tensors are used where they fit."""
+        state: dict[str, dict[str, Any]] = {}
+        states = self._states()
+        for member in params.members.values():
+            existing = params.state_of(member)
+            for key, full_key in states.get(member.name, {}).items():
+                saved = self._saved.get(full_key)
+                if saved is None:
+                    value = self._state_memory[full_key]
+                elif isinstance(saved, TensorStorageMetadata):
+                    value, self._parts[full_key] = _allocate(key, saved, member, existing.get(key))
+                else:
+                    value = self._objects[full_key]
+                state.setdefault(member.name, {})[key] = value
+        return state
+
+    def _matches_communication(self) -> bool:
+        saved = self._saved
+        wanted = {f"communication.{name}.residual": each["residual"] for name, each in self._communication.items()}
+        return all(
+            isinstance(found := saved.get(key), TensorStorageMetadata) and found.size == residual.shape
+            for key, residual in wanted.items()
+        )
+
+    def _load_through_modules(self) -> None:
+        if self._by_module:
+            names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
+            self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
+
+
+def _saved_param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the saved param groups. Ours are one object; DCP writes a nested state dict as one object per setting."""
+    prefix = "optimizer.param_groups"
+    if prefix in objects:
+        return cast(list[dict[str, Any]], objects[prefix])
+    groups: dict[int, dict[str, Any]] = {}
+    for key, value in objects.items():
+        index, _, setting = key.removeprefix(f"{prefix}.").partition(".")
+        if key.startswith(prefix) and index.isdecimal():
+            groups.setdefault(int(index), {})[setting] = value
+    return [groups[index] for index in sorted(groups)]
+
+
+def _allocate(
+    key: str, saved: TensorStorageMetadata, member: OptimizerParam, existing: object
+) -> tuple[torch.Tensor, LocalShard]:
+    """Return a tensor to read optimizer state into, and the part of the saved tensor that it takes.
+
+    State of the parameter's shape is sharded like the parameter: as a plain shard where the optimizer keeps one, else
+    as a DTensor. Other state is unsharded, and scalars are on the CPU.
+    """
+    dtype, shape, parameter = saved.properties.dtype, saved.size, member.parameter
+    if isinstance(existing, torch.Tensor) and existing.shape == shape and existing.dtype == dtype:
+        return existing, LocalShard(existing, member.sharding)
+    local = local_part(parameter)
+    if shape == parameter.shape and (shape or key != "step"):
+        fits = has_shards_shape(existing, member) and existing.dtype == dtype
+        own = cast(torch.Tensor, existing) if fits else _empty_like(local, dtype)
+        if has_shards_shape(existing, member):
+            return own, LocalShard(alias_of(cast(DTensor, parameter), own), member.sharding)
+        placed = like(parameter, own)
+        return placed, LocalShard(placed, member.sharding)
+    full = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
+    return full, LocalShard(full)
+
+
+def _empty_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a plain tensor, with the strides of ``local`` unless that is a tensor subclass with inner tensors."""
+    plain = LocalShard(local).local
+    if type(plain) is torch.Tensor:
+        return torch.empty_like(plain, dtype=dtype, requires_grad=False)
+    return torch.empty(local.shape, dtype=dtype, device=local.device)
+
+
+def _describe(saved: object) -> str:
+    if isinstance(saved, TensorStorageMetadata):
+        return tensor_text(saved.properties.dtype, saved.size)
+    return "an object"

@@ -1,166 +1,142 @@
-"""Save and load planners for ``torch.distributed.checkpoint``, based on the blocks of tensors that each rank holds.
+"""Save and load planners for ``torch.distributed.checkpoint`` (DCP), of the blocks of tensors that each rank holds.
 
-DCP's default plans follow the placements of DTensors, which cannot describe every shard that ``fully_shard`` makes of a
-tensor-parallel shard. These plans follow the :class:`~composable_fsdp._layout.block.ShardExtent` of each local shard.
+DCP's default planners ask a value for its blocks (``_Checkpointable``). Those of a DTensor follow its placements, which
+cannot describe every shard that ``fully_shard`` makes of a tensor-parallel shard; :class:`Blocks` follows the
+:class:`~composable_fsdp._layout.block.ShardExtent` of a local shard. These planners add to the defaults:
+
+- blocks of values that are no tensors are found, where ``find_state_dict_object`` raises;
+- objects are bytes, serialized when the save is planned. By default they are serialized when they are written, after
+  training has gone on, and deserialized with ``weights_only=False``;
+- tensors are copied to host memory after the plans are merged, so that each rank copies only what it writes;
+- progress is reported.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from composable_fsdp._memory.device_capabilities import is_accelerator
-from composable_fsdp.checkpoint._dcp.contents import Contents
+from composable_fsdp.checkpoint._dcp.contents import Contents, key_of
 
-__all__ = ["LoadPlanner", "SavePlanner", "add_aliases"]
+__all__ = ["Blocks", "SavePlanner", "read"]
+
+
+class Blocks:
+    """This rank's blocks of a tensor of this ``shape``, by offsets. DCP's planners call its methods."""
+
+    def __init__(self, shape: Sequence[int], blocks: Mapping[tuple[int, ...], torch.Tensor]) -> None:
+        self._shape = torch.Size(shape)
+        self._blocks = blocks
+
+    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
+        items = []
+        for chunk, block in zip(self.__create_chunk_list__(), self._blocks.values(), strict=True):
+            data = TensorWriteData(chunk, TensorProperties(dtype=block.dtype), self._shape)
+            items.append(WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(at), block.shape) for at, block in self._blocks.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self._blocks[tuple(index.offset)]
 
 
 class SavePlanner(DefaultSavePlanner):
     """A planner that writes ``contents``. DCP merges the plans of the ranks and validates the result.
 
-    Args:
-        contents: what this rank has to save.
+    Attributes:
         written: called with the size in bytes of each item that is passed to the writer.
     """
 
-    def __init__(self, contents: Contents, written: Callable[[int], None] = lambda count: None) -> None:
+    def __init__(self, contents: Contents) -> None:
         super().__init__()
-        self.contents = contents
-        self.written = written
-        self._blocks = {
-            MetadataIndex(key, offsets): block
-            for key, part in contents.parts.items()
-            for offsets, block in part.blocks().items()
-        }
+        self.written: Callable[[int], None] = lambda count: None
+        self._staged: dict[MetadataIndex, torch.Tensor | bytes] = {}
+        self.is_coordinator = False
+        self.state_dict = {key_of(path): Blocks(part.shape, part.blocks()) for path, part in contents.parts.items()}
+        self.state_dict |= {key_of(path): data for path, data in contents.objects.items()}
+        self.mappings = {key_of(path): path for path in (*contents.parts, *contents.objects, *contents.aliases)}
 
-    def create_local_plan(self) -> SavePlan:
-        parts = self.contents.parts
-        items = [_write_item(i, block.shape, parts[i.fqn].shape, block.dtype) for i, block in self._blocks.items()]
-        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.contents.objects]
-        return SavePlan(items, planner_data=self.contents.paths)
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor | bytes:
+        if index in self._staged:
+            return self._staged[index]
+        value = self.state_dict[index.fqn]
+        return value.__get_tensor_shard__(index) if isinstance(value, Blocks) else value
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            data = self.contents.objects[write_item.index.fqn]
-            self.written(len(data))
-            return io.BytesIO(data)
-        block = self._blocks[write_item.index]
-        self.written(block.nbytes)
-        return block
+        value = self.lookup_object(write_item.index)
+        self.written(_nbytes(value))
+        return io.BytesIO(value) if isinstance(value, bytes) else value
 
     def stage(self, plan: SavePlan) -> None:
         """Copy the tensors in ``plan`` to host memory and release all others."""
-        indices = [item.index for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        self._blocks = {index: _on_host(self._blocks[index]) for index in indices}
-        self.contents = replace(self.contents, parts={})
-        if any(block.is_pinned() for block in self._blocks.values()):
+        self._staged = {item.index: _on_host(self.lookup_object(item.index)) for item in plan.items}
+        self.state_dict = {}
+        if any(isinstance(value, torch.Tensor) and value.is_pinned() for value in self._staged.values()):
             torch.accelerator.synchronize()
 
     def nbytes(self, plan: SavePlan) -> int:
         """Return the number of bytes of all items in ``plan``, without file headers."""
-        tensors = sum(self._blocks[i.index].nbytes for i in plan.items if i.type != WriteItemType.BYTE_IO)
-        objects = (i.index.fqn for i in plan.items if i.type == WriteItemType.BYTE_IO)
-        return tensors + sum(len(self.contents.objects[key]) for key in objects)
+        return sum(_nbytes(self.lookup_object(item.index)) for item in plan.items)
 
 
-def _write_item(index: MetadataIndex, sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> WriteItem:
-    """Return the item for a block of these ``sizes`` at the offset in ``index``, of a tensor of this ``shape``."""
-    assert index.offset is not None
-    chunk = ChunkStorageMetadata(index.offset, torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
-    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+def _nbytes(value: torch.Tensor | bytes) -> int:
+    return len(value) if isinstance(value, bytes) else value.nbytes
 
 
-def _on_host(block: torch.Tensor) -> torch.Tensor:
-    """Return a host copy of ``block``. A copy from an accelerator is complete once the accelerator is synchronized."""
-    block = block.detach()
-    on_accelerator = is_accelerator(block.device)
-    host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_accelerator)
-    return host.copy_(block, non_blocking=on_accelerator)
+def _on_host(value: torch.Tensor | bytes) -> torch.Tensor | bytes:
+    """Return a host copy of a tensor. A copy from an accelerator is complete once the accelerator is synchronized."""
+    if isinstance(value, bytes):
+        return value
+    on_accelerator = is_accelerator(value.device)
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=on_accelerator)
+    return host.copy_(value.detach(), non_blocking=on_accelerator)
 
 
-def add_aliases(metadata: Metadata, results: Iterable[list[WriteResult]], aliases: Mapping[str, str]) -> None:
-    """Make each tensor readable under its ``aliases`` too."""
-    keys: dict[str, list[str]] = {}
-    for alias, key in aliases.items():
-        if alias not in metadata.state_dict_metadata:
-            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
-            keys.setdefault(key, []).append(alias)
-    for written in results:
-        written += [
-            replace(result, index=MetadataIndex(alias, result.index.offset, result.index.index))
-            for result in written
-            for alias in keys.get(result.index.fqn, ())
-        ]
+class _LoadPlanner(DefaultLoadPlanner):
+    """A planner that reads tensors directly into the memory of ``Blocks``, and objects in serialized form."""
 
-
-class LoadPlanner(DefaultLoadPlanner):
-    """A planner that reads tensors directly into the given memory, and objects in serialized form.
-
-    Args:
-        metadata: DCP's metadata of the checkpoint.
-        blocks: memory for this rank's blocks, by key and offsets. All keys must be in the metadata.
-        objects: keys of objects to read. Their bytes are in ``read`` afterwards.
-        done: called with the size in bytes of each piece that has been copied.
-    """
-
-    def __init__(
-        self,
-        metadata: Metadata,
-        blocks: Mapping[str, Mapping[tuple[int, ...], torch.Tensor]],
-        objects: Iterable[str] = (),
-        done: Callable[[int], None] = lambda count: None,
-    ) -> None:
-        super().__init__()
-        self.read: dict[str, bytes] = {}
-        self._saved = metadata.state_dict_metadata
-        self._blocks = blocks
-        self._objects = list(objects)
+    def __init__(self, state: dict[str, Any], metadata: Metadata, done: Callable[[int], None]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.state_dict = state
+        self.metadata = metadata
         self._done = done
 
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for key, blocks in self._blocks.items():
-            saved = self._saved[key]
-            assert isinstance(saved, TensorStorageMetadata)
-            chunks = [ChunkStorageMetadata(torch.Size(at), block.shape) for at, block in blocks.items()]
-            items += create_read_items_for_chunk_list(key, saved, chunks)
-        for key in self._objects:
-            assert isinstance(self._saved[key], BytesStorageMetadata)
-            index, start = MetadataIndex(key), torch.Size([0])
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, start, index, start, start))
-        return LoadPlan(items)
-
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self._blocks[index.fqn][tuple(index.offset)]
+        shard: torch.Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
+        return shard
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self._done(tensor.nbytes)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.read[read_item.dest_index.fqn] = value.getvalue()
-        self._done(len(value.getbuffer()))
+        self.state_dict[read_item.dest_index.fqn] = value.getvalue()
+
+
+def read(
+    folder: str | os.PathLike[str],
+    metadata: Metadata,
+    state: dict[str, Any],
+    done: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Read the values in ``state`` by key from the checkpoint ``folder``.
+
+    Args:
+        folder: the checkpoint.
+        metadata: DCP's metadata of it. It has all keys.
+        state: blocks to fill, and any bytes for an object, which are replaced by its own.
+        done: called with the size in bytes of each piece that has been copied to a block.
+    """
+    planner, reader = _LoadPlanner(state, metadata, done), FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.create_local_plan(), planner).wait()

@@ -16,12 +16,19 @@ from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint._coordination.progress import progress_bar
 from composable_fsdp.checkpoint._coordination.rank_group import RankGroup
-from composable_fsdp.checkpoint._dcp.contents import Contents, contents_of
+from composable_fsdp.checkpoint._dcp.contents import (
+    Contents,
+    OptimizerEntries,
+    check_replicated,
+    contents_of,
+    merge,
+    optimizer_entries,
+)
+from composable_fsdp.checkpoint._dcp.contents import Path as ContentsPath
 from composable_fsdp.checkpoint._dcp.directory import PartialCheckpoint, complete
 from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
-from composable_fsdp.checkpoint._dcp.manifest import FileRecord, Manifest
-from composable_fsdp.checkpoint._dcp.optimizer_state import Contribution, check_replicated, contribution_of, merge
-from composable_fsdp.checkpoint._dcp.planner import SavePlanner, add_aliases
+from composable_fsdp.checkpoint._dcp.manifest import FileRecord
+from composable_fsdp.checkpoint._dcp.planner import SavePlanner
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.names import prepare_for_access
@@ -34,16 +41,12 @@ class _RankPlan:
     """The plan of one rank."""
 
     plan: SavePlan
-    aliases: Mapping[str, str]
+    aliases: Mapping[ContentsPath, ContentsPath]
     replicated: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class _RankWrites:
-    """The files and write results of one rank."""
-
-    results: list[WriteResult]
-    records: Mapping[str, FileRecord]
+_Writes = tuple[list[WriteResult], Mapping[str, FileRecord]]
+"""The write results of one rank, and its files."""
 
 
 class CheckpointSaver:
@@ -61,7 +64,7 @@ class CheckpointSaver:
         self._path = path
         self._requested_step = step
         self._keep_last = keep_last
-        self._aliases: dict[str, str] = {}
+        self._aliases: dict[ContentsPath, ContentsPath] = {}
         self._metadata: Metadata | None = None
         self._partial_checkpoint: PartialCheckpoint | None = None
 
@@ -72,11 +75,11 @@ class CheckpointSaver:
 
         what = f"saving to {self._path}"
 
-        def contribute() -> Contribution:
+        def entries() -> OptimizerEntries:
             prepare_for_access(model)
-            return contribution_of(model, optimizer)
+            return optimizer_entries(model, optimizer)
 
-        merged = self._ranks.combine(what, contribute, merge)
+        merged = self._ranks.combine(what, entries, merge)
         contents = Contents()
 
         def contributions() -> Mapping[str, inner_tensors.InnerContribution]:
@@ -115,16 +118,22 @@ class CheckpointSaver:
         writer = ChecksummingWriter(self._partial)
         writer.set_up_storage_writer(self._ranks.rank == 0)
 
-        def each() -> _RankWrites:
+        def each() -> _Writes:
             total = self._planner.nbytes(self._plan)
             with progress_bar(show and self._ranks.rank == 0, f"saving {self.final.name}", total) as done:
                 self._planner.written = done
                 written = writer.write_data(self._plan, self._planner)
                 written.wait()
-            return _RankWrites(written.value(), writer.records)
+            return written.value(), writer.records
+
+        def finish(written: list[_Writes]) -> None:
+            assert self._partial_checkpoint is not None
+            assert self._metadata is not None
+            writer.complete(self._metadata, written, self._aliases, self.step, self._ranks.size)
+            self._partial_checkpoint.commit(self._keep_last)
 
         with self._abandon_on_failure():
-            self._ranks.combine(f"saving {self.final}", each, lambda written: self._finish(writer, written))
+            self._ranks.combine(f"saving {self.final}", each, finish)
 
     @contextmanager
     def _abandon_on_failure(self) -> Iterator[None]:
@@ -134,13 +143,3 @@ class CheckpointSaver:
             if self._partial_checkpoint is not None:
                 self._partial_checkpoint.abandon()
             raise
-
-    def _finish(self, writer: ChecksummingWriter, written: list[_RankWrites]) -> None:
-        assert self._partial_checkpoint is not None
-        assert self._metadata is not None
-        results = [each.results for each in written]
-        add_aliases(self._metadata, results, self._aliases)
-        writer.finish(self._metadata, results)
-        files = {name: record for each in written for name, record in each.records.items()} | writer.records
-        Manifest.of(self.step, self._ranks.size, files, self._metadata).write(self._partial)
-        self._partial_checkpoint.commit(self._keep_last)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
 from composable_fsdp.checkpoint._dcp.manifest import Manifest
-from composable_fsdp.checkpoint._dcp.planner import SavePlanner, add_aliases
+from composable_fsdp.checkpoint._dcp.planner import SavePlanner
 from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts, sync
 from composable_fsdp.checkpoint._safetensors.file_layout import INDEX, SINGLE, TensorFiles, TensorSpec
 from composable_fsdp.checkpoint._safetensors.save_safetensors import write_part
@@ -168,14 +168,10 @@ def _incomplete(target: Path) -> Path:
 
 def _write_dcp(conversion: _Conversion, target: Path, max_file_bytes: int) -> None:
     """Write a directory in the format of ``save``."""
-    state = contents.Contents()
-    for path, tensor in conversion.tensors.items():
-        state.add_tensor(path, LocalShard(tensor))
-    for alias, of in conversion.aliases.items():
-        state.add_alias(alias, of)
-    for path, value in conversion.objects.items():
-        if path != ("step",):
-            state.add_object(tuple(map(str, path)), value)  # DCP's own paths have indices
+    state = contents.Contents(aliases=dict(conversion.aliases))
+    state.parts = {path: LocalShard(tensor) for path, tensor in conversion.tensors.items()}
+    values = {tuple(map(str, path)): value for path, value in conversion.objects.items()}  # DCP's paths have indices
+    state.objects = {path: contents.serialize(value) for path, value in values.items() if path != ("step",)}
     manifest, step = conversion.manifest, conversion.objects.get(("step",))
     ranks = {path[1] for path in conversion.objects if path[0] == "ranks"}
     folder = _incomplete(target)
@@ -187,12 +183,10 @@ def _write_dcp(conversion: _Conversion, target: Path, max_file_bytes: int) -> No
         (plan,) = writer.prepare_global_plan(plans)
         written = writer.write_data(plan, planner)
         written.wait()
-        results = [written.value()]
-        add_aliases(metadata, results, state.aliases)
-        writer.finish(metadata, results)
         if manifest is not None:
             step = manifest.step
-        Manifest.of(step if type(step) is int else 0, max(len(ranks), 1), writer.records, metadata).write(folder)
+        step = step if type(step) is int else 0
+        writer.complete(metadata, [(written.value(), {})], state.aliases, step, max(len(ranks), 1))
         sync(folder)
         folder.rename(target)
     except BaseException:

@@ -11,7 +11,7 @@ import torch
 
 from composable_fsdp.checkpoint._coordination.mismatch import dtype_name
 from composable_fsdp.checkpoint._dcp import directory as folder
-from composable_fsdp.checkpoint._dcp.intact import problems_of, read_manifest
+from composable_fsdp.checkpoint._dcp.manifest import problems_of, read_manifest
 from composable_fsdp.checkpoint._tools.sources import Kind, Source, open_source
 from composable_fsdp.errors import CheckpointError
 

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp.directory import MANIFEST, METADATA, candidates, find
-from composable_fsdp.checkpoint._dcp.filesystem import read_metadata, reader_of
+from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
+from composable_fsdp.checkpoint._dcp.load_directory import read_objects
 from composable_fsdp.checkpoint._dcp.manifest import Manifest
-from composable_fsdp.checkpoint._dcp.planner import LoadPlanner
-from composable_fsdp.checkpoint._dcp.restore import read_objects
+from composable_fsdp.checkpoint._dcp.planner import Blocks
+from composable_fsdp.checkpoint._dcp.planner import read as read_values
 from composable_fsdp.checkpoint._safetensors.reader import StoredTensors, opened
 from composable_fsdp.errors import CheckpointError
 
@@ -129,9 +130,8 @@ def _open_dcp(folder: Path, weights_only: bool) -> Source:
 
     def read(paths: Iterable[contents.Path]) -> Tensors:
         values = {at: torch.empty_like(tensors[at], device="cpu") for at in paths}
-        blocks = {keys[at]: {(0,) * value.ndim: value} for at, value in values.items() if value.numel()}
-        planner = LoadPlanner(metadata, blocks)
-        reader_of(folder, metadata).read_data(planner.create_local_plan(), planner).wait()
+        blocks = {keys[at]: Blocks(v.shape, {(0,) * v.ndim: v}) for at, v in values.items() if v.numel()}
+        read_values(folder, metadata, blocks)
         return values
 
     def value(at: contents.Path) -> Any:
