@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
-from tests._internals import state_of
-from tests.helpers.counted_collectives import COMMUNICATORS
+from tests._internals import Around, Traits, state_of
 from tests.helpers.models import seeded
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import assert_equal_runs, train
@@ -115,25 +116,24 @@ def test_parameters_used_on_any_rank_have_the_same_gradient_on_all(mesh_shape: t
     run_ranks(train_unequally, torch.Size(mesh_shape).numel(), mesh_shape, 8, 5)
 
 
-class Always:
-    """An attribute whose value never changes."""
+class ZeroCopyFrom:
+    """The traits of a decorated communicator, with another size from which messages are sent zero-copy."""
 
-    def __init__(self, value: int) -> None:
-        self._value = value
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
 
-    def __get__(self, *_: object) -> int:
-        return self._value
+    def __get__(self, around: Around, _: object) -> Traits:
+        return replace(around.base.traits, zero_copy_min_bytes=self._nbytes)
 
-    def __set__(self, *_: object) -> None:
-        pass
+    def __set__(self, around: Around, value: Traits) -> None:
+        vars(around)["traits"] = value
 
 
 def train_unequally_with_direct_messages() -> None:
     """Train with zero-copy gradients, where flags need one more message. A few such gradients are packed instead."""
     for zero_copy_min_bytes in (1, 8 * 8 * 4):
         with pytest.MonkeyPatch.context() as patch:
-            for communicator in COMMUNICATORS:
-                patch.setattr(communicator, "zero_copy_min_bytes", Always(zero_copy_min_bytes), raising=False)
+            patch.setattr(Around, "traits", ZeroCopyFrom(zero_copy_min_bytes), raising=False)
             model = shard(Model(), (2,), True)
             (bucket,) = state_of(model.layers[0]).group.plan.buckets
             assert len(bucket.reduce.zero_copy) == (10 if zero_copy_min_bytes == 1 else 5)
