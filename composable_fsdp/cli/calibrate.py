@@ -16,6 +16,8 @@ import typer
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composable_fsdp._comm.communicator import Communicator, is_over_group
+from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
 from composable_fsdp._sharding.mesh import data_parallel_axes
@@ -49,8 +51,8 @@ def calibrate(
 ) -> None:
     """Measure the latency and bandwidth of collectives along each axis of a mesh.
 
-    Rank 0 prints the table, and writes it to OUT. model.set_costs("costs.json") reads it. A collective takes the
-    latency, and its bytes divided by the bandwidth.
+    Rank 0 prints the table, and writes it to OUT. model.set_costs("costs.json") reads it. A collective of n ranks takes
+    a + b (n - 1) seconds, and its bytes divided by the bandwidth.
 
     Example: torchrun --nproc-per-node 8 -m composable_fsdp calibrate --mesh 2x4 --out costs.json
     """
@@ -103,28 +105,58 @@ def measure_costs(mesh: DeviceMesh, names: Sequence[str], rounds: int) -> Costs:
     axes = data_parallel_axes(mesh)
     clock, sizes = Clock(axes.device), message_sizes()
     named = dict(zip(("replicate", "shard")[-mesh.ndim :], names, strict=True))
-    measured = {
-        (named[name], kind): [measure_collective(communicator, kind, sizes, clock) for _ in range(rounds)]
+    costs = {
+        (named[name], kind): _measured(communicator, kind, sizes, clock, rounds)
         for name, communicator, kind in collectives_of([axes])
     }
     own = [measure_copies(sizes[-1], clock)]
-    for each in measured.values():
-        own += [median(cost.latency for cost in each), median(cost.bandwidth for cost in each)]
+    own += [each for cost in costs.values() for each in (cost.latency, cost.bandwidth, cost.per_rank)]
     agreed = iter(median_over_ranks(own, (axes.shard, axes.replicate), axes.device))
     copy_bandwidth = next(agreed)
-    costs = {key: CollectiveCost(next(agreed), next(agreed)) for key in measured}
+    for key in costs:
+        latency, bandwidth, per_rank = next(agreed), next(agreed), next(agreed)
+        costs[key] = CollectiveCost(latency, bandwidth, per_rank)
     shape = "x".join(map(str, mesh.shape))
     source = f"composable-fsdp calibrate on a mesh of {shape} ranks on {axes.device.type}"
     return Costs(axes_costs(costs), copy_bandwidth=copy_bandwidth, source=source)
 
 
+def _measured(communicator: Communicator, kind: str, sizes: Sequence[int], clock: Clock, rounds: int) -> CollectiveCost:
+    """Return the cost of a collective, with its latency divided into a part for any ranks and one for each rank."""
+    latency, bandwidth = _medians(communicator, kind, sizes, clock, rounds)
+    pair = _neighbours(communicator, clock.device.type)
+    if pair is None:
+        return CollectiveCost(latency, bandwidth)
+    of_pair, _ = _medians(pair, kind, sizes[:2], clock, rounds)
+    further = communicator.size - 1
+    per_rank = min(max(0.0, latency - of_pair) / (further - 1), latency / further)
+    return CollectiveCost(max(0.0, latency - per_rank * further), bandwidth, per_rank)
+
+
+def _medians(
+    communicator: Communicator, kind: str, sizes: Sequence[int], clock: Clock, rounds: int
+) -> tuple[float, float]:
+    found = [measure_collective(communicator, kind, sizes, clock) for _ in range(rounds)]
+    return median(each.latency for each in found), median(each.bandwidth for each in found)
+
+
+def _neighbours(communicator: Communicator, device_type: str) -> Communicator | None:
+    """Return the communicator of this rank and its neighbour, or ``None`` if not all of more than 2 ranks have one."""
+    if not is_over_group(communicator) or communicator.size == 2 or communicator.size % 2:
+        return None
+    ranks = dist.get_process_group_ranks(communicator.group)
+    first = communicator.rank - communicator.rank % 2
+    group = dist.new_group(ranks[first : first + 2], use_local_synchronization=True)
+    return communicator_over(group, device_type)
+
+
 def _table(costs: Costs, ranks: dict[str, int]) -> Table:
-    numbers = ("latency, µs", "bandwidth, GB/s")
+    numbers = ("a, µs", "b, µs for each rank", "bandwidth, GB/s")
     table = table_of(("axis", "ranks", "collective"), numbers, costs.source)
     for name, axis in costs.axes.items():
         for kind in fields(axis):
             cost = getattr(axis, kind.name)
-            values = (1e6 * cost.latency, 1e-9 * cost.bandwidth)
+            values = (1e6 * cost.latency, 1e6 * cost.per_rank, 1e-9 * cost.bandwidth)
             figures = (f"{value:,.2f}" for value in values)
             table.add_row(name or "all", str(ranks[name]), kind.name.replace("_", "-"), *figures)
     return table

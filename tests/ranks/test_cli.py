@@ -115,23 +115,28 @@ def test_all_ranks_measure_one_table_that_a_model_accepts(shape: tuple[int, ...]
     run_ranks(one_table, math.prod(shape), *shape)
 
 
-def known_costs() -> None:
-    rounds = iter([2e-3, 9.0, 4e-3] * 2)
+def known_latencies(base: float, *shape: int) -> None:
+    asked = []
 
     def measure(communicator: Any, kind: str, sizes: Any, clock: Any) -> CollectiveCost:
-        """Return costs of which one round is disturbed, and that differ between the ranks of the job."""
+        """Return costs that grow with the ranks of the axis and differ between the ranks of the job."""
+        asked.append((kind, communicator.size))
         noise = 1 + (dist.get_rank() - 1) * 1e-3
-        return CollectiveCost(next(rounds) * noise, 1e9 * noise)
+        return CollectiveCost((base + 1e-3 * (communicator.size - 1)) * noise, 1e9 * noise)
 
     with mock.patch("composable_fsdp.cli.calibrate.measure_collective", measure):
-        costs = measure_costs(init_device_mesh("cpu", (3,)), ("inner",), rounds=3)
-    assert costs.axis("inner").all_gather == CollectiveCost(4e-3, 1e9)
+        costs = measure_costs(init_device_mesh("cpu", shape), ("", "inner")[: len(shape)], rounds=1)
+    gather = costs.axis("inner").all_gather
+    assert [gather.latency, gather.per_rank] == pytest.approx([base, 1e-3], rel=1e-2, abs=1e-9)
+    assert gather.bandwidth == pytest.approx(1e9, rel=1e-2)
     both = costs.axis("inner").all_reduce
-    assert [both.latency, both.bandwidth] == pytest.approx([8e-3, 0.5e9])
+    assert [both.latency, both.per_rank] == pytest.approx([2 * base, 2e-3], rel=1e-2, abs=1e-9)
+    assert asked == [("all_gather", 4), ("all_gather", 2), ("reduce_scatter", 4), ("reduce_scatter", 2)]
 
 
-def test_medians_over_rounds_and_ranks_count() -> None:
-    run_ranks(known_costs, 3)
+@pytest.mark.parametrize("base", [2e-3, 0.0])
+def test_latency_is_divided_by_a_measurement_on_two_ranks(base: float) -> None:
+    run_ranks(known_latencies, 4, base, 4)
 
 
 def test_calibrate_writes_the_table_that_it_prints(tmp_path: Path) -> None:
