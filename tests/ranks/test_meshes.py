@@ -55,12 +55,14 @@ def test_the_default_mesh_averages_over_all_ranks(ranks: int) -> None:
 
 
 WITHOUT_A_PROCESS_GROUP = """
+import os
 import torch, torch.distributed as dist
 from composable_fsdp import fully_shard
 torch.manual_seed(0)
 model = fully_shard(torch.nn.Linear(3, 4))
 model(torch.ones(1, 3)).sum().backward()
-print("ranks", model.weight.device_mesh.mesh.tolist(), "rows", model.weight.grad.to_local().size(0))
+ranks, rows = model.weight.device_mesh.mesh.tolist(), model.weight.grad.to_local().size(0)
+os.write(1, f"ranks {ranks} rows {rows}\\n".encode())  # one write, so that the lines of ranks are not mixed
 dist.destroy_process_group()
 """
 
