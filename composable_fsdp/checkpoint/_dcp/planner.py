@@ -80,7 +80,8 @@ class SavePlanner(DefaultSavePlanner):
 
     def stage(self, plan: SavePlan) -> None:
         """Copy the tensors in ``plan`` to host memory and release all others."""
-        self._staged = {item.index: _on_host(self.lookup_object(item.index)) for item in plan.items}
+        values = {item.index: self.lookup_object(item.index) for item in plan.items}
+        self._staged = {i: _on_host(v) if isinstance(v, torch.Tensor) else v for i, v in values.items()}
         self.state_dict = {}
         if any(isinstance(value, torch.Tensor) and value.is_pinned() for value in self._staged.values()):
             torch.accelerator.synchronize()
@@ -94,13 +95,11 @@ def _nbytes(value: torch.Tensor | bytes) -> int:
     return len(value) if isinstance(value, bytes) else value.nbytes
 
 
-def _on_host(value: torch.Tensor | bytes) -> torch.Tensor | bytes:
-    """Return a host copy of a tensor. A copy from an accelerator is complete once the accelerator is synchronized."""
-    if isinstance(value, bytes):
-        return value
-    on_accelerator = is_accelerator(value.device)
-    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=on_accelerator)
-    return host.copy_(value.detach(), non_blocking=on_accelerator)
+def _on_host(block: torch.Tensor) -> torch.Tensor:
+    """Return a host copy of ``block``. A copy from an accelerator is complete once the accelerator is synchronized."""
+    on_accelerator = is_accelerator(block.device)
+    host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_accelerator)
+    return host.copy_(block.detach(), non_blocking=on_accelerator)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
