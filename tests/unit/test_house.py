@@ -39,11 +39,7 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-<<<<<<< HEAD
 MOST_CODE = 21470
-=======
-MOST_CODE = 21470
->>>>>>> h-dcp
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 75, 16061
