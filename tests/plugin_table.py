@@ -37,6 +37,7 @@ OWN: Mapping[str, Sequence[str]] = {
 }
 """The tests of each plugin: prefixes of the names of tests, as pytest's ``--deselect`` takes them."""
 
+_OF_THE_LISTS = "tests/unit/test_observers.py::test_the_table_of_plugins_leaves_out_one_line_of_the_lists"
 _COPIED = ("composable_fsdp", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
 _LISTS = "DEFAULT_TRANSPORTS = "
 """The beginning of the lists in the source."""
@@ -67,7 +68,7 @@ def run(plugin: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
             shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
         changed = copy / LISTED
         changed.write_text(without(changed.read_text(), plugin))
-        own = chain.from_iterable(("--deselect", test) for test in OWN.get(plugin, ()))
+        own = chain.from_iterable(("--deselect", test) for test in (_OF_THE_LISTS, *OWN.get(plugin, ())))
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", *own, *arguments]
         environment = {**os.environ, "PYTHONPATH": str(copy)}
         result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
