@@ -113,7 +113,7 @@ class ProcessGroupCommunicator:
                     collective(output, input, group=group, **options)
             return cast(Work, works)
         started: list[Work] = []
-        for output, input in transfers:  # no comprehension, which would be one more frame
+        for output, input in transfers:
             started.append(collective(output, input, group=group, async_op=True, **options))
         return started[0] if len(started) == 1 else WorkList(tuple(started))
 

@@ -100,8 +100,6 @@ class Traits:
         checks: the communicator itself compares operations between ranks, and reports waits.
         zero_copy_min_bytes: unsharded bytes from which a zero-copy transfer of a tensor is faster than copying it into
             a packed one.
-        all_reduce_bytes: padding bytes from which all-reducing a tensor is cheaper than padded all-gathers and
-            reduce-scatters.
         grad_bucket_bytes: bytes of a group's ready gradients from which they are worth a separate reduction, ahead of
             the rest.
     """
@@ -113,7 +111,6 @@ class Traits:
     dispatches: bool = False
     checks: bool = False
     zero_copy_min_bytes: int = NEVER_ZERO_COPY
-    all_reduce_bytes: int = NEVER_ZERO_COPY
     grad_bucket_bytes: int = NEVER_ZERO_COPY
 
 
@@ -243,13 +240,15 @@ class Around:
         launch = Communicator.launch
 
     def __getattr__(self, name: str) -> Any:
+        if name == "base":  # not set yet, as in a copy
+            raise AttributeError(name)
         return getattr(self.base, name)
 
     def __eq__(self, other: object) -> bool:
         """Return whether collectives of both can share one launch."""
-        if self is other or not isinstance(other, Around):
-            return self is other
-        return (type(self), self.base, self.settings) == (type(other), other.base, other.settings)
+        if not isinstance(other, Around):
+            return False
+        return self is other or (type(self), self.base, self.settings) == (type(other), other.base, other.settings)
 
     def __hash__(self) -> int:
         return hash(self.base)
@@ -259,7 +258,7 @@ class Around:
 
 
 class GroupReference:
-    """A process group, which is not kept alive: the one that torch destroys is gone."""
+    """A weak reference to a process group. Torch owns the group, until the program destroys it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._ranks = ref(group), dist.get_process_group_ranks(group)

@@ -63,7 +63,7 @@ _next_index = count()
 
 
 def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator:
-    """Return the communicator of ``group``. CPU tensors over gloo use shared memory if all ranks are on one host.
+    """Return the communicator of ``group`` for tensors on ``device_type``, decorated.
 
     All ranks must make the first call for a group together. The communicator is cached.
     """

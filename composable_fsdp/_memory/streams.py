@@ -223,7 +223,7 @@ class CommStream:
                 self.join()  # copies may still use buffers, for which nothing waits now
                 raise
         elif after is None:
-            grad_mode = torch.is_grad_enabled()  # as in start(), without its frame
+            grad_mode = torch.is_grad_enabled()  # inlined from start(): every collective on the host comes here
             torch._C._set_grad_enabled(False)
             try:
                 pending._work = launch()

@@ -270,7 +270,7 @@ class _Passed:
 
 _NONE: list[Any] = []
 _NOTHING: dict[int, Any] = {}
-"""What a call without containers has of them. Nothing is written to these: most calls have none, and make no dicts."""
+"""The containers of a call that has none, as most calls. Nothing is written to these two."""
 
 
 class CallInputs:

@@ -33,7 +33,7 @@ _NUMEL = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found: on ``ranks``, or on all. Jobs fail, or will fail, because of an ``"error"``."""
+    """The result of a check on ``ranks``, or on all ranks if it is empty. A job cannot run with an ``"error"``."""
 
     severity: str
     check: str

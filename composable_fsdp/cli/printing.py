@@ -1,4 +1,4 @@
-"""What all commands print in the same way, and options of several."""
+"""Printing and options that several commands share."""
 
 from __future__ import annotations
 

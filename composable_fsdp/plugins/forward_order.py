@@ -29,7 +29,7 @@ class ForwardOrder(Observer):
         self._first: tuple[str, ...] = ()
         self._has_warned = False
 
-    def of(self, root: Root) -> Observer:
+    def for_root(self, root: Root) -> Observer:
         return ForwardOrder()
 
     def end_pass(self, root: Root, running: RunningPass) -> None:

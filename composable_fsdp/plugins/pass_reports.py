@@ -4,35 +4,37 @@ from __future__ import annotations
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.running_pass import RunningPass
-from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._consistency.watchdog import Watchdog, job_watchdog
 from composable_fsdp._runtime.root.observer import Observer, Root
 
 __all__ = ["ReportedPasses", "TracedPasses"]
 
 
 class ReportedPasses(Observer):
-    """Tells the watchdog of the job which passes of one root run, and how they end."""
+    """Tells the watchdog of the job which passes of a root run, and how they end."""
 
-    def __init__(self) -> None:
-        self._watchdog = job_watchdog()
+    def for_root(self, root: Root) -> Observer | None:
+        watchdog = job_watchdog()
+        return None if watchdog is None else _RootReports(watchdog)
+
+
+class _RootReports(Observer):
+    """Tells ``watchdog`` of the passes of one root."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
         self._completed = 0
         """The number of completed backwards."""
 
-    def of(self, root: Root) -> Observer | None:
-        return None if job_watchdog() is None else ReportedPasses()
-
     def begin_pass(self, root: Root, running: RunningPass) -> None:
-        assert self._watchdog is not None, "else it is not attached"
         self._watchdog.begin_pass(running)
 
     def end_pass(self, root: Root, running: RunningPass) -> None:
-        assert self._watchdog is not None, "else it is not attached"
         ends_step = running.succeeded and running.kind == "backward"
         self._completed += ends_step
         self._watchdog.end_pass(running, self._completed if ends_step else 0)
 
     def failed(self, root: Root, running: RunningPass) -> None:
-        assert self._watchdog is not None, "else it is not attached"
         self._watchdog.fail(running.failure)
 
 

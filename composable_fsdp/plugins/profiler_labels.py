@@ -25,10 +25,10 @@ class ProfilerLabels(Observer):
     def __init__(self) -> None:
         self._labels = _HookLabels()
 
-    def of(self, root: Root) -> Observer:
+    def for_root(self, root: Root) -> Observer:
         return ProfilerLabels()
 
-    def wake(self, root: Root) -> None:
+    def before_first_hook(self, root: Root) -> None:
         profiling.look_for_readers()
         if profiling.active:
             root.events.add(self._labels)
@@ -42,10 +42,10 @@ class _HookLabels(Observer):
     def __init__(self) -> None:
         self._open: list[AbstractContextManager[None]] = []
 
-    def begin(self, root: Root, hook: Hook, subject: Any) -> None:
+    def before_hook(self, root: Root, hook: Hook, subject: Any) -> None:
         label = profiling.label(_LABELS[hook], subject.name) if hook in _LABELS else nullcontext()
         label.__enter__()
         self._open.append(label)
 
-    def end(self, root: Root, hook: Hook, subject: Any) -> None:
+    def after_hook(self, root: Root, hook: Hook, subject: Any) -> None:
         self._open.pop().__exit__(None, None, None)

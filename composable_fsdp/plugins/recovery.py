@@ -28,7 +28,7 @@ class Recovery(Observer):
         """The number of optimizer steps at the last rendezvous after a failed pass."""
         self._result: Rendezvous | None = None
 
-    def of(self, root: Root) -> Observer:
+    def for_root(self, root: Root) -> Observer:
         return Recovery()
 
     def reset(self, root: Root) -> bool:

@@ -16,13 +16,13 @@ class Residuals(Observer):
         self._steps = 0
         """The number of optimizer steps when the last forward began."""
 
-    def of(self, root: Root) -> Observer:
+    def for_root(self, root: Root) -> Observer:
         return Residuals()
 
     def begin_forward(self, root: Root, outermost: FSDPState) -> None:
         changed = _changed(root)
-        is_idle = bool(changed) and not self._commit(root, changed) and not root.reductions_are_in_flight
-        if is_idle and not any(each.are_waiting for each in changed):  # the gradients were used or dropped
+        is_used = not root.reductions_are_in_flight and not any(each.are_waiting for each in changed)
+        if is_used or self._has_ended(root, changed):  # no gradient of the step is left: they were used or dropped
             _commit(changed)
         self._steps = root.runner.steps.number
 
@@ -33,13 +33,12 @@ class Residuals(Observer):
 
     def commit(self, root: Root) -> None:
         """Commit the residuals if an optimizer has stepped since they changed, or if the shards have changed."""
-        self._commit(root, _changed(root))
-
-    def _commit(self, root: Root, changed: list[ParamGroupGradients]) -> bool:
-        has_ended = root.runner.steps.number != self._steps or any(each.shards_changed for each in changed)
-        if has_ended:
+        changed = _changed(root)
+        if self._has_ended(root, changed):
             _commit(changed)
-        return has_ended
+
+    def _has_ended(self, root: Root, changed: list[ParamGroupGradients]) -> bool:
+        return root.runner.steps.number != self._steps or any(each.shards_changed for each in changed)
 
 
 def commit_residuals(root: Root) -> None:

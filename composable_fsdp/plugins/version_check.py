@@ -34,7 +34,6 @@ _reads_shards: WeakKeyDictionary[FSDPState, bool | None] = WeakKeyDictionary()
 
 def set_version_check(state: FSDPState, enable: bool) -> None:
     """Compare the values of the shards of ``state`` too, or nothing."""
-    VersionCheck.is_set = True
     _reads_shards[state] = True if enable else None
 
 
@@ -46,9 +45,6 @@ def reads_shards(state: FSDPState) -> bool | None:
 class VersionCheck(Observer):
     """Compares the parameters of a group in backward with those in forward."""
 
-    is_set = False
-    """True once the user has set it for some state."""
-
     def after_copy(self, state: FSDPState, clone: FSDPState) -> None:
         if state in _reads_shards:
             _reads_shards[clone] = _reads_shards[state]
@@ -56,7 +52,7 @@ class VersionCheck(Observer):
     def enter_forward(self, root: Root, call: ForwardCall) -> None:
         if not root.leads_to_backward:
             return
-        reads = reads_shards(call.state) if self.is_set else False
+        reads = reads_shards(call.state) if _reads_shards else False
         if reads is not None:
             group = call.state.group
             registration = group.tensors.registration

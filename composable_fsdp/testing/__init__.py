@@ -1,7 +1,6 @@
 """Tools for tests of this library and of programs that use it.
 
-- :func:`run_ranks` runs a function on several gloo processes. It raises :class:`RanksError` with the traceback or stack
-  of each rank that failed.
+- :func:`run_ranks` runs a function on several gloo processes. :class:`RanksError` has the errors of all ranks.
 - :class:`FakeWorld` simulates all ranks of an axis in one process. Waiting too early raises :class:`DeadlockError`,
   launching different collectives :class:`MismatchError`.
 - :func:`inject_faults` injects faults into a model's operations. :class:`Delay`, :class:`Drop`, :class:`Corrupt`,
@@ -56,4 +55,6 @@ if not TYPE_CHECKING:
         if name in ("ALONE", "BACKEND", "Race", "simulated_accelerator") or name.startswith("Simulated"):
             # No AttributeError: `from composable_fsdp.testing import ...` would leave out its text.
             raise ImportError(f"{name} is not in {__name__}. In a clone of the repository, tests.simulation has it.")
+        if name == "shutdown":
+            raise ImportError(f"{__name__} has no shutdown any more: run_ranks keeps no processes. Leave the call out.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,7 +44,6 @@ class PartitionableStore(dist.Store):
             self._connected.set()
 
     def clone(self) -> PartitionableStore:
-        """Return another client of the same store, which is cut off together with this one."""
         clone = PartitionableStore(cast(Any, self.base).clone(), self.seconds)
         clone._connected = self._connected
         self._clones.append(clone)

@@ -248,6 +248,12 @@ def test_names_that_the_test_kit_had_before_say_where_they_are(name: str) -> Non
         getattr(composable_fsdp.testing, name)
 
 
+def test_the_test_kit_says_that_it_keeps_no_processes_to_shut_down() -> None:
+    text = r"^composable_fsdp\.testing has no shutdown any more: run_ranks keeps no processes\. Leave the call out\.$"
+    with pytest.raises(ImportError, match=text):
+        exec("from composable_fsdp.testing import shutdown")
+
+
 def test_other_names_are_unknown_to_the_test_kit() -> None:
     assert not hasattr(composable_fsdp.testing, "accelerator")
     with pytest.raises(AttributeError, match=r"^module 'composable_fsdp\.testing' has no attribute 'accelerator'$"):

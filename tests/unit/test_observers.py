@@ -104,10 +104,10 @@ class Named(Observer):
     def __init__(self, name: str, lines: list[str]) -> None:
         self._name, self._lines = name, lines
 
-    def begin(self, root: Any, hook: Any, subject: Any) -> None:
+    def before_hook(self, root: Any, hook: Any, subject: Any) -> None:
         self._lines.append(f"{self._name} begins {hook.value}")
 
-    def end(self, root: Any, hook: Any, subject: Any) -> None:
+    def after_hook(self, root: Any, hook: Any, subject: Any) -> None:
         self._lines.append(f"{self._name} ends {hook.value}")
 
 
@@ -128,12 +128,14 @@ def test_observers_of_a_beginning_are_told_in_order_and_those_of_an_end_in_rever
         model(torch.ones(2, 4))
     assert lines[:2] == ["other begins pre-forward", "other ends pre-forward"]
     root.events.remove(other)
-    assert (root.events.begin, root.events.end) == ((), ()), "an event that nobody observes costs one truth test"
+    assert (root.events.before_hook, root.events.after_hook) == ((), ()), (
+        "an event that nobody observes costs one truth test"
+    )
 
 
 def test_an_observer_may_be_another_one_for_each_root_or_none(attach: Callable[[Observer], Observer]) -> None:
     class OfSome(Observer):
-        def of(self, root: Any) -> Observer | None:
+        def for_root(self, root: Any) -> Observer | None:
             return Log() if root.root.group.parameters else None
 
     attach(OfSome())

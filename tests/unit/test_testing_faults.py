@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import time
 from datetime import timedelta
@@ -51,6 +52,13 @@ def test_a_faulty_communicator_without_faults_behaves_like_its_base() -> None:
     assert communicator.labels == ["a", "b"]
     for name in ("rank", "size", "traits"):
         assert getattr(communicator, name) == getattr(communicator.base, name)
+
+
+def test_a_decorator_of_a_communicator_can_be_copied() -> None:
+    communicator = alone()
+    copied = copy.copy(communicator)
+    assert copied == communicator
+    assert gathered(copied, "a") == [1.0, 2.0]
 
 
 def test_a_fault_comes_once_and_only_to_the_operation_that_it_names() -> None:

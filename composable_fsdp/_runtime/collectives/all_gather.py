@@ -255,8 +255,8 @@ class CachedGather:
 class _Run(NamedTuple):
     """Parameters of one width that one strided copy moves.
 
-    A layer often has several of one shape in a row: scales and shifts, biases, adapters, experts. For sixteen groups of
-    four, a copy for each run takes an eighth of the host's time of a copy for each parameter.
+    A layer often has several of one shape in a row: scales and shifts, biases, adapters, experts. The host's time of
+    small copies grows with their number.
 
     Args:
         place: ``(count, num_shards, padded_numel)``, their unsharded memory.

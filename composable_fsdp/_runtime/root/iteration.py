@@ -197,29 +197,26 @@ class Iteration:
 
     def _run(self, hook: Hook, subject: Any) -> None:
         if self._pass is Pass.IDLE:
-            self._wake()
+            for observe in self.events.before_first_hook:
+                observe(self)
         actions = ACTIONS_OF_HOOKS[self._pass, hook]
         is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
-        if is_in_context or self.events.begin or "spmd_types" in sys.modules:
+        if is_in_context or self.events.before_hook or "spmd_types" in sys.modules:
             self._run_observed(hook, subject, actions)
             return
         for action in actions:
             action(self, subject)
 
-    def _wake(self) -> None:
-        for observe in self.events.wake:
-            observe(self)
-
     @runs_outside
     def _run_observed(self, hook: Hook, subject: Any, actions: Iterable[Callable[[Iteration, Any], None]]) -> None:
         """Run ``actions`` outside of the caller's context, and tell observers of it."""
-        for observe in self.events.begin:
+        for observe in self.events.before_hook:
             observe(self, hook, subject)
         try:
             for action in actions:
                 action(self, subject)
         finally:
-            for observe in self.events.end:
+            for observe in self.events.after_hook:
                 observe(self, hook, subject)
 
     @property
@@ -470,7 +467,8 @@ class Iteration:
         Parameters in shared memory are copied to memory of this rank at once: other ranks may change their shards, and
         may not run the forwards that use the copy.
         """
-        self._wake()
+        for observe in self.events.before_first_hook:
+            observe(self)
         self._verify_ranks()
         is_new = self.runner.unshard_explicitly(state)
         shared = dict.fromkeys(pgs.axes.shard for pgs in state.group.process_groups if pgs.awaits_epoch_end)

@@ -22,7 +22,7 @@ __all__ = ["OBSERVERS", "Events", "Observer", "Root"]
 
 
 class Root(Protocol):
-    """The members of an iteration that observers use."""
+    """The members of an iteration that observers and :class:`PassesUnderway` use."""
 
     root: FSDPState
     """The state of the outermost module, which has the options of all."""
@@ -84,15 +84,15 @@ class Observer:
 
     # Of a root.
 
-    def of(self, root: Root) -> Observer | None:
+    def for_root(self, root: Root) -> Observer | None:
         """Return the observer of ``root``, which has just been assembled: this one, another one, or none."""
         return self
 
     def before_first_collective(self, root: Root) -> None:
         """Compare the model between ranks, or prepare for the first step. All ranks call it together."""
 
-    def wake(self, root: Root) -> None:
-        """Note that the root is idle, and a hook begins to run. Observers may be added and removed here."""
+    def before_first_hook(self, root: Root) -> None:
+        """Note that the root is idle, and the first hook of a pass begins. Observers may be added and removed here."""
 
     def begin_pass(self, root: Root, running: RunningPass) -> None:
         """Note that a forward or a backward begins. Nothing is gathered yet."""
@@ -112,10 +112,10 @@ class Observer:
     def enter_backward(self, root: Root, call: ForwardCall) -> None:
         """Note that a gradient has reached an output of ``call``, before its parameters are unsharded."""
 
-    def begin(self, root: Root, hook: Hook, subject: Any) -> None:
+    def before_hook(self, root: Root, hook: Hook, subject: Any) -> None:
         """Note that the root begins to work for ``hook`` of ``subject``, an FSDP state or a call."""
 
-    def end(self, root: Root, hook: Hook, subject: Any) -> None:
+    def after_hook(self, root: Root, hook: Hook, subject: Any) -> None:
         """Note that the root has done its work for ``hook`` of ``subject``."""
 
     def reset(self, root: Root) -> bool:
@@ -134,15 +134,15 @@ class Observer:
 
 _BEGINNINGS = (
     "before_first_collective",
-    "wake",
+    "before_first_hook",
     "begin_pass",
     "begin_forward",
     "enter_forward",
     "enter_backward",
-    "begin",
+    "before_hook",
     "reset",
 )
-_ENDS = ("end_pass", "failed", "end", "after_reset")
+_ENDS = ("end_pass", "failed", "after_hook", "after_reset")
 
 Bound = tuple[Callable[..., Any], ...]
 
@@ -152,15 +152,15 @@ class Events:
 
     __slots__ = ("observers", *_BEGINNINGS, *_ENDS)
     before_first_collective: Bound
-    wake: Bound
+    before_first_hook: Bound
     begin_pass: Bound
     begin_forward: Bound
     end_pass: Bound
     failed: Bound
     enter_forward: Bound
     enter_backward: Bound
-    begin: Bound
-    end: Bound
+    before_hook: Bound
+    after_hook: Bound
     reset: Bound
     after_reset: Bound
 
@@ -168,7 +168,7 @@ class Events:
         self.observers: list[Observer] = []
         self._bind()
         for each in OBSERVERS:
-            self.add(each.of(root))
+            self.add(each.for_root(root))
 
     def add(self, observer: Observer | None) -> None:
         """Tell ``observer`` of the events from now on."""

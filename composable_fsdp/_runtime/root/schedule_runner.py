@@ -240,6 +240,7 @@ class ScheduleRunner:
     @property
     def specs(self) -> Mapping[str, GroupSpec]:
         """The current specs of all groups by name."""
+        self._refresh_options()
         return self._setup.specs
 
     @property

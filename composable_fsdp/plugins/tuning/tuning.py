@@ -42,7 +42,7 @@ class Tuning(Observer):
         self._specs: tuple[int, object] = (-1, None)
         """The version of options and plans, and the specs that belong to it."""
 
-    def of(self, root: Root) -> Observer | None:
+    def for_root(self, root: Root) -> Observer | None:
         return None if root.root.options.costs is None else Tuning()
 
     def calibrate(self, root: Root, steps: int) -> None:
@@ -136,12 +136,12 @@ class _Measuring(Observer):
     def __init__(self, observer: StepObserver) -> None:
         self.observer = observer
 
-    def begin(self, root: Root, hook: Hook, subject: Any) -> None:
+    def before_hook(self, root: Root, hook: Hook, subject: Any) -> None:
         if not root.evaluates:
             in_backward, waited = root.current_pass is Pass.BACKWARD, root.streams.seconds_waited
             self.observer.enter(hook, subject.name, in_backward=in_backward, waited=waited)
 
-    def end(self, root: Root, hook: Hook, subject: Any) -> None:
+    def after_hook(self, root: Root, hook: Hook, subject: Any) -> None:
         if not root.evaluates:
             ends_pass, waited = root.current_pass is Pass.IDLE, root.streams.seconds_waited
             self.observer.leave(hook, subject.name, ends_pass=ends_pass, waited=waited)
@@ -162,8 +162,6 @@ def choice_of(root: Root) -> Choice | None:
 
 def predicted(runner: ScheduleRunner, costs: Costs, change: Callable[[GroupSpec], GroupSpec] | None = None) -> Timeline:
     """Return the timeline of the next iteration that trains, with each group as ``change`` returns it."""
-    schedule_version = runner.version
-    assert schedule_version >= 0, "the specs are up to date"
     specs = {name: change(spec) if change else spec for name, spec in runner.specs.items()}
     return simulate(runner.built(specs, runner.training_options), specs, costs)
 

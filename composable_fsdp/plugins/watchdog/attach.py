@@ -1,4 +1,4 @@
-"""Where the watchdog of the job is attached to communicators, and how much their ranks compare."""
+"""Attach the watchdog of the job and the order check to communicators."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def compared(group: dist.ProcessGroup) -> int:
 class OrderCheckLevel(Observer):
     """Sets the level of each root that is assembled: an earlier model may have set another for its process groups."""
 
-    def of(self, root: Root) -> Observer | None:
+    def for_root(self, root: Root) -> Observer | None:
         compare(connections(root.states.values()), root.root.options.order_check)
         return None
