@@ -1,6 +1,6 @@
 """Draws heat maps of the cells of ``schedule_sweep.py``: ours over FSDP2, and ours over the lower bound.
 
-    python benchmarks/plot_sweep.py benchmarks/results/2026-11-25-schedule-sweep.jsonl docs/schedule-sweep.png
+    python benchmarks/plot_sweep.py benchmarks/results/2026-11-26-schedule-sweep.jsonl docs/schedule-sweep.png
 
 Each field is the largest value over the numbers of ranks of the file. This program needs matplotlib, but not torch.
 """
