@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from composable_fsdp._core.root import Root
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.callers_context import outside_callers_context, runs_outside
 from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
@@ -29,12 +32,19 @@ __all__ = [
 
 ROOT_NAME = "root"
 
+_SPINES: Mapping[str, Callable[[FSDPState, Mapping[str, FSDPState], CommStreams], Iteration]] = {
+    "old": Iteration,
+    "new": cast(Any, Root.on_streams),
+}
+_spine = os.environ.get("COMPOSABLE_FSDP_SPINE", "old")
+"""The class of roots, while there are two. For tests only."""
+
 
 def known_iteration(state: FSDPState) -> Iteration | None:
     """Return the iteration of ``state``, or ``None`` before its root is initialized."""
     iteration = state.iteration
-    assert iteration is None or isinstance(iteration, Iteration)
-    return iteration
+    assert iteration is None or isinstance(iteration, Iteration | Root)
+    return cast(Iteration | None, iteration)
 
 
 def iteration_of(state: FSDPState) -> Iteration:
@@ -61,7 +71,7 @@ def assemble(root: FSDPState) -> Iteration:
         state.group.check_can_unshard()
     for observer in OBSERVERS:
         observer.before_assembly(root, states)
-    iteration = Iteration(root, states, CommStreams(root.group.axes.device))
+    iteration = _SPINES[_spine](root, states, CommStreams(root.group.axes.device))
     for former in {iteration_of(state) for state in states.values() if state.iteration is not None}:
         former.drain()
         iteration.finalization.take_settings(former.finalization)
@@ -138,7 +148,7 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _wait_for_readers(optimizer: torch.optim.Optimizer) -> None:
     """Wait until no rank reads shared memory that ``optimizer`` will write. Parameters are looked up only if needed."""
-    awaiting = [iteration for iteration in known_iterations() if iteration.awaits_readers]
+    awaiting = [iteration for iteration in known_iterations() if getattr(iteration, "awaits_readers", False)]
     if awaiting:
         own = _iterations_of(sharded_parameters(optimizer))
         for iteration in awaiting:

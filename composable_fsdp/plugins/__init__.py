@@ -43,6 +43,7 @@ from composable_fsdp.plugins.plain_parameters import PlainParameters
 from composable_fsdp.plugins.profiler_labels import ProfilerLabels
 from composable_fsdp.plugins.recovery import Recovery
 from composable_fsdp.plugins.residuals import Residuals
+from composable_fsdp.plugins.shared_memory.epochs import Epochs
 from composable_fsdp.plugins.shared_memory.transport import in_shared_memory
 from composable_fsdp.plugins.tuning.tuning import Tuning
 from composable_fsdp.plugins.version_check import VersionCheck
@@ -92,6 +93,7 @@ DEFAULT: tuple[type[Observer], ...] = (
     Residuals,
     ProfilerLabels,
     Tuning,
+    Epochs,
 )
 """The observers of every root, in their order."""
 

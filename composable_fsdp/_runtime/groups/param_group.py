@@ -111,6 +111,11 @@ class ParamGroup:
     def plan(self) -> GroupPlan:
         return self.tensors.plan
 
+    @property
+    def was_flipped(self) -> bool:
+        """True if ``requires_grad`` of a parameter has changed since the plan was made."""
+        return any(parameter.was_flipped for parameter in self.tensors.parameters)
+
     def copy_settings(self, other: ParamGroup) -> None:
         """Copy the settings and communicators of ``other``, of which this is a copy."""
         self.gradients.copy_settings(other.gradients)

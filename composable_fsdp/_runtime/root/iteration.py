@@ -44,7 +44,7 @@ from composable_fsdp._runtime.groups.state_machine import (
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.finalization import Finalization
-from composable_fsdp._runtime.root.observer import Events
+from composable_fsdp._runtime.root.observer import OBSERVERS, Events
 from composable_fsdp._runtime.root.passes_underway import Backward, PassesUnderway
 from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
 from composable_fsdp._runtime.root.root_options import check_settings
@@ -85,7 +85,7 @@ class Iteration:
         """Set while the order of groups must not depend on which modules this rank runs."""
         for state in states.values():
             state.group.gradients.on_ready = _weak_callback(self, Hook.GRAD_READY, state)
-        self.events = Events(self)
+        self.events = Events(self, OBSERVERS)
         """The attachments that are told of the events of this root."""
         _register(self)
 

@@ -6,13 +6,13 @@ event that nobody observes costs one truth test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from composable_fsdp._consistency.running_pass import RunningPass
-from composable_fsdp._memory.streams import CommStreams
+from composable_fsdp._memory.streams import CommStreams, Work
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
 from composable_fsdp._runtime.groups.state_machine import Pass
 from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
@@ -118,12 +118,37 @@ class Observer:
     def after_hook(self, root: Root, hook: Hook, subject: Any) -> None:
         """Note that the root has done its work for ``hook`` of ``subject``."""
 
+    def begin_run(self, root: Root, state: FSDPState) -> None:
+        """Note that a module of ``state`` begins to run, in forward or recomputed. Its parameters are gathered next."""
+
+    def end_run(self, root: Root, state: FSDPState) -> None:
+        """Note that a module of ``state`` has run in forward. Its parameters are freed next."""
+
+    def end_forward(self, root: Root) -> None:
+        """Note that the outermost module has run."""
+
+    def end_backward(self, root: Root) -> None:
+        """Note that autograd has run a backward. Nothing that is left of it is reduced or freed yet."""
+
+    def before_end(self, root: Root, which: Pass) -> Sequence[Work]:
+        """Note that the root has launched all of a pass. Return work for which it waits before the pass ends."""
+        return ()
+
+    def kept(self, root: Root, state: FSDPState) -> None:
+        """Note that the parameters of ``state`` stay unsharded after a backward."""
+
+    def unsharded(self, root: Root, state: FSDPState) -> None:
+        """Note that the user has called ``unshard()`` of ``state``, which was sharded."""
+
     def reset(self, root: Root) -> bool:
         """Prepare for ``reset_iter_state``. Return whether the ranks have met after a failed pass.
 
         They may have gathered different groups then.
         """
         return False
+
+    def have_met(self, root: Root) -> None:
+        """Note that the ranks have met in ``reset_iter_state``, and that the root is idle."""
 
     def after_reset(self, root: Root) -> None:
         """Note that the root is idle after ``reset_iter_state``.
@@ -140,9 +165,13 @@ _BEGINNINGS = (
     "enter_forward",
     "enter_backward",
     "before_hook",
+    "begin_run",
     "reset",
 )
-_ENDS = ("end_pass", "failed", "after_hook", "after_reset")
+_ENDS = (
+    *("end_pass", "failed", "after_hook", "end_run", "end_forward", "end_backward", "before_end"),
+    *("kept", "unsharded", "have_met", "after_reset"),
+)
 
 Bound = tuple[Callable[..., Any], ...]
 
@@ -161,13 +190,21 @@ class Events:
     enter_backward: Bound
     before_hook: Bound
     after_hook: Bound
+    begin_run: Bound
+    end_run: Bound
+    end_forward: Bound
+    end_backward: Bound
+    before_end: Bound
+    kept: Bound
+    unsharded: Bound
     reset: Bound
+    have_met: Bound
     after_reset: Bound
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Root, observers: Sequence[Observer]) -> None:
         self.observers: list[Observer] = []
         self._bind()
-        for each in OBSERVERS:
+        for each in observers:
             self.add(each.for_root(root))
 
     def add(self, observer: Observer | None) -> None:

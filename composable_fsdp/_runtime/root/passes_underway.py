@@ -187,6 +187,11 @@ class PassesUnderway:
         """True if autograd still runs the last backward."""
         return self._backward is not None and not self._backward.run_has_ended
 
+    @property
+    def are_over(self) -> bool:
+        """True outside of autograd, where no backward runs."""
+        return torch._C._current_graph_task_id() == -1
+
     def reach(self, root: Root, state: FSDPState) -> None:
         """Note that backward has reached ``state``."""
         if self._backward is not None and state is not root.root:

@@ -1,0 +1,283 @@
+"""A backward of one root: its progress through the groups, and the queue of their reductions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from composable_fsdp._core.launcher import Launcher
+from composable_fsdp._core.schedule import Planner
+from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
+from composable_fsdp._runtime.groups.param_group_gradients import (
+    AutogradRun,
+    PendingReduction,
+    ReductionLaunch,
+    reduce_together,
+)
+from composable_fsdp._runtime.groups.state import Accumulation, ForwardCall, FSDPState
+from composable_fsdp._runtime.groups.state_machine import LOCAL_GRADIENTS, ParameterState
+from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
+from composable_fsdp._runtime.root.error_messages import unseen_output
+from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+
+__all__ = ["Progress", "ReductionQueue"]
+
+_MOST_FORWARDS = 256
+"""The maximum number of forwards kept for a later backward. There are more only if no backward is intended."""
+
+
+class Progress:
+    """The current or last backward of one root, and the forwards that may get one. Final.
+
+    Attributes:
+        number: the number of this backward. Calls store it when backward reaches them.
+        reached: the states that this backward, or the last one, reached through an output with a hook.
+        run: autograd's run, which nested backwards of autograd interrupt.
+    """
+
+    def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps, run: AutogradRun) -> None:
+        self.number = 0
+        self.reached: set[FSDPState] = set()
+        self.run = run
+        self._states = states
+        self._steps, self._seen_steps = steps, steps.number
+        self._forwards: dict[ForwardRecord, list[FSDPState]] = {}
+        """The states that ran in each forward that may get a backward."""
+        self._reached_forwards: set[ForwardRecord] = set()
+        self._unseen_exits: list[ForwardCall] = []
+        """Calls whose input gradients were complete before a hook saw any output gradient."""
+        for state in states:
+            state.runs = 0
+            state.group.gradients.run = run
+
+    # -- forwards that may get a backward
+
+    def count(self, state: FSDPState, record: ForwardRecord) -> None:
+        """Note that ``state`` ran in the forward of ``record``."""
+        states = self._forwards.get(record)
+        if states is None:
+            states = self._forwards[record] = []
+            if len(self._forwards) > _MOST_FORWARDS:
+                self.forget_forward(next(iter(self._forwards)))
+        states.append(state)
+        state.runs += 1
+
+    def forget_forward(self, record: ForwardRecord) -> None:
+        """Forget the forward of ``record``: its backward has come, or will not."""
+        for state in self._forwards.pop(record, ()):
+            state.runs -= 1
+
+    def forget_forwards(self) -> None:
+        for record in list(self._forwards):
+            self.forget_forward(record)
+
+    def forget_before_step(self) -> None:
+        """Forget the forwards from before the last optimizer step: they get no backward."""
+        if self._steps.number != self._seen_steps:
+            self._seen_steps = self._steps.number
+            self.forget_forwards()
+
+    # -- this backward
+
+    def begin(self) -> None:
+        self.number += 1
+        self.reached.clear()
+        self.run.number = torch._C._current_graph_task_id()
+
+    def enter(self, call: ForwardCall) -> None:
+        """Note that a gradient reached an output of ``call``."""
+        call.entered = self.number
+        if call.awaits and not call.is_open:
+            call.open()
+        self._reached_forwards.add((call.first or call).record)
+        self.reached.add(call.state)
+        if call.state.owner_states:
+            self.reached.update(call.state.owner_states)
+
+    def leave(self, call: ForwardCall) -> None:
+        """Note that the gradients of ``call``'s inputs are complete."""
+        # If a call's output is its input, the output's hook follows at once.
+        if call.state not in self.reached and not self.was_seen(call.state):
+            self._unseen_exits.append(call)
+        call.close()
+
+    def end(self) -> None:
+        """End the backward.
+
+        Raises:
+            LifecycleError: gradients entered a module through an output that its hooks did not see.
+        """
+        for call in self._unseen_exits:
+            if call.entered != self.number:
+                raise unseen_output(call.state)
+        for record in self._reached_forwards:
+            self.forget_forward(record)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the backward, which is over or failed."""
+        self._unseen_exits.clear()
+        self._reached_forwards.clear()
+        self.run.number = -1
+
+    def was_seen(self, state: FSDPState) -> bool:
+        """Return whether backward reached ``state`` through an output that its hooks saw, or did not need to."""
+        is_reached = state in self.reached or not state.unshard_in_backward
+        return is_reached or state.group.parameter_state is ParameterState.UNSHARDED
+
+    @property
+    def is_outermost(self) -> bool:
+        """True if autograd is not in a backward inside this one, as reentrant checkpoints begin."""
+        return not self.run.is_around_another
+
+    def is_over_for(self, state: FSDPState) -> bool:
+        """Return whether the rest of backward needs no parameter of ``state``, all of which have gradients.
+
+        If other states are nested inside, this holds only after backward has been through all other states.
+        """
+        if not state.frees_with_last_gradient:
+            return False
+        others = (other for other in self._states if other is not state and other.group.plan.specs)
+        return not state.has_nested_states or all(
+            other in self.reached and other.group.parameter_state is ParameterState.SHARDED for other in others
+        )
+
+
+class ReductionQueue:
+    """The reductions of one root, in the order of their launch. Each holds memory until it is finished. Final."""
+
+    def __init__(self, launcher: Launcher, plans: Planner) -> None:
+        self._launcher, self._plans = launcher, plans
+        self._in_flight: deque[PendingReduction] = deque()
+        self._limit: int | None = 1
+        """The number of reductions in flight; ``None`` limits their bytes instead."""
+        self._waiting: set[FSDPState] = set()
+        """States whose gradients are complete and wait for those of their fusion."""
+        self._fused_buckets = FusedBuckets()
+        self._fusions: dict[FSDPState, Sequence[FSDPState]] = {}
+        """The fused reductions, by state. Kept because finding one takes a look at every member."""
+        self._fusions_for: object = None
+
+    def begin_backward(self) -> None:
+        self._limit = self._plans.max_reductions
+        if self._fusions_for != self._plans.fused_for:
+            self._fusions_for = self._plans.fused_for
+            self._fusions.clear()
+
+    def launch_unit(self, state: FSDPState) -> None:
+        """Launch the reduction of the next reduce unit of ``state``, which is complete."""
+        self._launch(state.group.gradients.take_grad_bucket(self._launcher.streams))
+
+    def send(self, state: FSDPState, *, at_end: bool, alone: bool) -> None:
+        """Reduce or hold the gradients of ``state``, as its settings say.
+
+        Args:
+            state: the owner of the gradients.
+            at_end: backward is over, so do not wait for other groups.
+            alone: do not fuse them with those of other groups.
+        """
+        gradients = state.group.gradients
+        if state.accumulation is Accumulation.UNSHARDED:
+            gradients.hold()
+            return
+        fusion, partial = self._fusions.get(state), False
+        if fusion is None:
+            fusion = self._find_fusion(state)
+        if state in fusion and gradients.run.is_around_another:
+            # More gradients may follow a backward inside this one, and a fusion would change the order of their sum.
+            self._waiting.discard(state)
+            self._fusions.update(dict.fromkeys(fusion, ()))
+            fusion = ()
+        if alone or state not in fusion:
+            together, partial = [gradients], state.keeps_partial
+        else:
+            self._waiting.add(state)
+            if not at_end and not self._waiting.issuperset(fusion):
+                return
+            self._waiting.difference_update(fusion)
+            together = [each.group.gradients for each in fusion]
+            for member in together:
+                if member.state not in LOCAL_GRADIENTS:
+                    member.contribute()
+        for launch in reduce_together(together, self._launcher.streams, self._fused_buckets, partial=partial):
+            self._launch(launch)
+
+    def send_held(self, states: Iterable[FSDPState]) -> None:
+        """Launch the reductions of the gradients that ``states`` hold after backward, whatever their settings say."""
+        if any(each.launch.partial for each in self._in_flight):
+            self.drain()  # the sums are held only then
+        for state in states:
+            state.group.gradients.notice()
+            for launch in reduce_together([state.group.gradients], self._launcher.streams):
+                self._launch(launch)
+
+    def is_waiting(self, state: FSDPState) -> bool:
+        """Return whether the gradients of ``state`` are complete and wait for those of its fusion."""
+        return state in self._waiting
+
+    def clear_waiting(self) -> None:
+        self._waiting.clear()
+
+    @property
+    def are_in_flight(self) -> bool:
+        """True if reduced gradients remain to be set."""
+        return bool(self._in_flight)
+
+    def drain(self) -> None:
+        """Wait for all reductions and set their gradients."""
+        self._start()
+        while self._in_flight:
+            self._launcher.finish(self._in_flight.popleft())
+
+    def abandon(self) -> None:
+        """Forget all reductions in flight, which will not complete."""
+        self._in_flight.clear()
+
+    def _find_fusion(self, state: FSDPState) -> Sequence[FSDPState]:
+        """Return and note the states whose reductions are fused with those of ``state`` in this backward."""
+        members = self._plans.fusion_of(state)
+        fusion = [
+            each for each in members if each.group.plan.num_trainable and each.can_be_fused and each.is_synchronized
+        ]
+        self._fusions.update(dict.fromkeys((state, *members), fusion))
+        return fusion
+
+    def _launch(self, launch: ReductionLaunch) -> None:
+        """Make room, before the launch takes memory; launch; then start the second stages of earlier reductions."""
+        while self._in_flight and self._is_full(launch):
+            self._launcher.finish(self._in_flight.popleft())
+        reduction = self._launcher.reduce(launch)
+        self._start()
+        self._in_flight.append(reduction)
+
+    def _is_full(self, launch: ReductionLaunch) -> bool:
+        """Return whether the reductions in flight leave no room for ``launch``.
+
+        Each holds memory for its message. Without a limit on their number, as on streams, the limit is in bytes: hardly
+        more than those of the largest group. So groups of equal size wait for each other, while the units of one group,
+        or a small group after a large one, follow without waiting.
+        """
+        if self._limit is not None:
+            return len(self._in_flight) >= self._limit
+        together = [*(each.launch for each in self._in_flight), launch]
+        largest = max(_MIN_BYTES_IN_FLIGHT, *(each.round_bytes for each in together))
+        return sum(each.nbytes for each in together) > largest + largest // _SLACK_DIVISOR
+
+    def _start(self) -> None:
+        """Launch second stages whose first stage is done.
+
+        One that raises, for example in a codec, is dropped: recovery would only raise again.
+        """
+        for _ in range(len(self._in_flight)):
+            reduction = self._in_flight.popleft()
+            self._launcher.start(reduction)
+            self._in_flight.append(reduction)
+
+
+_MIN_BYTES_IN_FLIGHT = 1 << 20
+"""On streams, the bytes of gradients that may always be in flight: small messages cost latency, not bandwidth."""
+
+_SLACK_DIVISOR = 8
+"""On streams, ``1 / _SLACK_DIVISOR`` of the largest group's bytes may be in flight beyond them."""

@@ -1,0 +1,87 @@
+"""The verbs by which a root acts on parameter groups: gather, wait, free, reduce and finish.
+
+Each skips what is done already. ``dry.py`` has a launcher that only notes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch.autograd import Variable
+
+from composable_fsdp._memory.streams import CommStreams
+from composable_fsdp._runtime.groups.param_group import ParamGroup, unshard_together
+from composable_fsdp._runtime.groups.param_group_gradients import PendingReduction, ReductionLaunch
+
+__all__ = ["Launcher", "StreamLauncher"]
+
+
+class Launcher(Protocol):
+    streams: CommStreams
+    has_streams: bool
+    """False if the host waits for collectives."""
+
+    def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
+        """Launch one all-gather, called ``label`` in errors, of those of ``groups`` that are sharded."""
+        ...
+
+    def wait(self, group: ParamGroup) -> None:
+        """Wait for the all-gather of ``group`` and register its unsharded parameters."""
+        ...
+
+    def free(self, group: ParamGroup, mesh_size: int = 0) -> None:
+        """Register the sharded parameters of ``group``, and free the unsharded ones.
+
+        With ``mesh_size``, keep a slice from which this number of neighbouring ranks can gather them again.
+        """
+        ...
+
+    def reduce(self, launch: ReductionLaunch) -> PendingReduction:
+        """Launch a reduction. If it has two stages, this is the first one."""
+        ...
+
+    def start(self, reduction: PendingReduction) -> None:
+        """Launch the second stage of ``reduction``, if it has one and that is not launched yet."""
+        ...
+
+    def finish(self, reduction: PendingReduction) -> None:
+        """Wait for ``reduction``, and set the sharded gradients."""
+        ...
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when autograd has run the backward that runs now."""
+        ...
+
+
+class StreamLauncher:
+    """Launches on the streams of a device. Final."""
+
+    def __init__(self, streams: CommStreams) -> None:
+        self.streams = streams
+        self.has_streams = streams.device.has_streams
+
+    def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
+        unshard_together(groups, self.streams, label)
+
+    def wait(self, group: ParamGroup) -> None:
+        group.wait()
+
+    def free(self, group: ParamGroup, mesh_size: int = 0) -> None:
+        if mesh_size:
+            group.shrink(mesh_size)
+        else:
+            group.reshard()
+
+    def reduce(self, launch: ReductionLaunch) -> PendingReduction:
+        return launch.run()
+
+    def start(self, reduction: PendingReduction) -> None:
+        reduction.start()
+
+    def finish(self, reduction: PendingReduction) -> None:
+        reduction.complete()
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(callback)

@@ -1,0 +1,633 @@
+"""The step of one root module, from top to bottom.
+
+The hooks of modules and of autograd call ``pre_forward``, ``post_forward``, ``pre_backward``, ``gradient_ready``,
+``post_backward`` and ``end_backward``. These decide, and act through the verbs of a launcher. A pass is IDLE; FORWARD,
+from the outermost module's pre-forward to its post-forward; or BACKWARD, from the first gradient that reaches an FSDP
+state to the end of the autograd run. Recomputation under activation checkpointing is a forward inside BACKWARD.
+
+Invariants: nothing is in flight outside of passes, except reductions if the last backward does not wait. After
+backward, every gradient from autograd is reduced, or held if gradient synchronization is off. Every parameter group is
+sharded unless it was asked to stay unsharded.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from composable_fsdp._core.backward import Progress, ReductionQueue
+from composable_fsdp._core.launcher import Launcher, StreamLauncher
+from composable_fsdp._core.schedule import Planner, Run
+from composable_fsdp._memory.streams import CommStreams
+from composable_fsdp._runtime.groups.callers_context import (
+    dispatch_modes,
+    function_modes,
+    in_autocast,
+    in_transform,
+    outside_callers_context,
+    runs_outside,
+)
+from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
+from composable_fsdp._runtime.groups.param_group_gradients import AutogradRun
+from composable_fsdp._runtime.groups.state import Accumulation, ForwardCall, FSDPState, alive
+from composable_fsdp._runtime.groups.state_machine import (
+    HELD_GRADIENTS,
+    LOCAL_GRADIENTS,
+    GradientState,
+    ParameterState,
+    Pass,
+)
+from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
+from composable_fsdp._runtime.root.finalization import Finalization
+from composable_fsdp._runtime.root.iteration import _register
+from composable_fsdp._runtime.root.observer import OBSERVERS, Events, Observer
+from composable_fsdp._runtime.root.passes_underway import PassesUnderway
+from composable_fsdp._runtime.root.root_options import check_settings
+from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._runtime.schedule.schedule import Hook
+from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
+from composable_fsdp.policies import ReshardKind
+
+__all__ = ["Root"]
+
+IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
+
+
+def _hook(hook: Hook) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Any], None]]:
+    """Run a method of :class:`Root` outside of the caller's context, and tell observers of it."""
+
+    def around(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        @functools.wraps(method)
+        def run(root: Root, subject: Any) -> None:
+            if root._pass is IDLE:
+                for observe in root.events.before_first_hook:
+                    observe(root)
+            is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
+            if not is_in_context and not root.events.before_hook and "spmd_types" not in sys.modules:
+                method(root, subject)
+                return
+            with outside_callers_context():
+                for observe in root.events.before_hook:
+                    observe(root, hook, subject)
+                try:
+                    method(root, subject)
+                finally:
+                    for observe in root.events.after_hook:
+                        observe(root, hook, subject)
+
+        return run
+
+    return around
+
+
+class Root:
+    """The passes of one outermost module. ``states`` are all FSDP states below it, in module order.
+
+    Attributes:
+        finalization: the end of the reductions of a step.
+        post_optimizer_event: the event after the optimizer's step, for which the next forward's first gather waits.
+        lent: a group in LENT, while there is one: no module of this root may run.
+        launches_reductions: False while an observer launches them, because ranks run different modules.
+        events: the observers.
+    """
+
+    def __init__(
+        self,
+        root: FSDPState,
+        states: Mapping[str, FSDPState],
+        launcher: Launcher,
+        run: AutogradRun,
+        passes: PassesUnderway,
+        observers: Sequence[Observer],
+    ) -> None:
+        self.root, self.states, self.launcher = root, states, launcher
+        self.finalization = Finalization()
+        self.post_optimizer_event: Any = None
+        self.lent: ParamGroup | None = None
+        self.launches_reductions = True
+        self.plans = Planner(root, states, launcher)
+        self._progress = Progress(states.values(), self.plans.steps, run)
+        self._queue = ReductionQueue(launcher, self.plans)
+        self._passes = passes
+        self._pass = self._pass_around_backward = IDLE
+        self._outermost: FSDPState | None = None
+        self._grad_mode = True
+        """The grad mode of the outermost module's forward."""
+        self._is_verified = False
+        """True once the observers have compared the model between ranks."""
+        for state in states.values():
+            state.group.gradients.on_ready = _weak_callback(self, state)
+        self.events = Events(self, observers)
+
+    @classmethod
+    def on_streams(cls, root: FSDPState, states: Mapping[str, FSDPState], streams: CommStreams) -> Root:
+        """Return a root that launches on ``streams``, and is known to this process."""
+        made = cls(root, states, StreamLauncher(streams), AutogradRun(), PassesUnderway(), OBSERVERS)
+        _register(made)
+        return made
+
+    # -- forward
+
+    def pre_forward(self, state: FSDPState) -> None:
+        """A forward of a module of ``state`` begins."""
+        self._check_alive(state)
+        if state.run is None:  # else another module of the group ran before, and shares its run
+            self._begin_run(state)
+
+    @_hook(Hook.PRE_FORWARD)
+    def _begin_run(self, state: FSDPState) -> None:
+        recomputes, call = self._pass is BACKWARD, state.calls_under_way[-1]
+        if self._pass is IDLE:
+            self._begin_forward(state, call)
+        for observe in self.events.begin_run:
+            observe(self, state)
+        if recomputes:
+            run = self.plans.eager(state.group.name, in_backward=True, recomputes=True)
+            self.unshard(state, run, "backward")
+            return
+        call.after = run = self.plans.next_run(state)
+        self.unshard(state, run, "forward")
+        if state.has_several_modules:
+            call.remaining = set(state.module_ids)
+        state.run = call
+        for observe in self.events.enter_forward:
+            observe(self, call)
+
+    def post_forward(self, call: ForwardCall, module: nn.Module) -> bool:
+        """The forward ``call`` of ``module`` has ended. Return whether a backward may come back to it."""
+        return self.end_call(call, id(module))
+
+    def end_call(self, call: ForwardCall, module_id: int) -> bool:
+        run, has_grad = call.state.run or call, torch.is_grad_enabled()  # each recomputation is a run of its own
+        if run is not call:
+            call.first = run
+        if run.remaining:
+            run.remaining.discard(module_id)
+        if has_grad:
+            call.is_recomputed = self._pass is BACKWARD
+        self._end_run(call)
+        if has_grad and run.position < 0:  # not in the record of a forward: backward serves it eagerly
+            run.record, run.position = ForwardRecord(), 0
+        return has_grad
+
+    @_hook(Hook.POST_FORWARD)
+    def _end_run(self, call: ForwardCall) -> None:
+        if self._pass is BACKWARD:
+            return  # the backward that asked for recomputation still needs the parameters
+        state, run, has_grad = call.state, call.first or call, self.leads_to_backward
+        for observe in self.events.end_run:
+            observe(self, state)
+        if not run.is_recorded:
+            run.is_recorded = True
+            run.position = self.plans.end_run(state, comes_back=has_grad and bool(state.group.parameters))
+            if run.position >= 0:
+                run.record = self.plans.record
+                self._progress.count(state, run.record)
+        is_outermost = state is self._outermost
+        if run.remaining and not is_outermost:
+            return
+        state.run = None
+        self.free_after_forward(state, run.after, has_grad=has_grad)
+        if is_outermost:
+            self._end_forward(state)
+
+    def _begin_forward(self, state: FSDPState, call: ForwardCall) -> None:
+        self._pass, self._outermost = FORWARD, state
+        self._passes.begin_forward(self, call)
+        self._verify_ranks()
+        if self.post_optimizer_event is not None:
+            self.streams.gather.wait_event(self.post_optimizer_event)
+            self.post_optimizer_event = None
+        self._progress.forget_before_step()
+        self.drain_before_changes()
+        self._grad_mode = torch.is_grad_enabled()
+        for observe in self.events.begin_forward:
+            observe(self, state)
+        for each in self.states.values():
+            if each.kept is not None:
+                self.plans.drop_stale(each)
+            if each.group.parameter_state in UNSHARD_STARTED:
+                each.group.tensors.registration.find_given()
+        self.plans.begin_forward(leads_to_backward=self._grad_mode, in_common=not self.launches_reductions)
+
+    @_hook(Hook.END_FORWARD)
+    def _end_forward(self, outermost: FSDPState) -> None:
+        for observe in self.events.end_forward:
+            observe(self)
+        self._pass, self._outermost = IDLE, None
+        self._passes.end(self, succeeded=True)
+        for other in self.states.values():
+            if other.run is not None:  # some modules of the group did not run
+                other.run = None
+                self.free_after_forward(other, None, has_grad=self.leads_to_backward)
+        self.plans.end_forward()
+        self.plans.free_unused()
+        self._end_pass(FORWARD)
+
+    @runs_outside
+    def abort_forward(self, state: FSDPState, error: BaseException | None) -> None:
+        """Reshard ``state``, whose forward raised. Return to IDLE if it is the outermost one."""
+        if error is not None:
+            in_backward, ends_forward = self._pass is BACKWARD, state is self._outermost
+            self._passes.note(self, error, state, in_backward=in_backward, ends_forward=ends_forward)
+        if self._pass is BACKWARD:
+            return
+        if state.run is not None and not state.run.is_recorded:
+            self.plans.record.abort(state.group.pre_forward_event)
+        state.run = None
+        with suppress(PeerError, DivergenceError):  # the original error is being raised already
+            if state is self._outermost:
+                self._back_to_idle()
+                self._progress.forget_forward(self.plans.record)
+            else:
+                self.launcher.free(state.group)
+
+    # -- backward
+
+    def pre_backward(self, call: ForwardCall) -> None:
+        """A gradient reached an output of ``call``."""
+        if self._pass is not BACKWARD or call.entered != self._progress.number:  # else one reached another output
+            self._enter_backward(call)
+
+    @_hook(Hook.PRE_BACKWARD)
+    def _enter_backward(self, call: ForwardCall) -> None:
+        if self._pass is not BACKWARD:
+            self._begin_backward()
+        state, run = call.state, call.first or call
+        self._passes.reach(self, state)
+        self._progress.enter(call)
+        if call.is_recomputed and self._queue.is_waiting(state):
+            self.reduce_gradients(state)  # before a backward inside this one adds to them
+        for observe in self.events.enter_backward:
+            observe(self, call)
+        if state.unshard_in_backward:
+            self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
+
+    @_hook(Hook.GRAD_READY)
+    def gradient_ready(self, state: FSDPState) -> None:
+        """The gradients of the next reduce unit of ``state`` are complete, or those of all units."""
+        if self._pass is not BACKWARD:
+            self._begin_backward()  # no hook saw an output of the module
+        was_seen = self._progress.was_seen(state)
+        if state.group.gradients.state is GradientState.ARRIVING:
+            if was_seen and self._reduces_units(state):
+                self._queue.launch_unit(state)
+            return
+        if not was_seen:
+            raise unseen_output(state)
+        if self._is_reduced_after_backward(state):
+            return
+        if state.open_calls <= 0 and state.reshard_after_backward and self._progress.is_over_for(state):
+            self.launcher.free(state.group)  # first, because the reduction allocates memory
+        if state.accumulation is not Accumulation.UNSHARDED and self.launches_reductions:
+            self.reduce_gradients(state)
+
+    @_hook(Hook.POST_BACKWARD)
+    def post_backward(self, call: ForwardCall) -> None:
+        """The gradients of the inputs of ``call``, and of its use of the parameters, are complete."""
+        if self._pass is not BACKWARD:
+            self._begin_backward()  # the output is the input
+        state, run = call.state, call.first or call
+        self._progress.leave(call)
+        if run.ends_unseen:
+            return  # the last gradient, or the end of backward, comes later
+        if run.awaited <= 0:  # first, because the reduction allocates memory
+            for done in (state, *state.owner_states):
+                if done.reshard_after_backward and not done.user_states:
+                    self.launcher.free(done.group)
+        if state.open_calls <= 0 and self.launches_reductions and not self._queue.is_waiting(state):
+            self.reduce_gradients(state)
+
+    def end_backward(self) -> None:
+        """Autograd has run the backward: reduce what is left, reshard, and wait if this is the step's last one."""
+        self._end_backward(self.root)
+
+    @_hook(Hook.END_BACKWARD)
+    def _end_backward(self, _: FSDPState) -> None:
+        for observe in self.events.end_backward:
+            observe(self)
+        self._progress.end()
+        self._queue.clear_waiting()
+        for state in self.states.values():
+            self._end_backward_of(state)
+        works = [work for observe in self.events.before_end for work in observe(self, BACKWARD)]
+        self.finalization.end_backward()
+        if self._waits_after_backward:
+            self.finish_reductions()
+        for work in works:
+            work.wait()
+        self._passes.end_backward(self)
+        self._pass, self._pass_around_backward = self._pass_around_backward, IDLE
+
+    def _end_backward_of(self, state: FSDPState) -> None:
+        """Reduce or hold what is left of ``state``'s gradients, and free or keep its parameters."""
+        state.open_calls, gradients = 0, state.group.gradients
+        if gradients.sums_are_in_flight and not state.keeps_partial:
+            self.drain()  # this backward did not use the group, which holds the sums only then
+        if gradients.state in HELD_GRADIENTS:
+            self.reduce_gradients(state, at_end=True)
+        if state.accumulation is Accumulation.UNSHARDED:
+            gradients.note_sums()
+        if state.group.parameter_state is ParameterState.SHARDED:
+            return
+        if state.reshard_after_backward:
+            self.launcher.free(state.group)
+            return
+        state.note_kept(self.plans.seen_steps)
+        for observe in self.events.kept:
+            observe(self, state)
+
+    def _begin_backward(self) -> None:
+        self.check_not_lent()
+        self._progress.begin()
+        self._pass_around_backward, self._pass = self._pass, BACKWARD
+        self.drain_before_changes()
+        self.launcher.at_end_of_backward(self._passes.begin_backward(self))
+        self.plans.begin_backward()
+        self._queue.begin_backward()
+        for state in self.states.values():
+            if state.group.gradients.were_summed:
+                state.group.gradients.hold_set()
+
+    def _is_reduced_after_backward(self, state: FSDPState) -> bool:
+        """Return whether the post-backward of ``state`` will reduce its gradients, once its parameters are freed."""
+        if state.open_calls <= 0 or not self.launcher.has_streams or not state.frees_before_reduction:
+            return False
+        return not self._reduces_units(state)
+
+    def _reduces_units(self, state: FSDPState) -> bool:
+        """Return whether ``state`` now reduces unit by unit: no collective of another group may come in between."""
+        if not state.reduces_grad_buckets or not self.launches_reductions or state.runs > 1:
+            return False
+        return self._progress.is_outermost
+
+    # -- actions of several hooks, and of observers that stand in for hooks
+
+    def unshard(self, state: FSDPState, run: Run, direction: str) -> None:
+        """Make the parameters of ``state`` and of its owners ready, and gather what ``run`` plans ahead."""
+        plans, launcher = self.plans, self.launcher
+        direction = direction if self.launches_reductions else ""
+        needed = (state, *state.owner_states) if state.owner_states else (state,)
+        is_late = run.before_wait
+        for each in needed:
+            if each.group.parameter_state not in UNSHARD_STARTED:
+                is_late = True
+                if each is state:
+                    plans.gather(run.own, run.fused, direction)
+                else:
+                    plans.gather_owner(each, direction)
+        if not is_late:
+            for each in needed:
+                launcher.wait(each.group)
+        for names in run.ahead:
+            plans.gather_ahead(names, run.fused, direction)
+        if is_late:
+            for each in needed:
+                launcher.wait(each.group)
+
+    def free_after_forward(self, state: FSDPState, run: Run | None, *, has_grad: bool) -> None:
+        """Free, shrink or keep ``state`` and its owners after a forward, as their settings and ``run`` say."""
+        given = state.group.tensors.registration
+        if given.keeps_given and given.was_unsharded:
+            state.note_kept(self.plans.seen_steps)  # functional_call will register the unsharded parameters again
+            return
+        for done in (state, *state.owner_states) if state.owner_states else (state,):
+            if done.is_in_use:
+                continue
+            kind = done.reshard.kind
+            stays = kind is ReshardKind.NEVER or (kind is ReshardKind.AUTO and done is self.root and has_grad)
+            if stays or (has_grad and self._grad_mode and run is not None and self.plans.keeps(done, run)):
+                done.note_kept(self.plans.seen_steps)
+            elif kind is ReshardKind.SMALLER and has_grad:
+                done.note_kept(self.plans.seen_steps)
+                self.launcher.free(done.group, done.reshard.mesh_size)
+            else:
+                self.launcher.free(done.group)
+        if given.keeps_given:
+            self.launcher.free(state.group)
+
+    def reduce_gradients(self, state: FSDPState, *, at_end: bool = False, contributes: bool = False) -> None:
+        """Reduce the gradients that autograd left on ``state``, or hold them if gradient synchronization is off.
+
+        ``at_end`` of backward, also reduce what earlier backwards left partly reduced. With ``contributes``, reduce
+        zeros for parameters without a gradient.
+        """
+        gradients = state.group.gradients
+        if contributes and state.accumulation is not Accumulation.UNSHARDED:
+            gradients.contribute()
+        is_local = gradients.state in LOCAL_GRADIENTS
+        if not is_local and not (at_end and gradients.state is GradientState.PARTIAL and not state.keeps_partial):
+            return
+        if gradients.state is GradientState.ARRIVING and not self._progress.was_seen(state):
+            raise unseen_output(state)
+        alone = not self.launches_reductions
+        if state.client.post_backward is None:
+            self._queue.send(state, at_end=at_end, alone=alone)
+        else:
+            state.client.post_backward(functools.partial(self._queue.send, state, at_end=at_end, alone=alone))
+
+    def _end_pass(self, which: Pass) -> None:
+        for observe in self.events.before_end:
+            for work in observe(self, which):
+                work.wait()
+
+    # -- between passes
+
+    @property
+    def runner(self) -> Any:
+        return self.plans
+
+    @property
+    def streams(self) -> CommStreams:
+        """The streams for all launches. May be replaced between passes, because roots can share streams."""
+        return self.launcher.streams
+
+    @streams.setter
+    def streams(self, streams: CommStreams) -> None:
+        self.drain()
+        self.launcher.streams = streams
+
+    @property
+    def current_pass(self) -> Pass:
+        return self._pass
+
+    @property
+    def evaluates(self) -> bool:
+        """True in a forward to which no backward comes back."""
+        return self._pass is FORWARD and not self._grad_mode
+
+    @property
+    def leads_to_backward(self) -> bool:
+        """True if a backward may follow the running forward. Ranks that run different modules all get the same."""
+        in_common = not self.launches_reductions and self._pass is FORWARD
+        return self._grad_mode if in_common else torch.is_grad_enabled()
+
+    @property
+    def reductions_are_in_flight(self) -> bool:
+        return self._queue.are_in_flight
+
+    @property
+    def _waits_after_backward(self) -> bool:
+        """True if the next backward waits at its end for all reductions."""
+        return self.finalization.is_last_backward and not self.finalization.is_manual
+
+    def unshard_explicitly(self, state: FSDPState) -> None:
+        """Launch the all-gather of ``state``, which stays unsharded."""
+        for observe in self.events.before_first_hook:
+            observe(self)
+        self._verify_ranks()
+        if not state.is_running:
+            self.plans.drop_stale(state)
+        is_new = not state.group.unshard_started
+        self.launcher.gather((state.group,), f"all-gather of {state.group.name}")
+        if is_new:
+            state.note_kept(self.plans.steps.number)
+            for observe in self.events.unsharded:
+                observe(self, state)
+        elif state.kept is None:
+            state.note_kept(self.plans.seen_steps)
+
+    def drain(self) -> None:
+        """Wait for everything in flight. Afterwards all reduced gradients are set."""
+        self._queue.drain()
+
+    def drain_before_changes(self) -> None:
+        """Wait for reductions in flight if ``requires_grad`` of a parameter changed since their launch.
+
+        Their outputs have the layout of the plan at the time of the launch.
+        """
+        if self._queue.are_in_flight and any(state.group.was_flipped for state in self.states.values()):
+            self.drain()
+
+    def finish_reductions(self) -> None:
+        """Wait for all reductions in flight, set their gradients, and tell clients so."""
+        self.drain()
+        for state in self.states.values():
+            if state.client.post_backward is not None:
+                state.client.post_backward(_noop)  # only now the reduced gradients are set
+
+    def reduce_held(self, occasion: str, states: Iterable[FSDPState]) -> None:
+        """Launch the reductions of all gradients that ``states`` hold after earlier backwards.
+
+        Raises:
+            LifecycleError: a forward or backward runs.
+        """
+        if self._pass is not IDLE:
+            place = f"the {self._pass.value} of {self.root.name}"
+            raise LifecycleError(
+                f"{occasion} was called in {place}, which may still give gradients: call it afterwards."
+            )
+        self.check_not_lent()
+        self._queue.send_held(states)
+
+    def reset(self) -> None:
+        """Return to IDLE from any state.
+
+        Complete reductions, reshard everything, and drop gradients that are not yet reduced. After a pass that failed
+        on any rank, all ranks must call it.
+        """
+        have_met = False
+        for observe in self.events.reset:
+            have_met |= observe(self)
+        self.drain()
+        for state in self.states.values():
+            state.group.gradients.drop()
+        self._back_to_idle()
+        if have_met:  # they may have gathered different groups
+            for observe in self.events.have_met:
+                observe(self)
+            self.plans.forget()
+        self._progress.forget_forwards()
+        for observe in self.events.after_reset:
+            observe(self)
+
+    def abandon(self) -> None:
+        """Give up the work in flight, which will not complete. Nothing may write to its memory any more."""
+        for stream in (self.streams.gather, self.streams.reduce, self.streams.replicate):
+            stream.join()  # copies on it may still use buffers, which are freed without a wait
+        self._queue.abandon()
+        for state in self.states.values():
+            state.group.abandon()
+
+    def _back_to_idle(self) -> None:
+        for state in self.states.values():
+            self.launcher.free(state.group)
+            state.open_calls, state.kept, state.run = 0, None, None
+        self._progress.forget()
+        self._queue.clear_waiting()
+        self._passes.end(self)
+        self._pass, self._pass_around_backward, self._outermost = IDLE, IDLE, None
+        self.finalization.forget()
+
+    def may_come_back_to(self, state: FSDPState) -> bool:
+        """Return whether a backward may follow a forward that has used parameters of ``state``."""
+        self._progress.forget_before_step()
+        return any(each.runs for each in (state, *alive(state.user_states)))
+
+    def was_reached(self, state: FSDPState) -> bool:
+        """Return whether the last backward reached ``state`` through an output that its hooks saw."""
+        return state in self._progress.reached
+
+    def has_shards_in(self, storages: Container[int]) -> bool:
+        """Return whether any shard is in one of ``storages``, the C addresses of ``torch.UntypedStorage``."""
+        buckets = (bucket for state in self.states.values() for bucket in state.group.tensors.buckets)
+        return any(tensor.untyped_storage()._cdata in storages for bucket in buckets for tensor in bucket.versioned)
+
+    # -- checks
+
+    def check_thread(self, state: FSDPState) -> None:
+        """Raise a ``LifecycleError`` if another thread is inside a pass, or full parameters are registered."""
+        if self.lent is not None:
+            self.check_not_lent()
+        thread = self._passes.thread
+        if self._pass is IDLE or thread is None or thread is threading.current_thread():
+            return
+        recomputes = torch._C._current_graph_task_id() != -1  # autograd has one thread for each device
+        if self._pass is FORWARD or (self._passes.runs_backward and not recomputes):
+            raise another_thread(state, thread, self._pass.value, self.root)
+
+    def check_not_lent(self) -> None:
+        """Raise a ``LifecycleError`` if a group is LENT."""
+        if self.lent is not None:
+            self.lent.check_can_unshard()
+
+    def _check_alive(self, state: FSDPState) -> None:
+        """Raise an error if an earlier pass ended in an exception without recovery."""
+        died = state is self._outermost if self._pass is FORWARD else self._pass is BACKWARD and self._passes.are_over
+        if died:
+            raise left_by_an_exception(state, self._pass.value, self.root)
+
+    def _verify_ranks(self) -> None:
+        """Check the settings, and let observers compare the model across ranks, once, before the first collective."""
+        if self._is_verified:
+            return
+        check_settings(self.root, self.states.values())
+        for state in self.states.values():
+            state.group.check_grad_dtypes()
+        for observe in self.events.before_first_collective:
+            observe(self)
+        self._is_verified = True
+
+
+def _noop() -> None:
+    pass
+
+
+def _weak_callback(root: Root, state: FSDPState) -> Callable[[], None]:
+    """Return a callable that owns neither, because both own objects that hold it."""
+    weak_root, weak_state = ref(root), ref(state)
+
+    def call() -> None:
+        known, its_state = weak_root(), weak_state()
+        if known is not None and its_state is not None:
+            known.gradient_ready(its_state)
+
+    return call
