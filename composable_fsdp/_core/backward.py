@@ -73,6 +73,10 @@ class Progress:
         for record in list(self._forwards):
             self.forget_forward(record)
 
+    @property
+    def has_forwards(self) -> bool:
+        return bool(self._forwards)
+
     def forget_before_step(self) -> None:
         """Forget the forwards from before the last optimizer step: they get no backward."""
         if self._steps.number != self._seen_steps:

@@ -60,6 +60,12 @@ __all__ = ["Root"]
 
 IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
 
+SETTINGS = (
+    *("reshard", "reshard_after_backward", "unshard_in_backward", "accumulation", "all_reduce"),
+    *("reductions_in_flight", "forward_prefetch", "backward_prefetch", "owner_states", "options"),
+)
+"""The settings of a state on which passes depend."""
+
 
 def _hook(hook: Hook) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Any], None]]:
     """Run a method of :class:`Root` outside of the caller's context, and tell observers of it."""
@@ -97,6 +103,7 @@ class Root:
         lent: a group in LENT, while there is one: no module of this root may run.
         launches_reductions: False while an observer launches them, because ranks run different modules.
         events: the observers.
+        tape: the events of the last forward that leads to a backward, and of the backwards after it.
     """
 
     def __init__(
@@ -121,8 +128,11 @@ class Root:
         self._outermost: FSDPState | None = None
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
-        self._is_verified = False
+        self.is_verified = False
         """True once the observers have compared the model between ranks."""
+        self.tape: list[tuple[Any, ...]] = []
+        self._tape_of_forward = self.tape
+        self._tape_has_backward = False
         for state in states.values():
             state.group.gradients.on_ready = _weak_callback(self, state)
         self.events = Events(self, observers)
@@ -141,6 +151,10 @@ class Root:
         self._check_alive(state)
         if state.run is None:  # else another module of the group ran before, and shares its run
             self._begin_run(state)
+        call = state.calls_under_way[-1]
+        call.tape = tape = self.tape if self._pass is BACKWARD else self._tape_of_forward
+        call.number = len(tape)
+        tape.append(("pre_forward", state.group.name, call.number, torch.is_grad_enabled()))
 
     @_hook(Hook.PRE_FORWARD)
     def _begin_run(self, state: FSDPState) -> None:
@@ -167,6 +181,7 @@ class Root:
 
     def end_call(self, call: ForwardCall, module_id: int) -> bool:
         run, has_grad = call.state.run or call, torch.is_grad_enabled()  # each recomputation is a run of its own
+        call.note("post_forward", module_id, has_grad)
         if run is not call:
             call.first = run
         if run.remaining:
@@ -187,7 +202,7 @@ class Root:
             observe(self, state)
         if not run.is_recorded:
             run.is_recorded = True
-            run.position = self.plans.end_run(state, comes_back=has_grad and bool(state.group.parameters))
+            run.position = self.plans.end_run(state, comes_back=has_grad and bool(state.group.plan.specs))
             if run.position >= 0:
                 run.record = self.plans.record
                 self._progress.count(state, run.record)
@@ -209,6 +224,9 @@ class Root:
         self._progress.forget_before_step()
         self.drain_before_changes()
         self._grad_mode = torch.is_grad_enabled()
+        if self._grad_mode and self._tape_has_backward and not self._progress.has_forwards:
+            self.tape, self._tape_has_backward = [], False
+        self._tape_of_forward = self.tape if self._grad_mode else []
         for observe in self.events.begin_forward:
             observe(self, state)
         for each in self.states.values():
@@ -235,6 +253,7 @@ class Root:
     @runs_outside
     def abort_forward(self, state: FSDPState, error: BaseException | None) -> None:
         """Reshard ``state``, whose forward raised. Return to IDLE if it is the outermost one."""
+        (self.tape if self._pass is BACKWARD else self._tape_of_forward).append(("abort", state.group.name))
         if error is not None:
             in_backward, ends_forward = self._pass is BACKWARD, state is self._outermost
             self._passes.note(self, error, state, in_backward=in_backward, ends_forward=ends_forward)
@@ -261,6 +280,7 @@ class Root:
     def _enter_backward(self, call: ForwardCall) -> None:
         if self._pass is not BACKWARD:
             self._begin_backward()
+        call.note("pre_backward", not self._progress.is_outermost)
         state, run = call.state, call.first or call
         self._passes.reach(self, state)
         self._progress.enter(call)
@@ -276,8 +296,9 @@ class Root:
         """The gradients of the next reduce unit of ``state`` are complete, or those of all units."""
         if self._pass is not BACKWARD:
             self._begin_backward()  # no hook saw an output of the module
-        was_seen = self._progress.was_seen(state)
-        if state.group.gradients.state is GradientState.ARRIVING:
+        was_seen, is_complete = self._progress.was_seen(state), state.group.gradients.state is GradientState.LOCAL
+        self.tape.append(("gradient_ready", state.group.name, is_complete, not self._progress.is_outermost))
+        if not is_complete:
             if was_seen and self._reduces_units(state):
                 self._queue.launch_unit(state)
             return
@@ -296,6 +317,8 @@ class Root:
         if self._pass is not BACKWARD:
             self._begin_backward()  # the output is the input
         state, run = call.state, call.first or call
+        is_arriving = state.group.gradients.state is GradientState.ARRIVING
+        call.note("post_backward", not self._progress.is_outermost, is_arriving)
         self._progress.leave(call)
         if run.ends_unseen:
             return  # the last gradient, or the end of backward, comes later
@@ -312,6 +335,10 @@ class Root:
 
     @_hook(Hook.END_BACKWARD)
     def _end_backward(self, _: FSDPState) -> None:
+        states = self.states.items()
+        arriving = [name for name, state in states if state.group.gradients.state is GradientState.ARRIVING]
+        self.tape.append(("end_backward", arriving))
+        self._tape_has_backward = True
         for observe in self.events.end_backward:
             observe(self)
         self._progress.end()
@@ -320,7 +347,7 @@ class Root:
             self._end_backward_of(state)
         works = [work for observe in self.events.before_end for work in observe(self, BACKWARD)]
         self.finalization.end_backward()
-        if self._waits_after_backward:
+        if self.waits_after_backward:
             self.finish_reductions()
         for work in works:
             work.wait()
@@ -341,6 +368,7 @@ class Root:
         if state.reshard_after_backward:
             self.launcher.free(state.group)
             return
+        self.launcher.wait(state.group)  # gathered ahead for a run that did not come
         state.note_kept(self.plans.seen_steps)
         for observe in self.events.kept:
             observe(self, state)
@@ -369,7 +397,23 @@ class Root:
             return False
         return self._progress.is_outermost
 
-    # -- actions of several hooks, and of observers that stand in for hooks
+    # -- in place of hooks, for a state whose modules only other ranks run
+
+    def begin_skipped(self, state: FSDPState) -> None:
+        self.unshard(state, self.plans.next_run(state), "forward")
+
+    def end_skipped(self, state: FSDPState) -> None:
+        has_grad = self.leads_to_backward
+        self.plans.end_run(state, comes_back=has_grad and bool(state.group.plan.specs))
+        self.free_after_forward(state, None, has_grad=has_grad)
+
+    def reach_skipped(self, state: FSDPState, record: ForwardRecord, position: int) -> None:
+        """Enter the backward of the run of ``state`` that ended its forward at ``position`` of ``record``."""
+        self._progress.reached.add(state)
+        if state.unshard_in_backward:
+            self.unshard(state, self.plans.backward_of(record, position, state.group.name), "backward")
+
+    # -- actions of several hooks
 
     def unshard(self, state: FSDPState, run: Run, direction: str) -> None:
         """Make the parameters of ``state`` and of its owners ready, and gather what ``run`` plans ahead."""
@@ -383,7 +427,7 @@ class Root:
                 if each is state:
                     plans.gather(run.own, run.fused, direction)
                 else:
-                    plans.gather_owner(each, direction)
+                    plans.gather_owner(each, run.fused, direction)
         if not is_late:
             for each in needed:
                 launcher.wait(each.group)
@@ -475,7 +519,7 @@ class Root:
         return self._queue.are_in_flight
 
     @property
-    def _waits_after_backward(self) -> bool:
+    def waits_after_backward(self) -> bool:
         """True if the next backward waits at its end for all reductions."""
         return self.finalization.is_last_backward and not self.finalization.is_manual
 
@@ -566,6 +610,7 @@ class Root:
         self._passes.end(self)
         self._pass, self._pass_around_backward, self._outermost = IDLE, IDLE, None
         self.finalization.forget()
+        self.tape = self._tape_of_forward = []
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""
@@ -575,6 +620,10 @@ class Root:
     def was_reached(self, state: FSDPState) -> bool:
         """Return whether the last backward reached ``state`` through an output that its hooks saw."""
         return state in self._progress.reached
+
+    def was_seen(self, state: FSDPState) -> bool:
+        """Return whether this backward reached ``state`` through an output that its hooks saw, or did not need to."""
+        return self._progress.was_seen(state)
 
     def has_shards_in(self, storages: Container[int]) -> bool:
         """Return whether any shard is in one of ``storages``, the C addresses of ``torch.UntypedStorage``."""
@@ -607,14 +656,14 @@ class Root:
 
     def _verify_ranks(self) -> None:
         """Check the settings, and let observers compare the model across ranks, once, before the first collective."""
-        if self._is_verified:
+        if self.is_verified:
             return
         check_settings(self.root, self.states.values())
         for state in self.states.values():
             state.group.check_grad_dtypes()
         for observe in self.events.before_first_collective:
             observe(self)
-        self._is_verified = True
+        self.is_verified = True
 
 
 def _noop() -> None:

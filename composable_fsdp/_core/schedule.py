@@ -320,9 +320,10 @@ class Planner:
         """Gather groups together, those of them that are not in memory."""
         self._gather([self._states[name].group for name in names], fused.get(names[0], names[:1]), direction)
 
-    def gather_owner(self, state: FSDPState, direction: str) -> None:
+    def gather_owner(self, state: FSDPState, fused: Together, direction: str) -> None:
         """Gather ``state``, whose group owns a parameter that modules of another state use too."""
-        self._gather((state.group,), (state.group.name,), direction)
+        name = state.group.name
+        self._gather((state.group,), fused.get(name, (name,)), direction)
 
     def _gather(self, groups: Sequence[ParamGroup], described: tuple[str, ...], direction: str) -> None:
         if not self.runs_on_all_ranks:

@@ -45,6 +45,7 @@ from composable_fsdp.plugins.recovery import Recovery
 from composable_fsdp.plugins.residuals import Residuals
 from composable_fsdp.plugins.shared_memory.epochs import Epochs
 from composable_fsdp.plugins.shared_memory.transport import in_shared_memory
+from composable_fsdp.plugins.skipped_modules import SkippedModules
 from composable_fsdp.plugins.tuning.tuning import Tuning
 from composable_fsdp.plugins.version_check import VersionCheck
 from composable_fsdp.plugins.visible_collectives import Visible
@@ -94,6 +95,7 @@ DEFAULT: tuple[type[Observer], ...] = (
     ProfilerLabels,
     Tuning,
     Epochs,
+    SkippedModules,
 )
 """The observers of every root, in their order."""
 

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from composable_fsdp.testing import RanksError
-from tests._internals import ScheduleRunner, lazy_init, passes
+from tests._internals import FSDPState, Pass, ScheduleRunner, lazy_init, passes
 from tests.goldens.cases import QUICK, known_programs
 from tests.goldens.observe import PORTABLE, Observer
 from tests.helpers.fuzz.programs import LIST, Program, groups, node_infos
@@ -188,7 +188,8 @@ def asking() -> Iterator[None]:
     """Make the old spine ask at run time what is in memory.
 
     A group that is missing is gathered first, then prefetches are launched, also of groups that the schedule expects
-    in memory; where nothing was missing, waits precede prefetches as the schedule says.
+    in memory; where nothing was missing, waits precede prefetches as the schedule says. What is in flight at the end of
+    a backward, and stays, is waited for.
     """
 
     def perform(runner: Any, row: Any) -> None:
@@ -201,28 +202,42 @@ def asking() -> Iterator[None]:
             for group, _ in row.waits:
                 group.wait()
         for act, target in row.gathers:
-            act(runner, target)
+            groups = target[1][1][0] if act is ScheduleRunner._gather_if_it_fits else target[0]
+            if isinstance(groups, list) and not groups[0].is_gathered:
+                act(runner, target)
         if is_late:
             for group, _ in row.waits:
                 group.wait()
 
+    note_kept = FSDPState.note_kept
+
+    def wait_and_note(state: FSDPState, steps: object) -> None:
+        iteration: Any = state.iteration
+        if iteration.current_pass is Pass.BACKWARD:
+            state.group.wait()
+        note_kept(state, steps)
+
     with (
         mock.patch.object(ScheduleRunner, "_perform", perform),
+        mock.patch.object(FSDPState, "note_kept", wait_and_note),
         mock.patch.object(passes, "prefetch", _prefetch_of_held()),
     ):
         yield
 
 
 def _prefetch_of_held() -> Any:
-    """Return ``passes.prefetch``, changed to prefetch groups too that are in memory when the schedule is right."""
-    skip = "            if name in held:\n                continue\n"
+    """Return ``passes.prefetch``, changed to prefetch groups that are in memory when the schedule is right.
+
+    A prefetch also takes all of a fused gather, and leaves none of it for those groups that are in memory then.
+    """
     source = inspect.getsource(passes.prefetch)
-    assert skip in source
-    gather = "                own.insert(place, Gather((name,)))\n                place += 1\n"
+    for old, new in {
+        "            if name in held:\n": "            if name in held:\n                own.insert(place, Gather((name,)))\n"
+        "                place += 1\n",
+        "moved = Gather(tuple(group for group in found.groups if group not in held))": "moved = found",
+    }.items():
+        assert old in source
+        source = source.replace(old, new)
     names = dict(vars(passes))
-    exec(
-        "from __future__ import annotations\n"
-        + source.replace(skip, skip.replace("                continue", gather + "                continue")),
-        names,
-    )
+    exec(f"from __future__ import annotations\n{source}", names)
     return names["prefetch"]

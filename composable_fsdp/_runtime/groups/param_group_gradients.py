@@ -132,8 +132,7 @@ class ParamGroupGradients:
             return
         self._num_ready += 1
         if self._num_ready >= plan.num_trainable:
-            self._num_ready = 0
-            self._advance(GradientOperation.READY)
+            self.complete()
             self.on_ready()
         elif not plan.in_grad_buckets:
             self._ahead = plan.num_trainable - 1 - self._num_ready
@@ -145,6 +144,24 @@ class ParamGroupGradients:
                 plan.grad_buckets[grad_bucket + 1 :]
             ):
                 self.on_ready()
+
+    def complete(self) -> None:
+        """Note that all gradients of this backward have arrived."""
+        self._num_ready = 0
+        self._advance(GradientOperation.READY)
+
+    @property
+    def last_ready(self) -> int:
+        """The gradient bucket that is ready: the next one to launch, or the last one if all are."""
+        return self._next if self.state is GradientState.ARRIVING else len(self._tensors.plan.grad_buckets) - 1
+
+    @property
+    def has_partial(self) -> bool:
+        """True if the next reduction includes sums over the shard axis."""
+        return self._partial is not None
+
+    def restore_partial(self, partial: InFlight[list[ReducedBucket]] | None) -> None:
+        self._partial = partial
 
     @property
     def _next(self) -> int:

@@ -202,6 +202,11 @@ class ForwardCall:
     ends_unseen: bool = False
     """True if a call had no input that needs a gradient, so that no hook shows the end of its backward."""
 
+    # Of the events that its root records.
+
+    tape: list[tuple[Any, ...]] | None = None
+    number: int = -1
+
     # In backward.
 
     is_recomputed: bool = False
@@ -228,6 +233,11 @@ class ForwardCall:
             registered[name] = value
         return inputs
 
+    def note(self, event: str, *values: object) -> None:
+        """Record an event of this call."""
+        if self.tape is not None:
+            self.tape.append((event, self.number, *values))
+
     # -- backward
 
     def on_output_gradient(self, _: object) -> None:
@@ -250,12 +260,14 @@ class ForwardCall:
 
     def end_unseen(self) -> None:
         """Note that no hook will report the gradients of this call's inputs."""
+        self.note("end_unseen")
         run = self.first or self
         run.ends_unseen = True
         run.record.unseen.add(run.position)
 
     def await_inputs(self) -> None:
         """Note that a hook will report the gradients of this call's inputs."""
+        self.note("await_inputs")
         (self.first or self).awaited += 1
         self.awaits = True
         if not self.is_recomputed:

@@ -286,7 +286,7 @@ class Iteration:
         self.runner.record.end(state.group.post_forward_event, leads_to_backward=comes_back)
         self.runner.after_forward(state, None, leads_to_backward=leads_to_backward)
 
-    def gather_in_forward(self, state: FSDPState) -> None:
+    def begin_skipped(self, state: FSDPState) -> None:
         """Unshard ``state``, as the pre-forward hook does."""
         self.runner.in_forward(state)
 

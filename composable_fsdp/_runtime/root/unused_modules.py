@@ -26,7 +26,7 @@ class Actions(Protocol):
 
     states: Mapping[str, FSDPState]
 
-    def gather_in_forward(self, state: FSDPState) -> None: ...
+    def begin_skipped(self, state: FSDPState) -> None: ...
 
     def end_skipped(self, state: FSDPState) -> None: ...
 
@@ -86,7 +86,7 @@ class UnusedModules:
         for name, begins in skipped:
             state = self._actions.states[name]
             if begins:
-                self._actions.gather_in_forward(state)
+                self._actions.begin_skipped(state)
             else:
                 self._actions.end_skipped(state)
 

@@ -115,12 +115,14 @@ class Shrink:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Launch one reduction of ``buckets``."""
+    """Launch one reduction of ``buckets``; a partial one ends after the shard axis, and its sums are kept."""
 
     buckets: tuple[GradBucket, ...]
+    partial: bool = False
 
     def __str__(self) -> str:
-        return f"reduce {', '.join(map(str, self.buckets))}"
+        where = " over the shard axis" if self.partial else ""
+        return f"reduce {', '.join(map(str, self.buckets))}{where}"
 
 
 @dataclass(frozen=True, slots=True)

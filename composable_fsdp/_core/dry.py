@@ -1,0 +1,354 @@
+"""A dry run: the events of a step, played through the root's own code by a launcher that only notes what it is told.
+
+A root records the events of its last step: hooks, with what they cannot look up. A dry group has the frozen plan and
+the state tables of a real one, and no tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from composable_fsdp._core.root import SETTINGS, Root
+from composable_fsdp._layout.plan import GroupPlan
+from composable_fsdp._runtime.groups.param_group import ParamGroup
+from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, ReductionLaunch
+from composable_fsdp._runtime.groups.state import ClientBackward, ForwardCall, FSDPState, Kept, alive
+from composable_fsdp._runtime.groups.state_machine import (
+    PARAMETER_TRANSITIONS,
+    GradientState,
+    ParameterOperation,
+    ParameterState,
+    advance,
+)
+from composable_fsdp._runtime.root.observer import Observer
+from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._runtime.schedule.schedule import (
+    Action,
+    Event,
+    Free,
+    Gather,
+    GradBucket,
+    Hook,
+    Reduce,
+    Schedule,
+    Shrink,
+    Step,
+    Wait,
+    WaitReduce,
+)
+
+__all__ = ["Replay", "Snapshot", "schedule_of"]
+
+
+def schedule_of(root: Root) -> Schedule:
+    """Return the schedule of the next step of ``root``, if it has the events of the last one and a step of optimizers.
+
+    Before a first backward it has the forward only, and before a first forward it is empty.
+    """
+    replay = Replay(root, Snapshot.of(root, has_stepped=True))
+    replay.play(root.tape)
+    return Schedule(tuple(Step(event, tuple(actions)) for event, actions in replay.steps))
+
+
+@dataclass(frozen=True)
+class GroupSnapshot:
+    """The state of one group between passes."""
+
+    settings: Mapping[str, Any]
+    plan: GroupPlan
+    parameters: ParameterState
+    gradients: GradientState
+    were_summed: bool
+    has_partial: bool
+    is_kept: bool
+    is_stale: bool
+    runs: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a pass of a root depends on when it begins, beside its events."""
+
+    groups: Mapping[str, GroupSnapshot]
+    known: ForwardRecord
+    fused: Mapping[str, tuple[str, ...]]
+    are_in_flight: bool
+    waits_after_backward: bool
+
+    @classmethod
+    def of(cls, root: Root, *, has_stepped: bool = False) -> Snapshot:
+        """Return the snapshot of ``root`` now, or with ``has_stepped`` after another step of its optimizers."""
+        groups = {}
+        for name, state in root.states.items():
+            gradients, kept = state.group.gradients, state.kept
+            groups[name] = GroupSnapshot(
+                {setting: vars(state)[setting] for setting in SETTINGS},
+                state.group.plan,
+                state.group.parameter_state,
+                gradients.state,
+                gradients.were_summed,
+                gradients.has_partial,
+                kept is not None,
+                root.plans.is_stale(state) or (has_stepped and kept is not None and not kept.is_frozen),
+                state.runs,
+            )
+        plans, waits = root.plans, root.waits_after_backward
+        return cls(groups, plans.known, plans.fused, root.reductions_are_in_flight, waits)
+
+
+class Replay:
+    """A root like ``real``, without tensors, on which events are played. ``steps`` are the actions of each hook."""
+
+    def __init__(self, real: Root, start: Snapshot) -> None:
+        self.steps: list[tuple[Event, list[Action]]] = []
+        self._copies = {state: copy.copy(state) for state in real.states.values()}
+        self._real_states = real.states
+        for state, dry in self._copies.items():
+            dry.group = cast(ParamGroup, DryGroup(state.group))
+            dry.calls_under_way, dry.run, dry.open_calls, dry.client = [], None, 0, ClientBackward()
+        for state, dry in self._copies.items():
+            dry.user_states = [
+                cast(Any, lambda u=self._copies[user]: u) for user in alive(state.user_states) if user in self._copies
+            ]
+        self._run, self._launcher = _ReplayedRun(), DryLauncher(self._note, has_streams=real.launcher.has_streams)
+        states = {name: self._copies[state] for name, state in real.states.items()}
+        passes, observers = cast(Any, _Unwatched()), (_Hooks(self.steps),)
+        root = Root(self._copies[real.root], states, self._launcher, cast(Any, self._run), passes, observers)
+        self._root = root
+        self._calls: dict[int, ForwardCall] = {}
+        root.is_verified = True
+        self.restore(start)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Make the root as it was at ``snapshot``."""
+        root, plans = self._root, self._root.plans
+        if not snapshot.are_in_flight:
+            root.drain()
+        plans.known, plans.fused = snapshot.known, snapshot.fused
+        root.finalization.is_last_backward = snapshot.waits_after_backward
+        for name, of_group in snapshot.groups.items():
+            state = root.states[name]
+            for setting, value in of_group.settings.items():
+                setattr(state, setting, self._translated(value))
+            cast(DryGroup, state.group).restore(of_group)
+            state.kept = Kept(-of_group.is_stale, plans.steps.number, False) if of_group.is_kept else None
+            state.runs = of_group.runs
+            state.settings_version += 1
+
+    def _translated(self, value: Any) -> Any:
+        """Return ``value`` of a setting with dry states in place of real ones."""
+        if isinstance(value, tuple):
+            return tuple(self._copies[each] for each in value if each in self._copies)
+        if isinstance(value, list):
+            return [lambda s=self._copies[each]: s for each in alive(value) if each in self._copies]
+        return value
+
+    def play(self, events: Iterable[tuple[Any, ...]], calls: dict[int, ForwardCall] | None = None) -> None:
+        """Play events of one tape. ``calls`` are those of earlier events of the tape, by number, and get these ones."""
+        self._calls = {} if calls is None else calls
+        for kind, *values in events:
+            getattr(self, f"_{kind}")(*values)
+
+    def _note(self, action: Action) -> None:
+        if not self.steps:
+            self.steps.append((Event(Hook.PRE_FORWARD), []))
+        actions = self.steps[-1][1]
+        if isinstance(action, WaitReduce) and actions and isinstance(actions[-1], WaitReduce):
+            action = WaitReduce(actions.pop().count + 1)  # type: ignore[union-attr]
+        actions.append(action)
+
+    # -- events
+
+    def _pre_forward(self, name: str, number: int, has_grad: bool) -> None:
+        state = self._root.states[name]
+        call = self._calls[number] = ForwardCall(state, self._root, None, None, False)
+        state.calls_under_way.append(call)
+        with torch.set_grad_enabled(has_grad):
+            self._root.pre_forward(state)
+
+    def _post_forward(self, number: int, module_id: int, has_grad: bool) -> None:
+        call = self._calls[number]
+        call.state.calls_under_way.remove(call)
+        with torch.set_grad_enabled(has_grad):
+            self._root.end_call(call, module_id)
+
+    def _abort(self, name: str) -> None:
+        state = self._root.states[name]
+        state.calls_under_way.pop()
+        self._root.abort_forward(state, None)
+
+    def _await_inputs(self, number: int) -> None:
+        self._calls[number].await_inputs()
+
+    def _end_unseen(self, number: int) -> None:
+        self._calls[number].end_unseen()
+
+    def _pre_backward(self, number: int, is_nested: bool) -> None:
+        self._run.is_around_another = is_nested
+        self._root.pre_backward(self._calls[number])
+
+    def _post_backward(self, number: int, is_nested: bool, is_arriving: bool) -> None:
+        self._run.is_around_another = is_nested
+        call = self._calls[number]
+        if is_arriving:
+            cast(DryGroup, call.state.group).arrive()
+        self._root.post_backward(call)
+
+    def _gradient_ready(self, name: str, is_complete: bool, is_nested: bool) -> None:
+        self._run.is_around_another = is_nested
+        state = self._root.states[name]
+        if not self._root.was_seen(state):
+            return  # the backward of a forward that is not on the tape
+        cast(DryGroup, state.group).arrive()
+        if is_complete:
+            state.group.gradients.complete()
+        self._root.gradient_ready(state)
+
+    def _end_backward(self, arriving: Sequence[str]) -> None:
+        self._run.is_around_another = False
+        for name in arriving:
+            cast(DryGroup, self._root.states[name].group).arrive()
+        self._root.end_backward()
+
+
+class DryTensors:
+    """The tensors of a dry group: none."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.plan, self.device, self.is_offloaded = group.plan, group.tensors.device, False
+        self.parameters: list[Any] = []
+        self.buckets: list[Any] = []
+        self.version = self.plan_version = 0
+        self.registration = _NothingGiven
+
+
+class _NothingGiven:
+    keeps_given = was_unsharded = False
+
+    @staticmethod
+    def find_given() -> None: ...
+
+
+class DryGroup:
+    """The name, the plan and the state tables of ``group``."""
+
+    was_flipped = False
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.name, self.axes, self.process_groups = group.name, group.axes, group.process_groups
+        self.pre_forward_event, self.post_forward_event = group.pre_forward_event, group.post_forward_event
+        self.tensors = DryTensors(group)
+        self.parameters = self.tensors.parameters
+        self.gradients = ParamGroupGradients(group.name, cast(Any, self.tensors))
+        self.parameter_state = ParameterState.SHARDED
+
+    plan = ParamGroup.plan
+    is_gathered = ParamGroup.is_gathered
+    unshard_started = ParamGroup.unshard_started
+
+    def change(self, operation: ParameterOperation) -> ParameterState | None:
+        """Change the state, and return the one before; ``None`` if it has not changed."""
+        before = self.parameter_state
+        self.parameter_state = advance(PARAMETER_TRANSITIONS, before, operation, self.name)
+        return None if self.parameter_state is before else before
+
+    def arrive(self) -> None:
+        """Note the arrival of a gradient."""
+        self.gradients.arrive(len(self.plan.grad_buckets), is_nested=True)
+
+    def restore(self, snapshot: GroupSnapshot) -> None:
+        gradients = self.gradients
+        self.tensors.plan, self.parameter_state = snapshot.plan, snapshot.parameters
+        gradients.state, gradients.were_summed = snapshot.gradients, snapshot.were_summed
+        gradients.restore_partial(cast(Any, _Sums()) if snapshot.has_partial else None)
+
+
+class _Sums:
+    def wait(self) -> None: ...
+
+
+class DryReduction:
+    def __init__(self, launch: ReductionLaunch) -> None:
+        self.launch = launch
+
+
+class DryLauncher:
+    """Tells ``note`` of each action of a verb that is not done already."""
+
+    def __init__(self, note: Callable[[Action], None], *, has_streams: bool) -> None:
+        self.streams: Any = None
+        self.has_streams, self._note = has_streams, note
+
+    def gather(self, groups: Sequence[Any], label: str) -> None:
+        needed = tuple(group.name for group in groups if group.change(ParameterOperation.UNSHARD) is not None)
+        if needed:
+            self._note(Gather(needed))
+
+    def wait(self, group: Any) -> None:
+        if group.change(ParameterOperation.WAIT) is not None:
+            self._note(Wait(group.name))
+
+    def free(self, group: Any, mesh_size: int = 0) -> None:
+        before = group.change(ParameterOperation.SHRINK if mesh_size else ParameterOperation.RESHARD)
+        if before not in (None, ParameterState.SHRUNK):
+            self._note(Shrink(group.name, mesh_size) if mesh_size else Free(group.name))
+
+    def reduce(self, launch: ReductionLaunch) -> Any:
+        buckets = [GradBucket(member.name, number) for member, numbers in launch.by_group for number in numbers]
+        self._note(Reduce(tuple(buckets), launch.partial))
+        for member in launch.members if launch.is_last else ():
+            member.begin_last_reduction(cast(Any, _Sums()), partial=launch.partial)
+        return DryReduction(launch)
+
+    def start(self, reduction: Any) -> None: ...
+
+    def finish(self, reduction: Any) -> None:
+        launch: ReductionLaunch = reduction.launch
+        for member in launch.members if launch.is_last else ():
+            member.end_reduction(partial=launch.partial)
+        self._note(WaitReduce(1))
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None: ...
+
+
+class _ReplayedRun:
+    """Autograd's run, as it was at each event."""
+
+    number = -1
+    is_around_another = False
+
+
+class _Unwatched:
+    """Passes of which nobody is told."""
+
+    thread = None
+    runs_backward = are_over = False
+
+    def begin_forward(self, root: Root, outermost: ForwardCall) -> None: ...
+
+    def begin_backward(self, root: Root) -> Callable[[], None]:
+        return root.end_backward
+
+    def reach(self, root: Root, state: FSDPState) -> None: ...
+
+    def end_backward(self, root: Root) -> None: ...
+
+    def end(self, root: Root, *, succeeded: bool = False) -> None: ...
+
+
+class _Hooks(Observer):
+    """Begins a step of the schedule at each hook."""
+
+    def __init__(self, steps: list[tuple[Event, list[Action]]]) -> None:
+        self._steps = steps
+
+    def before_hook(self, root: Any, hook: Hook, subject: Any) -> None:
+        bucket, name = -1, "" if hook in (Hook.END_FORWARD, Hook.END_BACKWARD) else subject.name
+        if hook is Hook.GRAD_READY:
+            bucket = subject.group.gradients.last_ready
+        self._steps.append((Event(hook, name, bucket), []))

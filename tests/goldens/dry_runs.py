@@ -1,0 +1,168 @@
+"""Compares each pass of drawn programs with its dry run: the events that the root recorded, played without tensors."""
+
+from __future__ import annotations
+
+import difflib
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from composable_fsdp import trace
+from composable_fsdp.trace import Operation, TraceEvent
+from tests._internals import Pass, Replay, Root, Snapshot, lazy_init, schedule
+from tests.helpers.fuzz.programs import Program
+from tests.helpers.fuzz.reference import Meshes, train
+
+__all__ = ["observe_dry_runs"]
+
+SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE, Operation.REDUCED)
+
+
+@dataclass
+class Span:
+    """One pass: the state of the root before it, its events, as a part of a tape, and the lines of its trace."""
+
+    snapshot: Snapshot
+    tape: list[Any]
+    begin: int
+    first_line: int
+    events: Sequence[Any] = ()
+    lines: Sequence[str] = ()
+    is_whole: bool = False
+
+
+class Recording:
+    """The passes of all roots that are assembled in its context."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.spans: dict[Root, list[Span]] = {}
+
+    def listen(self, event: TraceEvent) -> None:
+        if event.operation in SHOWN:
+            self.lines.append(str(event))
+
+    def begin(self, root: Root, begin: Any, *args: Any) -> None:
+        if root.current_pass is not Pass.IDLE:
+            begin(root, *args)
+            return
+        snapshot, first_line = Snapshot.of(root), len(self.lines)
+        begin(root, *args)
+        tape = root._tape_of_forward if root.current_pass is Pass.FORWARD else root.tape
+        self.spans.setdefault(root, []).append(Span(snapshot, tape, len(tape), first_line))
+
+    def end(self, root: Root, end: Any, *args: Any) -> None:
+        end(root, *args)
+        spans = self.spans.get(root)
+        if root.current_pass is Pass.IDLE and spans and not spans[-1].is_whole:
+            span = spans[-1]
+            span.events, span.lines, span.is_whole = None, self.lines[span.first_line :], True
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with (
+            self._wrapped("_begin_forward", self.begin),
+            self._wrapped("_begin_backward", self.begin),
+            self._wrapped("end_call", self.end),
+            self._wrapped("end_backward", self.end),
+        ):
+            trace.listeners.append(self.listen)
+            try:
+                yield
+            finally:
+                trace.listeners.remove(self.listen)
+
+    def _wrapped(self, name: str, around: Any) -> Any:
+        original = getattr(Root, name)
+
+        def wrapped(root: Root, *args: Any) -> Any:
+            if root not in self.spans and root.streams is None:  # a dry root
+                return original(root, *args)
+            result = []
+            around(root, lambda *a: result.append(original(*a)), *args)
+            return result[0]
+
+        return mock.patch.object(Root, name, wrapped)
+
+
+def observe_dry_runs(programs: Sequence[Program]) -> list[str]:
+    """Train programs on the new spine. Return a line for each, and the difference where there is one."""
+    meshes: Meshes = {}
+    return [_observe(program, meshes) for program in programs]
+
+
+def _observe(program: Program, meshes: Meshes) -> str:
+    if program.beside is not None:
+        return "left out: threads"
+    recording = Recording()
+    with mock.patch.object(lazy_init, "_spine", "new"), recording.recording():
+        for run in train(program, meshes):
+            if run.error:
+                raise RuntimeError(run.error)
+    with_groups = [root for root in recording.spans]
+    names = [name for root in with_groups for name in root.states]
+    if len(set(names)) < len(names):
+        return "left out: roots with groups of equal names"
+    counts: Counter[str] = Counter()
+    for root, spans in recording.spans.items():
+        try:
+            difference = compare(root, spans, counts)
+        except Exception:
+            return "differs: " + traceback.format_exc()[-1500:]
+        if difference:
+            return f"differs: {difference}"
+    return f"equal: {counts['passes']} passes, {counts['lines']} lines, {counts['cut']} cut"
+
+
+def compare(root: Root, spans: Sequence[Span], counts: Counter[str]) -> str:
+    replay: Replay | None = None
+    calls: dict[int, dict[int, Any]] = {}
+    in_flight: list[schedule.Reduce] = []
+    for number, span in enumerate(spans):
+        if not span.is_whole:
+            replay = None
+            counts["cut"] += 1
+            continue
+        if replay is None:
+            replay, calls, in_flight = Replay(root, span.snapshot), {}, []
+        replay.restore(span.snapshot)
+        del replay.steps[:]
+        replay.play(_events_of(span, spans[number + 1 :]), calls.setdefault(id(span.tape), {}))
+        found = list(performed(replay.steps, in_flight))
+        own = [line for line in span.lines if line.partition(" ")[2] in root.states]
+        counts["passes"] += 1
+        counts["lines"] += len(own)
+        if found != own:
+            text = "\n".join(list(difflib.unified_diff(own, found, "performed", "dry", lineterm="", n=4))[:30])
+            return f"pass {number} of {len(spans)}, {span.tape[span.begin][0]}\n{text}"
+    return ""
+
+
+def _events_of(span: Span, later: Sequence[Span]) -> Sequence[Any]:
+    """Return the events of ``span``: those on its tape until the next span of the same tape begins."""
+    ends = [each.begin for each in later if each.tape is span.tape]
+    return span.tape[span.begin : ends[0] if ends else len(span.tape)]
+
+
+def performed(steps: Any, in_flight: list[Any]) -> Iterator[str]:
+    """Yield the lines of the trace that the actions of a dry run would have."""
+    for _, actions in steps:
+        for action in actions:
+            match action:
+                case schedule.Gather(groups):
+                    yield from (f"unshard {group}" for group in groups)
+                case schedule.Wait(group):
+                    yield f"wait {group}"
+                case schedule.Free(group) | schedule.Shrink(group, _):
+                    yield f"reshard {group}"
+                case schedule.Reduce(buckets):
+                    in_flight.append(action)
+                    yield from (f"reduce {group}" for group in dict.fromkeys(bucket.group for bucket in buckets))
+                case schedule.WaitReduce(count):
+                    for reduced in [in_flight.pop(0) for _ in range(count)]:
+                        groups = dict.fromkeys(bucket.group for bucket in reduced.buckets)
+                        yield from (f"reduced {group}" for group in groups if not reduced.partial)
