@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
+    from composable_fsdp._core.dry import Replay, Snapshot
+    from composable_fsdp._core.root import Root
     from composable_fsdp._layout import plan as layout_plan
     from composable_fsdp._layout.block import Box, Cut, ShardExtent
     from composable_fsdp._layout.bucket_layout import (
@@ -91,10 +93,11 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
     from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter, ReducedBucket
     from composable_fsdp._runtime.groups import param_group_buckets
+    from composable_fsdp._runtime.groups import state as groups_state
     from composable_fsdp._runtime.groups.callers_context import outside_callers_context
     from composable_fsdp._runtime.groups.param_group import ParamGroup
     from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
-    from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
+    from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, RootOptions, find_state, state_of
     from composable_fsdp._runtime.groups.state_machine import (
         GRADIENT_TRANSITIONS,
         HELD_GRADIENTS,

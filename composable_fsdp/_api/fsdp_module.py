@@ -27,6 +27,8 @@ from composable_fsdp._api.group_setters import (
 )
 from composable_fsdp._comm.communicator import Communicator
 from composable_fsdp._consistency.order_check import order_check_from
+from composable_fsdp._core.dry import schedule_of
+from composable_fsdp._core.root import Root
 from composable_fsdp._runtime.groups.callers_context import runs_outside
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, connections, state_of
 from composable_fsdp._runtime.groups.state_machine import GradientState, ParameterState
@@ -372,7 +374,8 @@ class FSDPModule(TorchFSDPModule):
         ``print(model.schedule())`` shows it as a table. It is built from the order of modules in the last forward, so
         it is empty before the first one. Call it on the root.
         """
-        return iteration_of(_state(self)).schedule()
+        iteration: Any = iteration_of(_state(self))
+        return schedule_of(iteration) if isinstance(iteration, Root) else iteration.schedule()
 
     @runs_outside
     def set_costs(self, costs: Costs | str | PathLike[str] | None) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from tests.goldens.cases import Found, draw, run_all
 from tests.goldens.records import UNSTABLE, differences, read, stable, write
-from tests.goldens.spines import KINDS, compare_spines
+from tests.goldens.spines import KINDS, compare_dry_runs, compare_spines
 from tests.helpers.transports import TRANSPORTS
 
 __all__ = ["main"]
@@ -45,13 +45,22 @@ def main() -> int:
     spines.add_argument("--kind", choices=KINDS, default="", help="only programs of this kind")
     spines.add_argument("--transport", choices=TRANSPORTS, help="run only on this transport")
     spines.add_argument("--assuming", action="store_true", help="leave the old spine as it is")
+    spines.add_argument("--unfused", action="store_true", help="fuse no small groups")
+    dry = commands.add_parser("dry", help="compare each pass of the programs with its dry run")
+    dry.add_argument("--quick", action="store_true", help="only a fixed tenth of the programs")
+    dry.add_argument("--only", nargs="+", default=(), metavar="NUMBER", help="only these programs")
+    dry.add_argument("--transport", choices=TRANSPORTS, help="run only on this transport")
     chosen = parser.parse_args()
+    if chosen.command == "dry":
+        transports = [chosen.transport] if chosen.transport else tuple(TRANSPORTS)
+        return compare_dry_runs(quick=chosen.quick, only=chosen.only, transports=transports)
     if chosen.command == "spines":
         return compare_spines(
             quick=chosen.quick,
             only=chosen.only,
             transports=[chosen.transport] if chosen.transport else tuple(TRANSPORTS),
             assuming=chosen.assuming,
+            unfused=chosen.unfused,
             kind=chosen.kind,
         )
     if chosen.command == "draw":

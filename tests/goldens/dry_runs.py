@@ -103,28 +103,34 @@ def _observe(program: Program, meshes: Meshes) -> str:
         for run in train(program, meshes):
             if run.error:
                 raise RuntimeError(run.error)
-    with_groups = [root for root in recording.spans]
-    names = [name for root in with_groups for name in root.states]
-    if len(set(names)) < len(names):
-        return "left out: roots with groups of equal names"
     counts: Counter[str] = Counter()
     for root, spans in recording.spans.items():
         try:
-            difference = compare(root, spans, counts)
+            others = [each for other, of in recording.spans.items() if shares_names(root, other) for each in of]
+            difference = compare(root, spans, others, counts)
         except Exception:
             return "differs: " + traceback.format_exc()[-1500:]
         if difference:
             return f"differs: {difference}"
-    return f"equal: {counts['passes']} passes, {counts['lines']} lines, {counts['cut']} cut"
+    return f"equal: {counts['passes']} passes, {counts['lines']} lines, {counts['cut']} cut, {counts['mixed']} mixed"
 
 
-def compare(root: Root, spans: Sequence[Span], counts: Counter[str]) -> str:
+def shares_names(root: Root, other: Root) -> bool:
+    return root is not other and not root.states.keys().isdisjoint(other.states)
+
+
+def compare(root: Root, spans: Sequence[Span], others: Sequence[Span], counts: Counter[str]) -> str:
     replay: Replay | None = None
     calls: dict[int, dict[int, Any]] = {}
     in_flight: list[schedule.Reduce] = []
     for number, span in enumerate(spans):
-        if not span.is_whole:
+        end = span.first_line + len(span.lines)
+        is_mixed = any(each.first_line < end and span.first_line < each.first_line + len(each.lines) for each in others)
+        if not span.is_whole or is_mixed:
             replay = None
+            counts["mixed" if is_mixed else "cut"] += 1
+            continue
+        if replay is None and span.snapshot.are_in_flight:
             counts["cut"] += 1
             continue
         if replay is None:

@@ -15,19 +15,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from composable_fsdp.testing import RanksError
-from tests._internals import FSDPState, Pass, ScheduleRunner, lazy_init, passes
+from tests._internals import FSDPState, Pass, RootOptions, ScheduleRunner, groups_state, lazy_init, passes
 from tests.goldens.cases import QUICK, known_programs
+from tests.goldens.dry_runs import observe_dry_runs
 from tests.goldens.observe import PORTABLE, Observer
 from tests.helpers.fuzz.programs import LIST, Program, groups, node_infos
 from tests.helpers.fuzz.reference import Meshes, train
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import TRANSPORTS
 
-__all__ = ["KINDS", "compare_spines"]
+__all__ = ["KINDS", "compare_dry_runs", "compare_spines"]
 
 BATCH = 50
 """The number of programs in one call of ``run_ranks``."""
@@ -105,6 +107,7 @@ def compare_spines(
     only: Collection[str] = (),
     transports: Collection[str] = tuple(TRANSPORTS),
     assuming: bool = False,
+    unfused: bool = False,
     kind: str = "",
 ) -> int:
     """Compare the spines, and print the numbers by kind and the differences. Return 1 if there are any."""
@@ -122,8 +125,9 @@ def compare_spines(
             names = [name for name, program in programs.items() if program.world_size == ranks]
             for start in range(0, len(names), BATCH):
                 batch = {name: programs[name] for name in names[start : start + BATCH]}
-                old = _run(batch, "old" if assuming else "old, asking", transport)
-                new = _run(batch, "new", transport)
+                fusion = ", unfused" if unfused else ""
+                old = _run(batch, f"{'old' if assuming else 'old, asking'}{fusion}", transport)
+                new = _run(batch, f"new{fusion}", transport)
                 for name, program in batch.items():
                     comparison.add(name, program, old[name], new[name])
         for name, text in comparison.different.items():
@@ -133,6 +137,37 @@ def compare_spines(
             _say(f"  {each:<22}{number:>5}{comparison.results[each]:>6}{comparison.events[each]:>6}")
         found += len(comparison.different)
     return 1 if found else 0
+
+
+def compare_dry_runs(
+    *, quick: bool, only: Collection[str] = (), transports: Collection[str] = tuple(TRANSPORTS)
+) -> int:
+    """Compare each pass of the new spine with its dry run. Return 1 if any differs."""
+    programs = known_programs()
+    chosen = {n: p for n, p in programs.items() if (n in only if only else not quick or int(n) % QUICK == 0)}
+    different = 0
+    for transport in transports:
+        kinds: Counter[str] = Counter()
+        for ranks in sorted({program.world_size for program in chosen.values()}):
+            names = [name for name, program in chosen.items() if program.world_size == ranks]
+            for start in range(0, len(names), BATCH):
+                batch = names[start : start + BATCH]
+                environment = {**TRANSPORTS[transport], **PORTABLE}
+                seen = run_ranks(
+                    observe_dry_runs, ranks, [chosen[n] for n in batch], timeout=600.0, environment=environment
+                )
+                for name, lines in zip(batch, zip(*seen, strict=True), strict=True):
+                    line = next((each for each in lines if each.startswith("differs")), lines[0])
+                    kind, _, rest = line.partition(":")
+                    kinds[line if kind == "left out" else kind] += 1
+                    for word in rest.split(", ") if kind == "equal" else ():
+                        number, of = word.split()
+                        kinds[of] += int(number)
+                    if kind == "differs":
+                        different += 1
+                        _say(f"== {name}, {transport}: {line}")
+        _say(f"{transport}: {', '.join(f'{kind} {number}' for kind, number in kinds.items())}")
+    return 1 if different else 0
 
 
 def _say(line: str) -> None:
@@ -164,11 +199,16 @@ def _run(programs: Mapping[str, Program], spine: str, transport: str) -> dict[st
 
 
 def observe_spine(programs: Sequence[Program], spine: str) -> list[Seen]:
-    """Train the programs one after the other on ``spine``: "old", "old, asking" or "new"."""
-    name, _, asks = spine.partition(", ")
+    """Train the programs one after the other on ``spine``: "old", "old, asking" or "new", with ", unfused" or not."""
+    name, *changes = spine.split(", ")
     meshes: Meshes = {}
     found = []
-    with mock.patch.object(lazy_init, "_spine", name), asking() if asks else nullcontext():
+    unfused = mock.patch.object(groups_state, "RootOptions", partial(RootOptions, max_fused_bytes=0))
+    with (
+        mock.patch.object(lazy_init, "_spine", name),
+        asking() if "asking" in changes else nullcontext(),
+        unfused if "unfused" in changes else nullcontext(),
+    ):
         for program in programs:
             with Observer() as observer:
                 for run in train(program, meshes):
@@ -232,7 +272,8 @@ def _prefetch_of_held() -> Any:
     """
     source = inspect.getsource(passes.prefetch)
     for old, new in {
-        "            if name in held:\n": "            if name in held:\n                own.insert(place, Gather((name,)))\n"
+        "            if name in held:\n": "            if name in held:\n"
+        "                own.insert(place, Gather((name,)))\n"
         "                place += 1\n",
         "moved = Gather(tuple(group for group in found.groups if group not in held))": "moved = found",
     }.items():
