@@ -170,6 +170,17 @@ class ReductionQueue:
             self._fusions_for = self._plans.fused_for
             self._fusions.clear()
 
+    @property
+    def dissolved(self) -> list[FSDPState]:
+        """The states whose fusion was given up, and stays so until settings or plans change."""
+        is_current = self._fusions_for == (self._plans.fused, self._plans.newest_version)
+        return [state for state, fusion in self._fusions.items() if not fusion] if is_current else []
+
+    def dissolve(self, states: Iterable[FSDPState]) -> None:
+        """Give up the fusions of ``states``."""
+        self._fusions_for = self._plans.fused_for
+        self._fusions.update(dict.fromkeys(states, ()))
+
     def launch_unit(self, state: FSDPState) -> None:
         """Launch the reduction of the next reduce unit of ``state``, which is complete."""
         self._launch(state.group.gradients.take_grad_bucket(self._launcher.streams))

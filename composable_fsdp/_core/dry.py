@@ -75,8 +75,11 @@ class Snapshot:
     """All that a pass of a root depends on when it begins, beside its events."""
 
     groups: Mapping[str, GroupSnapshot]
+    version: int
     known: ForwardRecord
     fused: Mapping[str, tuple[str, ...]]
+    dissolved: Sequence[str]
+    """The groups whose fusion was given up."""
     are_in_flight: bool
     waits_after_backward: bool
 
@@ -98,7 +101,8 @@ class Snapshot:
                 state.runs,
             )
         plans, waits = root.plans, root.waits_after_backward
-        return cls(groups, plans.known, plans.fused, root.reductions_are_in_flight, waits)
+        dissolved = [state.name for state in root.queue.dissolved]
+        return cls(groups, plans.newest_version, plans.known, plans.fused, dissolved, root.queue.are_in_flight, waits)
 
 
 class Replay:
@@ -121,6 +125,7 @@ class Replay:
         root = Root(self._copies[real.root], states, self._launcher, cast(Any, self._run), passes, observers)
         self._root = root
         self._calls: dict[int, ForwardCall] = {}
+        self._version = -1
         root.is_verified = True
         self.restore(start)
 
@@ -134,11 +139,14 @@ class Replay:
         for name, of_group in snapshot.groups.items():
             state = root.states[name]
             for setting, value in of_group.settings.items():
-                setattr(state, setting, self._translated(value))
+                vars(state)[setting] = self._translated(value)
+            state.settings_version += snapshot.version != self._version
             cast(DryGroup, state.group).restore(of_group)
             state.kept = Kept(-of_group.is_stale, plans.steps.number, False) if of_group.is_kept else None
             state.runs = of_group.runs
-            state.settings_version += 1
+        plans.refresh()
+        root.queue.dissolve(root.states[name] for name in snapshot.dissolved)
+        self._version = snapshot.version
 
     def _translated(self, value: Any) -> Any:
         """Return ``value`` of a setting with dry states in place of real ones."""

@@ -122,7 +122,7 @@ class Root:
         self.launches_reductions = True
         self.plans = Planner(root, states, launcher)
         self._progress = Progress(states.values(), self.plans.steps, run)
-        self._queue = ReductionQueue(launcher, self.plans)
+        self.queue = ReductionQueue(launcher, self.plans)
         self._passes = passes
         self._pass = self._pass_around_backward = IDLE
         self._outermost: FSDPState | None = None
@@ -284,7 +284,7 @@ class Root:
         state, run = call.state, call.first or call
         self._passes.reach(self, state)
         self._progress.enter(call)
-        if call.is_recomputed and self._queue.is_waiting(state):
+        if call.is_recomputed and self.queue.is_waiting(state):
             self.reduce_gradients(state)  # before a backward inside this one adds to them
         for observe in self.events.enter_backward:
             observe(self, call)
@@ -300,7 +300,7 @@ class Root:
         self.tape.append(("gradient_ready", state.group.name, is_complete, not self._progress.is_outermost))
         if not is_complete:
             if was_seen and self._reduces_units(state):
-                self._queue.launch_unit(state)
+                self.queue.launch_unit(state)
             return
         if not was_seen:
             raise unseen_output(state)
@@ -326,7 +326,7 @@ class Root:
             for done in (state, *state.owner_states):
                 if done.reshard_after_backward and not done.user_states:
                     self.launcher.free(done.group)
-        if state.open_calls <= 0 and self.launches_reductions and not self._queue.is_waiting(state):
+        if state.open_calls <= 0 and self.launches_reductions and not self.queue.is_waiting(state):
             self.reduce_gradients(state)
 
     def end_backward(self) -> None:
@@ -342,7 +342,7 @@ class Root:
         for observe in self.events.end_backward:
             observe(self)
         self._progress.end()
-        self._queue.clear_waiting()
+        self.queue.clear_waiting()
         for state in self.states.values():
             self._end_backward_of(state)
         works = [work for observe in self.events.before_end for work in observe(self, BACKWARD)]
@@ -380,7 +380,7 @@ class Root:
         self.drain_before_changes()
         self.launcher.at_end_of_backward(self._passes.begin_backward(self))
         self.plans.begin_backward()
-        self._queue.begin_backward()
+        self.queue.begin_backward()
         for state in self.states.values():
             if state.group.gradients.were_summed:
                 state.group.gradients.hold_set()
@@ -474,9 +474,9 @@ class Root:
             raise unseen_output(state)
         alone = not self.launches_reductions
         if state.client.post_backward is None:
-            self._queue.send(state, at_end=at_end, alone=alone)
+            self.queue.send(state, at_end=at_end, alone=alone)
         else:
-            state.client.post_backward(functools.partial(self._queue.send, state, at_end=at_end, alone=alone))
+            state.client.post_backward(functools.partial(self.queue.send, state, at_end=at_end, alone=alone))
 
     def _end_pass(self, which: Pass) -> None:
         for observe in self.events.before_end:
@@ -516,7 +516,7 @@ class Root:
 
     @property
     def reductions_are_in_flight(self) -> bool:
-        return self._queue.are_in_flight
+        return self.queue.are_in_flight
 
     @property
     def waits_after_backward(self) -> bool:
@@ -541,14 +541,14 @@ class Root:
 
     def drain(self) -> None:
         """Wait for everything in flight. Afterwards all reduced gradients are set."""
-        self._queue.drain()
+        self.queue.drain()
 
     def drain_before_changes(self) -> None:
         """Wait for reductions in flight if ``requires_grad`` of a parameter changed since their launch.
 
         Their outputs have the layout of the plan at the time of the launch.
         """
-        if self._queue.are_in_flight and any(state.group.was_flipped for state in self.states.values()):
+        if self.queue.are_in_flight and any(state.group.was_flipped for state in self.states.values()):
             self.drain()
 
     def finish_reductions(self) -> None:
@@ -570,7 +570,7 @@ class Root:
                 f"{occasion} was called in {place}, which may still give gradients: call it afterwards."
             )
         self.check_not_lent()
-        self._queue.send_held(states)
+        self.queue.send_held(states)
 
     def reset(self) -> None:
         """Return to IDLE from any state.
@@ -597,7 +597,7 @@ class Root:
         """Give up the work in flight, which will not complete. Nothing may write to its memory any more."""
         for stream in (self.streams.gather, self.streams.reduce, self.streams.replicate):
             stream.join()  # copies on it may still use buffers, which are freed without a wait
-        self._queue.abandon()
+        self.queue.abandon()
         for state in self.states.values():
             state.group.abandon()
 
@@ -606,7 +606,7 @@ class Root:
             self.launcher.free(state.group)
             state.open_calls, state.kept, state.run = 0, None, None
         self._progress.forget()
-        self._queue.clear_waiting()
+        self.queue.clear_waiting()
         self._passes.end(self)
         self._pass, self._pass_around_backward, self._outermost = IDLE, IDLE, None
         self.finalization.forget()

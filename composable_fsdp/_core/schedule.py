@@ -253,7 +253,7 @@ class Planner:
         """Begin a forward. With ``in_common``, ranks may run different modules: nothing is fused."""
         self.seen_steps = self.steps.number
         self.runs_on_all_ranks, self._in_common, self._cursor = leads_to_backward, in_common, 0
-        self._refresh()
+        self.refresh()
         plan = self._plan_of(self.known, None)
         self._forward = plan.forward
         if leads_to_backward:
@@ -284,7 +284,7 @@ class Planner:
         self.known, self.fused = ForwardRecord(), ALONE
 
     def begin_backward(self) -> None:
-        self._refresh()
+        self.refresh()
         self._backward = None, ()
 
     def backward_of(self, record: ForwardRecord, position: int, name: str) -> Run:
@@ -421,9 +421,14 @@ class Planner:
         self._plans = [((*key[:2], events, ended, fused), plan), *self._plans[: _MOST_PLANS - 1]]
         return plan
 
-    def _refresh(self) -> None:
+    @property
+    def newest_version(self) -> int:
+        """The version of settings and plans now."""
+        return sum(state.settings_version + state.group.tensors.plan_version for state in self._states.values())
+
+    def refresh(self) -> None:
         """Make the facts again if a setting or the plan of a group has changed."""
-        version = sum(state.settings_version + state.group.tensors.plan_version for state in self._states.values())
+        version = self.newest_version
         if version == self._version:
             return
         self._version = version
