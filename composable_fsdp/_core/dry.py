@@ -145,7 +145,8 @@ class Replay:
             state.kept = Kept(-of_group.is_stale, plans.steps.number, False) if of_group.is_kept else None
             state.runs = of_group.runs
         plans.refresh()
-        root.queue.dissolve(root.states[name] for name in snapshot.dissolved)
+        if self._version < 0:
+            root.queue.dissolve(root.states[name] for name in snapshot.dissolved)
         self._version = snapshot.version
 
     def _translated(self, value: Any) -> Any:
