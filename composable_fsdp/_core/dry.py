@@ -67,6 +67,7 @@ class GroupSnapshot:
     has_partial: bool
     is_kept: bool
     is_stale: bool
+    was_flipped: bool
     runs: int
 
 
@@ -98,6 +99,7 @@ class Snapshot:
                 gradients.has_partial,
                 kept is not None,
                 root.plans.is_stale(state) or (has_stepped and kept is not None and not kept.is_frozen),
+                state.group.was_flipped,
                 state.runs,
             )
         plans, waits = root.plans, root.waits_after_backward
@@ -246,8 +248,6 @@ class _NothingGiven:
 class DryGroup:
     """The name, the plan and the state tables of ``group``."""
 
-    was_flipped = False
-
     def __init__(self, group: ParamGroup) -> None:
         self.name, self.axes, self.process_groups = group.name, group.axes, group.process_groups
         self.pre_forward_event, self.post_forward_event = group.pre_forward_event, group.post_forward_event
@@ -255,6 +255,7 @@ class DryGroup:
         self.parameters = self.tensors.parameters
         self.gradients = ParamGroupGradients(group.name, cast(Any, self.tensors))
         self.parameter_state = ParameterState.SHARDED
+        self.was_flipped = False
 
     plan = ParamGroup.plan
     is_gathered = ParamGroup.is_gathered
@@ -262,7 +263,7 @@ class DryGroup:
 
     def change(self, operation: ParameterOperation) -> ParameterState | None:
         """Change the state, and return the one before; ``None`` if it has not changed."""
-        before = self.parameter_state
+        before, self.was_flipped = self.parameter_state, False  # a gather makes the plan anew
         self.parameter_state = advance(PARAMETER_TRANSITIONS, before, operation, self.name)
         return None if self.parameter_state is before else before
 
@@ -271,7 +272,7 @@ class DryGroup:
         self.gradients.arrive(len(self.plan.grad_buckets), is_nested=True)
 
     def restore(self, snapshot: GroupSnapshot) -> None:
-        gradients = self.gradients
+        gradients, self.was_flipped = self.gradients, snapshot.was_flipped
         self.tensors.plan, self.parameter_state = snapshot.plan, snapshot.parameters
         gradients.state, gradients.were_summed = snapshot.gradients, snapshot.were_summed
         gradients.restore_partial(cast(Any, _Sums()) if snapshot.has_partial else None)
