@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 
 from composable_fsdp._core.root import SETTINGS, Root
-from composable_fsdp._layout.plan import GroupPlan
+from composable_fsdp._layout.plan import GroupPlan, MessageSizes
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, ReductionLaunch
-from composable_fsdp._runtime.groups.state import ClientBackward, ForwardCall, FSDPState, Kept, alive
+from composable_fsdp._runtime.groups.state import Accumulation, ClientBackward, ForwardCall, FSDPState, Kept, alive
 from composable_fsdp._runtime.groups.state_machine import (
     PARAMETER_TRANSITIONS,
     GradientState,
@@ -27,6 +27,7 @@ from composable_fsdp._runtime.groups.state_machine import (
 )
 from composable_fsdp._runtime.root.observer import Observer
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._runtime.schedule.passes import ScheduleSettings
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
     Event,
@@ -41,16 +42,31 @@ from composable_fsdp._runtime.schedule.schedule import (
     Wait,
     WaitReduce,
 )
+from composable_fsdp.policies import Reshard
 
 __all__ = ["Replay", "Snapshot", "schedule_of"]
 
 
-def schedule_of(root: Root) -> Schedule:
+def schedule_of(
+    root: Root, settings: ScheduleSettings | None = None, reshard: Mapping[str, Reshard] | None = None
+) -> Schedule:
     """Return the schedule of the next step of ``root``, if it has the events of the last one and a step of optimizers.
 
     Before a first backward it has the forward only, and before a first forward it is empty.
+
+    Args:
+        root: the root.
+        settings: settings to use instead of its own. Then gradients are reduced also if they are accumulated now.
+        reshard: what to do after forward, by group, instead of its settings.
     """
     replay = Replay(root, Snapshot.of(root, has_stepped=True))
+    for name, kind in (reshard or {}).items():
+        replay.states[name].reshard = kind
+    if settings is not None:
+        replay.use(
+            settings,
+            {name: state.group.tensors.plan_with(settings.message_sizes) for name, state in root.states.items()},
+        )
     replay.play(root.tape)
     return Schedule(tuple(Step(event, tuple(actions)) for event, actions in replay.steps))
 
@@ -128,6 +144,7 @@ class Replay:
         self._root = root
         self._calls: dict[int, ForwardCall] = {}
         self._version = -1
+        self._is_resized = False
         root.is_verified = True
         self.restore(start)
 
@@ -150,6 +167,19 @@ class Replay:
         if self._version < 0:
             root.queue.dissolve(root.states[name] for name in snapshot.dissolved)
         self._version = snapshot.version
+
+    @property
+    def states(self) -> Mapping[str, FSDPState]:
+        return self._root.states
+
+    def use(self, settings: ScheduleSettings, plans: Mapping[str, GroupPlan]) -> None:
+        """Use ``settings``, and the ``plans`` of groups that belong to them. All gradients of a unit arrive late."""
+        self._root.plans.use(settings)
+        self._is_resized = True
+        for name, plan in plans.items():
+            state = self.states[name]
+            state.accumulation, state.all_reduce = Accumulation.REDUCE, True
+            state.group.tensors.plan = plan
 
     def _translated(self, value: Any) -> Any:
         """Return ``value`` of a setting with dry states in place of real ones."""
@@ -216,6 +246,12 @@ class Replay:
         if not self._root.was_seen(state):
             return  # the backward of a forward that is not on the tape
         cast(DryGroup, state.group).arrive()
+        if self._is_resized:  # when the gradients of other units arrive is not known: just before the last one
+            if not is_complete:
+                return
+            if state.reduces_grad_buckets:
+                for _ in state.group.plan.trainable_buckets[1:]:
+                    self._root.gradient_ready(state)
         if is_complete:
             state.group.gradients.complete()
         self._root.gradient_ready(state)
@@ -260,6 +296,8 @@ class DryGroup:
     plan = ParamGroup.plan
     is_gathered = ParamGroup.is_gathered
     unshard_started = ParamGroup.unshard_started
+
+    def use(self, sizes: MessageSizes) -> None: ...
 
     def change(self, operation: ParameterOperation) -> ParameterState | None:
         """Change the state, and return the one before; ``None`` if it has not changed."""
@@ -309,7 +347,11 @@ class DryLauncher:
             self._note(Shrink(group.name, mesh_size) if mesh_size else Free(group.name))
 
     def reduce(self, launch: ReductionLaunch) -> Any:
-        buckets = [GradBucket(member.name, number) for member, numbers in launch.by_group for number in numbers]
+        buckets = [
+            GradBucket(member.name, number)
+            for member, numbers in launch.by_group
+            for number in (numbers if member.in_grad_buckets else (0,))
+        ]
         self._note(Reduce(tuple(buckets), launch.partial))
         for member in launch.members if launch.is_last else ():
             member.begin_last_reduction(cast(Any, _Sums()), partial=launch.partial)

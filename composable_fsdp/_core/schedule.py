@@ -18,17 +18,13 @@ from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
+from composable_fsdp._runtime.root.group_spec import settings_of
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._runtime.schedule.passes import ScheduleSettings
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp.policies import ReshardKind
 
 __all__ = ["PASSES", "GroupFacts", "Limits", "Plan", "Planner", "Run", "fuse", "keep_last", "make_plan", "prefetch"]
-
-PREFETCH_LIMIT = 1
-"""The default number of prefetched groups."""
-
-FUSED_BYTES = 1 << 20
-"""The default maximum size of the full parameters in one fusion, in bytes."""
 
 Together: TypeAlias = Mapping[str, tuple[str, ...]]
 """The groups of each fusion, by each of its groups."""
@@ -63,8 +59,8 @@ Facts: TypeAlias = Mapping[str, GroupFacts]
 class Limits:
     """The properties of a root that a plan depends on."""
 
-    prefetch: int = PREFETCH_LIMIT
-    fused_bytes: int = FUSED_BYTES
+    prefetch: int = 1
+    fused_bytes: int = 1 << 20
     has_streams: bool = False
 
 
@@ -233,6 +229,9 @@ class Planner:
         self.record = self.known = ForwardRecord()
         self.runs_on_all_ranks = False
         self.fused: Together = ALONE
+        sizes = root.group.process_groups[0].default_message_sizes
+        self.default_settings = self._chosen = ScheduleSettings(sizes.zero_copy, sizes.grad_buckets)
+        """The settings of the transport."""
         self._in_common = False
         self._version = -1
         self._facts: dict[str, GroupFacts] = {}
@@ -422,6 +421,31 @@ class Planner:
         return plan
 
     @property
+    def settings(self) -> ScheduleSettings:
+        """The settings in use: those of :meth:`use`, and those that the user has set."""
+        return settings_of(self._root, self._chosen)
+
+    @property
+    def version(self) -> int:
+        """The version of settings and plans, which are up to date afterwards."""
+        self.refresh()
+        return self._version
+
+    @property
+    def training_options(self) -> tuple[object, ...]:
+        self.refresh()
+        return self._limits, self._root.options.max_unsharded_bytes, self.max_reductions
+
+    def use(self, settings: ScheduleSettings) -> None:
+        """Use ``settings`` where the user has set nothing, and rebuild the groups that they change.
+
+        Nothing may be in flight, and no gradients may be held. They must be the same on every rank.
+        """
+        self._chosen, self._version = settings, -1
+        for state in self._states.values():
+            state.group.use(settings.message_sizes)
+
+    @property
     def newest_version(self) -> int:
         """The version of settings and plans now."""
         return sum(state.settings_version + state.group.tensors.plan_version for state in self._states.values())
@@ -432,10 +456,9 @@ class Planner:
         if version == self._version:
             return
         self._version = version
-        options = self._root.options
-        fused_bytes = FUSED_BYTES if options.max_fused_bytes is None else options.max_fused_bytes
-        limit = PREFETCH_LIMIT if options.prefetch_limit is None else options.prefetch_limit
-        self._limits = Limits(limit, fused_bytes, self._launcher.has_streams)
+        settings = self.settings
+        fused_bytes = settings.max_fused_bytes
+        self._limits = Limits(settings.prefetch_limit, fused_bytes, self._launcher.has_streams)
         names = {state: name for name, state in self._states.items()}
         facts = {name: _facts_of(state, self._root, names, fused_bytes) for name, state in self._states.items()}
         known = (key[0] for key, _ in self._plans)

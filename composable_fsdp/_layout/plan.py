@@ -373,6 +373,11 @@ class GroupPlan:
         """True if a mesh axis with several ranks shards the group."""
         return any(bucket.gather.num_shards > 1 for bucket in self.buckets)
 
+    @property
+    def trainable_buckets(self) -> list[int]:
+        """The gradient buckets with trainable parameters."""
+        return [number for number, trainable in enumerate(self.grad_buckets) if trainable]
+
     @cached_property
     def is_small(self) -> bool:
         """True if the group is sent at all and is small enough to share collectives with other groups."""

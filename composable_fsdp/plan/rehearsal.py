@@ -35,8 +35,9 @@ from composable_fsdp.plan.model_inputs import Batch, make_batch
 from composable_fsdp.plan.simulated_job import mesh_shape, simulated_job
 from composable_fsdp.plugins.tuning.calibration import Calibration
 from composable_fsdp.plugins.tuning.clock import Clock
+from composable_fsdp.plugins.tuning.predict import predicted
 from composable_fsdp.plugins.tuning.simulate import Timeline
-from composable_fsdp.plugins.tuning.tuning import predicted, tuning_of
+from composable_fsdp.plugins.tuning.tuning import tuning_of
 
 __all__ = ["GroupActivations", "Rehearsal", "rehearse"]
 
@@ -184,14 +185,14 @@ def rehearse(
                 sum(prod(parameter.shape) for parameter in model.parameters()),
                 len(iteration.states),
                 peak_of(ledger),
-                predicted(iteration.runner, costs),
+                predicted(iteration, costs),
                 optimizer_seconds,
                 ledger.flops,
                 observer.activations,
                 costs.forward,
                 dtypes,
                 observer.keeps_cache,
-                {name: predicted(iteration.runner, costs, change) for name, change in changes.items()},
+                {name: predicted(iteration, costs, change) for name, change in changes.items()},
             )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import trace
-from composable_fsdp._layout.plan import GroupPlan
+from composable_fsdp._layout.plan import GroupPlan, MessageSizes
 from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
 from composable_fsdp._runtime.collectives.all_gather import launch_gather
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
@@ -166,6 +166,14 @@ class ParamGroup:
         for bucket in self.buckets:
             for scatter in former:
                 bucket.scatter.keep_residuals(scatter)
+
+    def use(self, sizes: MessageSizes) -> None:
+        """Use messages of these ``sizes``, and rebuild the tensors if that changes them."""
+        changed = self.process_groups[0].message_sizes != sizes
+        for pgs in self.process_groups:
+            pgs.message_sizes = sizes
+        if changed and self.tensors.plan_with(sizes) != self.plan:
+            self.rebuild()
 
     def give_up(self, parameter: ShardedParameter) -> None:
         """Remove ``parameter``, whose places now hold a parameter of another group."""

@@ -153,7 +153,10 @@ class ParamGroupGradients:
     @property
     def last_ready(self) -> int:
         """The gradient bucket that is ready: the next one to launch, or the last one if all are."""
-        return self._next if self.state is GradientState.ARRIVING else len(self._tensors.plan.grad_buckets) - 1
+        plan = self._tensors.plan
+        if self.state is GradientState.ARRIVING:
+            return self._next
+        return max(plan.trainable_buckets, default=0) if plan.in_grad_buckets else 0
 
     @property
     def has_partial(self) -> bool:
@@ -304,7 +307,7 @@ class ParamGroupGradients:
         self.state = advance(GRADIENT_TRANSITIONS, before, GradientOperation.REDUCE, self.name)
         if self.state is before:
             return []
-        rest = [number for number, trainable in enumerate(self._tensors.plan.grad_buckets) if trainable]
+        rest = self._tensors.plan.trainable_buckets
         if launched:
             rest = [number for number in rest if number >= launched] + [k for k in range(launched) if arrived[k]]
         return rest

@@ -214,12 +214,7 @@ class ScheduleRunner:
         """
         self._chosen = settings
         for name, sizes in self._sizes_with(settings).items():
-            group = self._states[name].group
-            changed = group.process_groups[0].message_sizes != sizes
-            for pgs in group.process_groups:
-                pgs.message_sizes = sizes
-            if changed and group.tensors.plan_with(sizes) != group.plan:
-                group.rebuild()
+            self._states[name].group.use(sizes)
         self._version = -1
 
     @property

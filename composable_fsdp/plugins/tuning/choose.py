@@ -13,7 +13,7 @@ from composable_fsdp._runtime.schedule.passes import ScheduleOptions, ScheduleSe
 from composable_fsdp._runtime.schedule.schedule import Event
 from composable_fsdp.plugins.tuning.simulate import Timeline, simulate
 
-__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "choose"]
+__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "choose", "choose_by"]
 
 
 DEFAULT_SETTINGS = ScheduleSettings()
@@ -116,15 +116,27 @@ def choose(
         fixed: the settings that the user has set, which keep their current values.
         unseen: as for :func:`build`.
     """
-    known: dict[ScheduleSettings, Timeline] = {}
     specs_of = cache(specs_of)  # the same for all prefetch limits
 
     def predict(settings: ScheduleSettings) -> Timeline:
-        if settings not in known:
-            chosen = {each: getattr(settings, each) for each in _OPTIONS}
-            specs = specs_of(replace(settings, prefetch_limit=0))
-            known[settings] = simulate(build(order, specs, replace(options, **chosen), unseen=unseen), specs, costs)
-        return known[settings]
+        chosen = {each: getattr(settings, each) for each in _OPTIONS}
+        specs = specs_of(replace(settings, prefetch_limit=0))
+        return simulate(build(order, specs, replace(options, **chosen), unseen=unseen), specs, costs)
+
+    return choose_by(predict, costs.source, current=current, default=default, before=before, fixed=fixed)
+
+
+def choose_by(
+    predict: Callable[[ScheduleSettings], Timeline],
+    source: str,
+    *,
+    current: ScheduleSettings,
+    default: ScheduleSettings,
+    before: float | None,
+    fixed: Collection[str],
+) -> Choice:
+    """Do what :func:`choose` does, by the timelines that ``predict`` returns for settings."""
+    predict = cache(predict)
 
     def rank(settings: ScheduleSettings) -> tuple[bool, float, int]:
         timeline = predict(settings)
@@ -149,6 +161,4 @@ def choose(
     as_good = [known for known in near if (1 - margin) * predict(known).seconds <= predict(best).seconds]
     best = as_good[0] if as_good else best
     timeline = predict(best)
-    return Choice(
-        best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, costs.source, timeline=timeline
-    )
+    return Choice(best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, source, timeline=timeline)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,17 +15,17 @@ from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
 from composable_fsdp._runtime.root.group_spec import set_by_user
 from composable_fsdp._runtime.root.observer import Observer, Root
-from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
 from composable_fsdp._runtime.schedule.costs import Costs
-from composable_fsdp._runtime.schedule.passes import GroupSpec
+from composable_fsdp._runtime.schedule.passes import ScheduleSettings
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp.plugins.tuning.calibration import Calibration, StepObserver
-from composable_fsdp.plugins.tuning.choose import Choice, choose
+from composable_fsdp.plugins.tuning.choose import Choice, choose_by
 from composable_fsdp.plugins.tuning.clock import Clock
+from composable_fsdp.plugins.tuning.predict import schedule_for, specs_for
 from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
 
-__all__ = ["Tuning", "choice_of", "predicted", "tuning_of"]
+__all__ = ["Tuning", "choice_of", "tuning_of"]
 
 
 class Tuning(Observer):
@@ -69,14 +69,13 @@ class Tuning(Observer):
             self._begin_step(root)
 
     def _begin_step(self, root: Root) -> None:
-        runner = root.runner
         if self._measuring is not None:
             observer = self._measuring.observer
-            costs = observer.begin_step(runner.streams.seconds_waited)
+            costs = observer.begin_step(root.streams.seconds_waited)
             if costs is not None:
                 self._stop(root)
                 state = root.root
-                state.options = replace(state.options, costs=_fitted(runner, costs, observer.waited))
+                state.options = replace(state.options, costs=_fitted(root, costs, observer.waited))
         if self._is_due(root) and not _is_under_way(root):
             root.drain()
             begin = trace.now()
@@ -99,7 +98,7 @@ class Tuning(Observer):
     def _inputs_now(self, root: Root) -> tuple[object, ...]:
         runner = root.runner
         if self._specs[0] != runner.version:
-            self._specs = runner.version, runner.specs_for(runner.settings)
+            self._specs = runner.version, specs_for(root, runner.settings)
         return root.root.options.costs, runner.known.events, runner.training_options, self._specs[1]
 
     def _choose(self, root: Root) -> None:
@@ -108,16 +107,19 @@ class Tuning(Observer):
         if costs is None:
             self.choice = None
         else:
-            self.choice = choose(
-                runner.known.events,
-                runner.specs_for,
-                runner.training_options,
-                costs,
+            specs_of = cache(partial(specs_for, root))
+
+            def predict(settings: ScheduleSettings) -> Timeline:
+                specs = specs_of(replace(settings, prefetch_limit=0))
+                return simulate(schedule_for(root, settings, specs), specs, costs)
+
+            self.choice = choose_by(
+                predict,
+                costs.source,
                 current=runner.settings,
                 default=runner.default_settings,
                 before=self.choice.seconds if self.choice else None,
                 fixed=set_by_user(root.root),
-                unseen=runner.known.unseen,
             )
         runner.use(self.choice.settings if self.choice else runner.default_settings)
         self._chosen_for = self._inputs = self._inputs_now(root)
@@ -160,18 +162,12 @@ def choice_of(root: Root) -> Choice | None:
     return next((each.choice for each in root.events.observers if isinstance(each, Tuning)), None)
 
 
-def predicted(runner: ScheduleRunner, costs: Costs, change: Callable[[GroupSpec], GroupSpec] | None = None) -> Timeline:
-    """Return the timeline of the next iteration that trains, with each group as ``change`` returns it."""
-    specs = {name: change(spec) if change else spec for name, spec in runner.specs.items()}
-    return simulate(runner.built(specs, runner.training_options), specs, costs)
-
-
-def _fitted(runner: ScheduleRunner, costs: Costs, waited: float) -> Costs:
+def _fitted(root: Root, costs: Costs, waited: float) -> Costs:
     """Return ``costs`` by which the last steps take as long as they did, each with ``waited`` seconds of waits."""
-    if not runner.known.events:
+    if not root.runner.known.events:
         return costs
-    schedule = runner.expected(is_last_backward=True, has_barriers=False)
-    return fit_computation(schedule, runner.specs, costs, waited)
+    specs = specs_for(root, root.runner.settings)
+    return fit_computation(schedule_for(root, root.runner.settings, specs), specs, costs, waited)
 
 
 def _axes(root: Root) -> list[DataParallelAxes]:
