@@ -34,7 +34,7 @@ class Progress:
     Attributes:
         number: the number of this backward. Calls store it when backward reaches them.
         reached: the states that this backward, or the last one, reached through an output with a hook.
-        run: autograd's run, which nested backwards of autograd interrupt.
+        run: autograd's run, inside which reentrant checkpoints begin others.
     """
 
     def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps, run: AutogradRun) -> None:
@@ -130,11 +130,6 @@ class Progress:
         """Return whether backward reached ``state`` through an output that its hooks saw, or did not need to."""
         is_reached = state in self.reached or not state.unshard_in_backward
         return is_reached or state.group.parameter_state is ParameterState.UNSHARDED
-
-    @property
-    def is_outermost(self) -> bool:
-        """True if autograd is not in a backward inside this one, as reentrant checkpoints begin."""
-        return not self.run.is_around_another
 
     def is_over_for(self, state: FSDPState) -> bool:
         """Return whether the rest of backward needs no parameter of ``state``, all of which have gradients.

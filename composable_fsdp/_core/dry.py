@@ -15,14 +15,16 @@ import torch
 
 from composable_fsdp._core.root import SETTINGS, Root
 from composable_fsdp._layout.plan import GroupPlan, MessageSizes
-from composable_fsdp._runtime.groups.param_group import ParamGroup
+from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, ReductionLaunch
 from composable_fsdp._runtime.groups.state import Accumulation, ClientBackward, ForwardCall, FSDPState, Kept, alive
 from composable_fsdp._runtime.groups.state_machine import (
+    HELD_GRADIENTS,
     PARAMETER_TRANSITIONS,
     GradientState,
     ParameterOperation,
     ParameterState,
+    Pass,
     advance,
 )
 from composable_fsdp._runtime.root.observer import Observer
@@ -229,19 +231,25 @@ class Replay:
     def _end_unseen(self, number: int) -> None:
         self._calls[number].end_unseen()
 
-    def _pre_backward(self, number: int, is_nested: bool) -> None:
-        self._run.is_around_another = is_nested
+    def _enter_run(self, run: int) -> None:
+        """Go on in autograd's ``run``. The first one of a backward is its own, and others are inside."""
+        if self._root.current_pass is not Pass.BACKWARD:
+            self._run.outermost = run
+        self._run.is_around_another = run != self._run.outermost
+
+    def _pre_backward(self, number: int, run: int) -> None:
+        self._enter_run(run)
         self._root.pre_backward(self._calls[number])
 
-    def _post_backward(self, number: int, is_nested: bool, is_arriving: bool) -> None:
-        self._run.is_around_another = is_nested
+    def _post_backward(self, number: int, is_arriving: bool, run: int) -> None:
+        self._enter_run(run)
         call = self._calls[number]
         if is_arriving:
             cast(DryGroup, call.state.group).arrive()
         self._root.post_backward(call)
 
-    def _gradient_ready(self, name: str, is_complete: bool, is_nested: bool) -> None:
-        self._run.is_around_another = is_nested
+    def _gradient_ready(self, name: str, is_complete: bool, run: int) -> None:
+        self._enter_run(run)
         state = self._root.states[name]
         if not self._root.was_seen(state):
             return  # the backward of a forward that is not on the tape
@@ -293,9 +301,17 @@ class DryGroup:
         self.parameter_state = ParameterState.SHARDED
         self.was_flipped = False
 
-    plan = ParamGroup.plan
-    is_gathered = ParamGroup.is_gathered
-    unshard_started = ParamGroup.unshard_started
+    @property
+    def plan(self) -> GroupPlan:
+        return self.tensors.plan
+
+    @property
+    def is_gathered(self) -> bool:
+        return self.parameter_state in UNSHARD_STARTED
+
+    @property
+    def unshard_started(self) -> bool:
+        return self.is_gathered and self.gradients.state not in HELD_GRADIENTS
 
     def use(self, sizes: MessageSizes) -> None: ...
 
@@ -341,10 +357,13 @@ class DryLauncher:
         if group.change(ParameterOperation.WAIT) is not None:
             self._note(Wait(group.name))
 
-    def free(self, group: Any, mesh_size: int = 0) -> None:
-        before = group.change(ParameterOperation.SHRINK if mesh_size else ParameterOperation.RESHARD)
-        if before not in (None, ParameterState.SHRUNK):
-            self._note(Shrink(group.name, mesh_size) if mesh_size else Free(group.name))
+    def free(self, group: Any) -> None:
+        if group.change(ParameterOperation.RESHARD) not in (None, ParameterState.SHRUNK):
+            self._note(Free(group.name))
+
+    def shrink(self, group: Any, mesh_size: int) -> None:
+        if group.change(ParameterOperation.SHRINK) is not None:
+            self._note(Shrink(group.name, mesh_size))
 
     def reduce(self, launch: ReductionLaunch) -> Any:
         buckets = [
@@ -371,7 +390,7 @@ class DryLauncher:
 class _ReplayedRun:
     """Autograd's run, as it was at each event."""
 
-    number = -1
+    number = outermost = -1
     is_around_another = False
 
 

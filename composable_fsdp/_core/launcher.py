@@ -30,11 +30,12 @@ class Launcher(Protocol):
         """Wait for the all-gather of ``group`` and register its unsharded parameters."""
         ...
 
-    def free(self, group: ParamGroup, mesh_size: int = 0) -> None:
-        """Register the sharded parameters of ``group``, and free the unsharded ones.
+    def free(self, group: ParamGroup) -> None:
+        """Register the sharded parameters of ``group``, and free the unsharded ones."""
+        ...
 
-        With ``mesh_size``, keep a slice from which this number of neighbouring ranks can gather them again.
-        """
+    def shrink(self, group: ParamGroup, mesh_size: int) -> None:
+        """Free ``group``, but keep a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
         ...
 
     def reduce(self, launch: ReductionLaunch) -> PendingReduction:
@@ -64,23 +65,12 @@ class StreamLauncher:
     def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
         unshard_together(groups, self.streams, label)
 
-    def wait(self, group: ParamGroup) -> None:
-        group.wait()
-
-    def free(self, group: ParamGroup, mesh_size: int = 0) -> None:
-        if mesh_size:
-            group.shrink(mesh_size)
-        else:
-            group.reshard()
-
-    def reduce(self, launch: ReductionLaunch) -> PendingReduction:
-        return launch.run()
-
-    def start(self, reduction: PendingReduction) -> None:
-        reduction.start()
-
-    def finish(self, reduction: PendingReduction) -> None:
-        reduction.complete()
+    wait = staticmethod(ParamGroup.wait)
+    free = staticmethod(ParamGroup.reshard)
+    shrink = staticmethod(ParamGroup.shrink)
+    reduce = staticmethod(ReductionLaunch.run)
+    start = staticmethod(PendingReduction.start)
+    finish = staticmethod(PendingReduction.complete)
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         engine: Any = Variable._execution_engine

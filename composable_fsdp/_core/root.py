@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -45,9 +45,9 @@ from composable_fsdp._runtime.groups.state_machine import (
     ParameterState,
     Pass,
 )
+from composable_fsdp._runtime.root import iteration
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.finalization import Finalization
-from composable_fsdp._runtime.root.iteration import _register
 from composable_fsdp._runtime.root.observer import OBSERVERS, Events, Observer
 from composable_fsdp._runtime.root.passes_underway import PassesUnderway
 from composable_fsdp._runtime.root.root_options import check_settings
@@ -56,7 +56,9 @@ from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["Root"]
+__all__ = ["SETTINGS", "Root"]
+
+_current_run = torch._C._current_graph_task_id
 
 IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
 
@@ -121,6 +123,7 @@ class Root:
         self.lent: ParamGroup | None = None
         self.launches_reductions = True
         self.plans = Planner(root, states, launcher)
+        self.runner: Any = self.plans  # the name by which observers know it
         self._progress = Progress(states.values(), self.plans.steps, run)
         self.queue = ReductionQueue(launcher, self.plans)
         self._passes = passes
@@ -141,7 +144,7 @@ class Root:
     def on_streams(cls, root: FSDPState, states: Mapping[str, FSDPState], streams: CommStreams) -> Root:
         """Return a root that launches on ``streams``, and is known to this process."""
         made = cls(root, states, StreamLauncher(streams), AutogradRun(), PassesUnderway(), OBSERVERS)
-        _register(made)
+        iteration._register(cast(Any, made))
         return made
 
     # -- forward
@@ -181,7 +184,7 @@ class Root:
 
     def end_call(self, call: ForwardCall, module_id: int) -> bool:
         run, has_grad = call.state.run or call, torch.is_grad_enabled()  # each recomputation is a run of its own
-        call.note("post_forward", module_id, has_grad)
+        call.tape.append(("post_forward", call.number, module_id, has_grad))
         if run is not call:
             call.first = run
         if run.remaining:
@@ -280,7 +283,7 @@ class Root:
     def _enter_backward(self, call: ForwardCall) -> None:
         if self._pass is not BACKWARD:
             self._begin_backward()
-        call.note("pre_backward", not self._progress.is_outermost)
+        call.tape.append(("pre_backward", call.number, _current_run()))
         state, run = call.state, call.first or call
         self._passes.reach(self, state)
         self._progress.enter(call)
@@ -297,7 +300,7 @@ class Root:
         if self._pass is not BACKWARD:
             self._begin_backward()  # no hook saw an output of the module
         was_seen, is_complete = self._progress.was_seen(state), state.group.gradients.state is GradientState.LOCAL
-        self.tape.append(("gradient_ready", state.group.name, is_complete, not self._progress.is_outermost))
+        self.tape.append(("gradient_ready", state.group.name, is_complete, _current_run()))
         if not is_complete:
             if was_seen and self._reduces_units(state):
                 self.queue.launch_unit(state)
@@ -318,7 +321,7 @@ class Root:
             self._begin_backward()  # the output is the input
         state, run = call.state, call.first or call
         is_arriving = state.group.gradients.state is GradientState.ARRIVING
-        call.note("post_backward", not self._progress.is_outermost, is_arriving)
+        call.tape.append(("post_backward", call.number, is_arriving, _current_run()))
         self._progress.leave(call)
         if run.ends_unseen:
             return  # the last gradient, or the end of backward, comes later
@@ -395,7 +398,7 @@ class Root:
         """Return whether ``state`` now reduces unit by unit: no collective of another group may come in between."""
         if not state.reduces_grad_buckets or not self.launches_reductions or state.runs > 1:
             return False
-        return self._progress.is_outermost
+        return not self._progress.run.is_around_another
 
     # -- in place of hooks, for a state whose modules only other ranks run
 
@@ -426,8 +429,8 @@ class Root:
                 is_late = True
                 if each is state:
                     plans.gather(run.own, run.fused, direction)
-                else:
-                    plans.gather_owner(each, run.fused, direction)
+                else:  # maybe of another root
+                    plans.gather((each.group.name,), run.fused, direction, (each.group,))
         if not is_late:
             for each in needed:
                 launcher.wait(each.group)
@@ -452,7 +455,7 @@ class Root:
                 done.note_kept(self.plans.seen_steps)
             elif kind is ReshardKind.SMALLER and has_grad:
                 done.note_kept(self.plans.seen_steps)
-                self.launcher.free(done.group, done.reshard.mesh_size)
+                self.launcher.shrink(done.group, done.reshard.mesh_size)
             else:
                 self.launcher.free(done.group)
         if given.keeps_given:
@@ -484,10 +487,6 @@ class Root:
                 work.wait()
 
     # -- between passes
-
-    @property
-    def runner(self) -> Any:
-        return self.plans
 
     @property
     def streams(self) -> CommStreams:

@@ -315,29 +315,28 @@ class Planner:
 
     # -- gathers
 
-    def gather(self, names: tuple[str, ...], fused: Together, direction: str) -> None:
-        """Gather groups together, those of them that are not in memory."""
-        self._gather([self._states[name].group for name in names], fused.get(names[0], names[:1]), direction)
-
-    def gather_owner(self, state: FSDPState, fused: Together, direction: str) -> None:
-        """Gather ``state``, whose group owns a parameter that modules of another state use too."""
-        name = state.group.name
-        self._gather((state.group,), fused.get(name, (name,)), direction)
-
-    def _gather(self, groups: Sequence[ParamGroup], described: tuple[str, ...], direction: str) -> None:
+    def gather(
+        self, names: tuple[str, ...], fused: Together, direction: str, groups: Sequence[ParamGroup] | None = None
+    ) -> None:
+        """Gather ``groups`` together, by default those called ``names``, of them those that are not in memory."""
+        if groups is None:
+            groups = [self._states[name].group for name in names]
         if not self.runs_on_all_ranks:
             if all(group.unshard_started for group in groups):
                 return
             self.runs_on_all_ranks, self.fused = True, self.record.fused
-        label = self._labels.get((described, direction))
+        key = fused.get(names[0], names[:1]), direction
+        label = self._labels.get(key)
         if label is None:
             where = f" in {direction}" if direction else ""
-            label = self._labels[described, direction] = f"all-gather of {describe_groups(described)}{where}"
+            label = self._labels[key] = f"all-gather of {describe_groups(key[0])}{where}"
         self._launcher.gather(groups, label)
 
     def gather_ahead(self, names: tuple[str, ...], fused: Together, direction: str) -> None:
         """Gather groups together ahead of their use, unless the first is in memory or they do not fit."""
-        if self._states[names[0]].group.parameter_state not in UNSHARD_STARTED and self.fits(names):
+        if self._states[names[0]].group.parameter_state in UNSHARD_STARTED:
+            return
+        if self._root.options.max_unsharded_bytes is None or self.fits(names):
             self.gather(names, fused, direction)
 
     def fits(self, names: Sequence[str]) -> bool:
@@ -462,7 +461,7 @@ class Planner:
         names = {state: name for name, state in self._states.items()}
         facts = {name: _facts_of(state, self._root, names, fused_bytes) for name, state in self._states.items()}
         known = (key[0] for key, _ in self._plans)
-        self._facts = next((each for each in known if each == facts), facts)  # type: ignore[assignment]
+        self._facts = next((each for each in known if each == facts), facts)
         self._eager.clear()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
 from composable_fsdp._runtime.groups.state_machine import Pass
 from composable_fsdp._runtime.root.observer import Observer, Root
@@ -22,9 +24,9 @@ class SkippedModules(Observer):
     def begin_forward(self, root: Root, outermost: FSDPState) -> None:
         root.events.remove(self._current)
         is_needed = any(state.unequal_use for state in root.states.values())
-        self._current = _CurrentForward(UnusedModules(root, outermost)) if is_needed else None
+        self._current = _CurrentForward(UnusedModules(cast(Any, root), outermost)) if is_needed else None
         root.events.add(self._current)
-        root.launches_reductions = not is_needed
+        cast(Any, root).launches_reductions = not is_needed
 
 
 class _CurrentForward(Observer):

@@ -13,7 +13,7 @@ from unittest import mock
 
 from composable_fsdp import trace
 from composable_fsdp.trace import Operation, TraceEvent
-from tests._internals import Pass, Replay, Root, Snapshot, lazy_init, schedule
+from tests._internals import Replay, Root, Snapshot, lazy_init, schedule
 from tests.helpers.fuzz.programs import Program
 from tests.helpers.fuzz.reference import Meshes, train
 
@@ -30,7 +30,6 @@ class Span:
     tape: list[Any]
     begin: int
     first_line: int
-    events: Sequence[Any] = ()
     lines: Sequence[str] = ()
     is_whole: bool = False
 
@@ -47,20 +46,20 @@ class Recording:
             self.lines.append(str(event))
 
     def begin(self, root: Root, begin: Any, *args: Any) -> None:
-        if root.current_pass is not Pass.IDLE:
+        if root.current_pass.value != "idle":
             begin(root, *args)
             return
         snapshot, first_line = Snapshot.of(root), len(self.lines)
         begin(root, *args)
-        tape = root._tape_of_forward if root.current_pass is Pass.FORWARD else root.tape
+        tape = root._tape_of_forward if root.current_pass.value == "forward" else root.tape
         self.spans.setdefault(root, []).append(Span(snapshot, tape, len(tape), first_line))
 
     def end(self, root: Root, end: Any, *args: Any) -> None:
         end(root, *args)
         spans = self.spans.get(root)
-        if root.current_pass is Pass.IDLE and spans and not spans[-1].is_whole:
+        if root.current_pass.value == "idle" and spans and not spans[-1].is_whole:
             span = spans[-1]
-            span.events, span.lines, span.is_whole = None, self.lines[span.first_line :], True
+            span.lines, span.is_whole = self.lines[span.first_line :], True
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -134,7 +133,9 @@ def compare(root: Root, spans: Sequence[Span], others: Sequence[Span], counts: C
             counts["cut"] += 1
             continue
         if replay is None:
-            replay, calls, in_flight = Replay(root, span.snapshot), {}, []
+            replay = Replay(root, span.snapshot)
+            calls.clear()
+            in_flight.clear()
         replay.restore(span.snapshot)
         del replay.steps[:]
         replay.play(_events_of(span, spans[number + 1 :]), calls.setdefault(id(span.tape), {}))

@@ -48,7 +48,7 @@ KINDS: Mapping[str, Callable[[Program], bool]] = {
     "checkpoint": _nodes(lambda info: getattr(info.node, "kind", "") == "checkpoint"),
     "reentrant checkpoint": _nodes(lambda info: getattr(info.node, "kind", "") == "reentrant checkpoint"),
     "no grad": _steps(lambda step: step.evaluate or step.generate),
-    "lists": lambda program: any(path is not None and path[-1:] == (LIST,) for path in groups(program.tree)),
+    "lists": lambda program: any(path[-1:] == (LIST,) for path in groups(program.tree)),
     "ties": _nodes(lambda info: getattr(info.node, "borrows", False)),
     "several roots": lambda p: len({info.root for info in node_infos(p.tree) if info.root is not None}) > 1,
     "hybrid": lambda program: len(program.mesh) > 1,

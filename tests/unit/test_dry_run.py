@@ -1,4 +1,4 @@
-"""Steady iterations of randomly drawn models perform exactly the printed schedule, which is a dry run of the last one."""
+"""Steady iterations of drawn models perform exactly the printed schedule, which is a dry run of the last one."""
 
 from __future__ import annotations
 

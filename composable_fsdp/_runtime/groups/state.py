@@ -189,7 +189,7 @@ class ForwardCall:
     """The first call of the run, or ``None`` if it is this one."""
     remaining: set[int] | None = None
     """The ids of the modules that have not run yet; ``None`` for a group of one module."""
-    after: BoundActions | None = None
+    after: Any = None
     """The scheduled actions for the post-forward event, or ``None`` for eager ones."""
     is_recorded: bool = False
     """True if the end of the run is in the record of the forward."""
@@ -204,7 +204,7 @@ class ForwardCall:
 
     # Of the events that its root records.
 
-    tape: list[tuple[Any, ...]] | None = None
+    tape: list[tuple[Any, ...]] = field(default_factory=list)
     number: int = -1
 
     # In backward.
@@ -233,11 +233,6 @@ class ForwardCall:
             registered[name] = value
         return inputs
 
-    def note(self, event: str, *values: object) -> None:
-        """Record an event of this call."""
-        if self.tape is not None:
-            self.tape.append((event, self.number, *values))
-
     # -- backward
 
     def on_output_gradient(self, _: object) -> None:
@@ -260,14 +255,14 @@ class ForwardCall:
 
     def end_unseen(self) -> None:
         """Note that no hook will report the gradients of this call's inputs."""
-        self.note("end_unseen")
+        self.tape.append(("end_unseen", self.number))
         run = self.first or self
         run.ends_unseen = True
         run.record.unseen.add(run.position)
 
     def await_inputs(self) -> None:
         """Note that a hook will report the gradients of this call's inputs."""
-        self.note("await_inputs")
+        self.tape.append(("await_inputs", self.number))
         (self.first or self).awaited += 1
         self.awaits = True
         if not self.is_recomputed:

@@ -15,7 +15,6 @@ from composable_fsdp._consistency.running_pass import RunningPass
 from composable_fsdp._memory.streams import CommStreams, Work
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
 from composable_fsdp._runtime.groups.state_machine import Pass
-from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
 from composable_fsdp._runtime.schedule.schedule import Hook
 
 __all__ = ["OBSERVERS", "Events", "Observer", "Root"]
@@ -28,7 +27,7 @@ class Root(Protocol):
     """The state of the outermost module, which has the options of all."""
     states: Mapping[str, FSDPState]
     """All FSDP states, by name, in module order."""
-    runner: ScheduleRunner
+    runner: Any
     """The schedule, its record of the last forward, and the choice of its settings."""
     events: Events
 

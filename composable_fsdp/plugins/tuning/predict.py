@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 from composable_fsdp._core.dry import schedule_of
-from composable_fsdp._core.root import Root as NewRoot
 from composable_fsdp._runtime.groups.state_machine import Pass
 from composable_fsdp._runtime.root.group_spec import names_of, spec_of
 from composable_fsdp._runtime.root.observer import Root
@@ -22,7 +21,7 @@ __all__ = ["predicted", "schedule_for", "specs_for"]
 
 def specs_for(root: Root, settings: ScheduleSettings, *, synchronized: bool = True) -> dict[str, GroupSpec]:
     """Return the properties of all groups with ``settings``, by name."""
-    if not isinstance(root, NewRoot):
+    if not hasattr(root, "plans"):
         return root.runner.specs_for(settings) if synchronized else dict(root.runner.specs)
     names = names_of(root.states)
     axes = axis_names(pgs.axes for state in names for pgs in state.group.process_groups)
@@ -35,8 +34,8 @@ def specs_for(root: Root, settings: ScheduleSettings, *, synchronized: bool = Tr
 
 def schedule_for(root: Root, settings: ScheduleSettings, specs: Mapping[str, GroupSpec]) -> Schedule:
     """Return the schedule of the next step with ``settings``, in which gradients are reduced."""
-    if isinstance(root, NewRoot):
-        return _for_simulation(schedule_of(root, settings))
+    if hasattr(root, "plans"):
+        return _for_simulation(schedule_of(cast(Any, root), settings))
     known, chosen = root.runner.known, {"prefetch_limit", "max_fused_bytes"}
     options = cast(Any, root.runner.training_options)
     options = replace(options, **{name: getattr(settings, name) for name in chosen})
@@ -46,13 +45,13 @@ def schedule_for(root: Root, settings: ScheduleSettings, specs: Mapping[str, Gro
 def predicted(root: Root, costs: Costs, change: Callable[[GroupSpec], GroupSpec] | None = None) -> Timeline:
     """Return the timeline of the next iteration that trains, with each group as ``change`` returns it."""
     runner = root.runner
-    if not isinstance(root, NewRoot):
+    if not hasattr(root, "plans"):
         specs = {name: change(spec) if change else spec for name, spec in runner.specs.items()}
         return simulate(runner.built(specs, runner.training_options), specs, costs)
     before = specs_for(root, runner.settings, synchronized=False)
     specs = {name: change(spec) if change else spec for name, spec in before.items()}
     reshard = {name: spec.reshard for name, spec in specs.items()} if change else None
-    return simulate(_for_simulation(schedule_of(root, reshard=reshard)), specs, costs)
+    return simulate(_for_simulation(schedule_of(cast(Any, root), reshard=reshard)), specs, costs)
 
 
 def _for_simulation(schedule: Schedule) -> Schedule:
