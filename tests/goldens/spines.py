@@ -233,7 +233,7 @@ def asking() -> Iterator[None]:
     """
 
     def perform(runner: Any, row: Any) -> None:
-        is_late = not row.waits_first
+        is_late = runner.streams.device.has_streams and not row.waits_first
         for group, (act, target) in row.waits:
             if not group.is_gathered:
                 act(runner, target)
