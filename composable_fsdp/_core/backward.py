@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from composable_fsdp._core.gather_plan import Planner
 from composable_fsdp._core.launcher import Launcher
-from composable_fsdp._core.schedule import Planner
 from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
 from composable_fsdp._runtime.groups.param_group_gradients import (
     AutogradRun,

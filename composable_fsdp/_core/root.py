@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from composable_fsdp._core.backward import Progress, ReductionQueue
+from composable_fsdp._core.gather_plan import Planner, Run
 from composable_fsdp._core.launcher import Launcher, StreamLauncher
-from composable_fsdp._core.schedule import Planner, Run
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.callers_context import (
     dispatch_modes,
@@ -67,6 +67,9 @@ SETTINGS = (
     *("reductions_in_flight", "forward_prefetch", "backward_prefetch", "owner_states", "options"),
 )
 """The settings of a state on which passes depend."""
+
+_LONGEST_TAPE = 1 << 16
+"""The number of events after which a forward begins a new tape: forwards come that no backward follows."""
 
 
 def _hook(hook: Hook) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Any], None]]:
@@ -227,7 +230,8 @@ class Root:
         self._progress.forget_before_step()
         self.drain_before_changes()
         self._grad_mode = torch.is_grad_enabled()
-        if self._grad_mode and self._tape_has_backward and not self._progress.has_forwards:
+        is_new_step = self._tape_has_backward and not self._progress.has_forwards
+        if self._grad_mode and (is_new_step or len(self.tape) > _LONGEST_TAPE):
             self.tape, self._tape_has_backward = [], False
         self._tape_of_forward = self.tape if self._grad_mode else []
         for observe in self.events.begin_forward:

@@ -8,6 +8,8 @@ trains without it: ``make plugins`` does so for each, and runs the tests.
 Plugin                  Does                                             On by default
 ======================= ================================================ ==================
 ``shared_memory``       transport between ranks of one host              CPU
+``epochs``              ends the times when ranks read shared memory     CPU, new spine
+``skipped_modules``     joins collectives of modules that a rank skips   all, new spine
 ``gloo``                own collectives over gloo's point-to-point       CPU
 ``watchdog``            reports waits, and compares operations           all devices
 ``visible_collectives`` shows launches in traces and profiles            all devices

@@ -31,6 +31,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("_runtime.collectives",),
     ("_runtime.groups",),
     ("_runtime.root", "wrap"),
+    ("_core",),
     ("_runtime",),
     ("plugins",),
     ("optim", "testing", "_torch_compat", "checkpoint._coordination"),
