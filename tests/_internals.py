@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
+    from composable_fsdp._core.backward import ReductionQueue as NewReductionQueue
     from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot
     from composable_fsdp._core.root import Root
     from composable_fsdp._layout import plan as layout_plan

@@ -332,7 +332,7 @@ def chosen(settings: ScheduleSettings) -> Iterator[None]:
     with (
         mock.patch.multiple(c10d, **sizes),
         mock.patch.object(layout_plan, "SMALL_BYTES", 1 << 10),
-        mock.patch.object(tuning, "choose", return_value=choice),
+        mock.patch.object(tuning, "choose_by", return_value=choice),
     ):
         yield
 

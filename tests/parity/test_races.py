@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
-from tests._internals import ReductionQueue
+from tests._internals import NewReductionQueue, ReductionQueue, lazy_init
 from tests.helpers.stream_training import BF16, IN_BUCKETS, TRAININGS, WIDTH, Block, alone, chosen, give_costs, train
 from tests.parity.test_fuzz import DrawnPrograms
 from tests.planted_faults import EXPLAINED, reached_by, sites, try_fault
@@ -58,9 +58,12 @@ def test_drawn_programs_have_neither() -> None:
 @pytest.mark.parametrize("limit", [None, 2])
 def test_backwards_that_leave_reductions_in_flight_have_neither(limit: int | None) -> None:
     seen: list[bool] = []
-    reduce_grad_bucket = ReductionQueue.reduce_grad_bucket
+    is_new = lazy_init._spine == "new"
+    kind: Any = NewReductionQueue if is_new else ReductionQueue
+    name = "launch_unit" if is_new else "reduce_grad_bucket"
+    reduce_grad_bucket = getattr(kind, name)
 
-    def noting(queue: ReductionQueue, state: Any) -> None:
+    def noting(queue: Any, state: Any) -> None:
         seen.append(queue.are_in_flight)
         reduce_grad_bucket(queue, state)
 
@@ -70,7 +73,7 @@ def test_backwards_that_leave_reductions_in_flight_have_neither(limit: int | Non
             model.set_reduce_scatter_max_input_buffers(limit)
 
     with (
-        mock.patch.object(ReductionQueue, "reduce_grad_bucket", noting),
+        mock.patch.object(kind, name, noting),
         chosen(IN_BUCKETS),
         alone() as mesh,
         simulated_accelerator(records=True) as device,
