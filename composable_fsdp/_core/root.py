@@ -230,12 +230,12 @@ class Root:
         self._progress.forget_before_step()
         self.drain_before_changes()
         self._grad_mode = torch.is_grad_enabled()
+        for observe in self.events.begin_forward:
+            observe(self, state)
         is_new_step = self._tape_has_backward and not self._progress.has_forwards
         if self._grad_mode and (is_new_step or len(self.tape) > _LONGEST_TAPE):
             self.tape, self._tape_has_backward = [], False
         self._tape_of_forward = self.tape if self._grad_mode else []
-        for observe in self.events.begin_forward:
-            observe(self, state)
         for each in self.states.values():
             if each.kept is not None:
                 self.plans.drop_stale(each)
