@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import cast
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 
@@ -25,7 +25,8 @@ class Epochs(Observer):
     """Ends the epochs of roots with parameters in shared memory."""
 
     def __init__(self) -> None:
-        self._of_roots: WeakSet[_EpochsOfRoot] = WeakSet()
+        self._of_roots: tuple[ref[_EpochsOfRoot], ...] = ()
+        """Those of all roots, oldest first: in the same order on every rank, as barriers are."""
 
     def for_root(self, root: Root) -> Observer | None:
         axes = (pgs.axes.shard for state in root.states.values() for pgs in state.group.process_groups)
@@ -33,12 +34,14 @@ class Epochs(Observer):
         if not aliasing or not hasattr(root, "plans"):
             return None
         known = _EpochsOfRoot(root, aliasing)
-        self._of_roots.add(known)
+        self._of_roots = (*(each for each in self._of_roots if each() is not None), ref(known))
         return known
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait until no rank reads shared memory that ``optimizer`` will write. It is looked up only if needed."""
-        awaiting = [known for known in self._of_roots if known.is_idle and known.awaited]
+        awaiting = [
+            known for each in self._of_roots if (known := each()) is not None and known.is_idle and known.awaited
+        ]
         if awaiting:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             own = {state for p in parameters if (state := state_of_parameter(p)) is not None}
