@@ -212,13 +212,15 @@ def test_a_recorded_step_takes_the_times_of_another_network(sim: ModuleType, net
     assert link.repeat(work) == step() == 125.0
 
 
-def test_a_small_sweep_of_networks_is_not_slower_than_fsdp2() -> None:
+@pytest.mark.parametrize("ranks", [64, pytest.param(4096, id="4096 ranks, with shards of odd sizes")])
+def test_a_small_sweep_of_networks_is_not_slower_than_fsdp2(ranks: int) -> None:
     sweep = importlib.import_module("schedule_sweep")
     cells = [sweep.Cell(20, 400), sweep.Cell(2000, 1600)]
-    rows = sweep.sweep("8 blocks of 4096, batch 2", 64, cells)
+    rows = sweep.sweep("8 blocks of 4096, batch 2", ranks, cells)
     assert [row["latency us"] for row in rows] == [20, 2000]
     for row in rows:
         assert row["bound ms"] < row["ours ms"] < row["fsdp2 ms"]
+        assert row["default ms"] < row["fsdp2 ms"]
         assert row["ours peak MB"] < 1.02 * row["fsdp2 peak MB"]
         assert row["predicted ms"] == pytest.approx(row["ours ms"], rel=0.01)
 

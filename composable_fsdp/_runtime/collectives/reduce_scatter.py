@@ -175,11 +175,7 @@ class BucketReduceScatter:
         return scatter
 
     def _packed_message(
-        self,
-        gradients: list[torch.Tensor | None],
-        present: frozenset[int],
-        reduction: Reduction,
-        dtype: torch.dtype,
+        self, gradients: list[torch.Tensor | None], present: frozenset[int], reduction: Reduction, dtype: torch.dtype
     ) -> torch.Tensor | None:
         """Return the packed gradients and flags, one row per rank, or ``None`` if nothing is packed.
 
@@ -201,10 +197,15 @@ class BucketReduceScatter:
         layout = self.plan.reduce
         packed = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
         dtype = packed[0].dtype if packed else rows.dtype
-        # Where the fused operation does not cast while it copies, the cast needs a temporary.
-        casts_well = dtype == rows.dtype or self.pgs.device.fuses_copies or rows.nbytes <= SMALL_BYTES
-        if layout.in_chunks and present is self._all_indices and casts_well and _are_alike(packed):
+        # Where the fused operation is composed of others, a cast of all and the padding of one are further copies.
+        copied = layout.most_uneven if dtype == rows.dtype else rows.numel()
+        is_fast = self.pgs.device.fuses_copies or copied * rows.itemsize <= SMALL_BYTES
+        if layout.in_chunks and present is self._all_indices and is_fast and _are_alike(packed):
             num_shards = self._shard.size
+            if layout.gaps:  # To fill the whole message with zeros first would write most of it twice.
+                zeros = {gap: packed[0].new_zeros(num_shards * gap) for gap in set(dict(layout.gaps).values())}
+                for number, gap in layout.gaps:
+                    packed.insert(number, zeros[gap])
             if layout.flags_width:
                 packed.append(torch.ones(num_shards * layout.flags_width, dtype=dtype, device=self.device))
             if dtype == rows.dtype or self.pgs.device.fuses_copies:
@@ -212,7 +213,7 @@ class BucketReduceScatter:
             else:  # one cast of all takes a fifth of the time of one for each
                 rows.copy_(torch._chunk_cat(packed, 0, num_shards))
             return
-        if layout.has_padding:
+        if layout.gaps or layout.most_uneven:
             rows.zero_()
         self._pack(gradients, rows)
         self._flag(rows[:, layout.gradient_numel :], present)
@@ -249,7 +250,7 @@ class BucketReduceScatter:
         Not to be called on a communication stream, which might still read when backward's stream reuses their memory.
         """
         layout = self.plan.reduce
-        make = torch.zeros if layout.has_padding else torch.empty
+        make = torch.zeros if layout.gaps or layout.most_uneven else torch.empty
         message = make(self._shard.size, layout.gradient_numel, dtype=self.plan.sum_dtype, device=self.device)
         self._pack(gradients, message)
         gradients.clear()
@@ -365,8 +366,7 @@ class BucketReduceScatter:
             hook(flat)
             for piece, result in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(result)
-        absent = self._all_indices - scatter.present
-        scatter.present |= {k for k in absent if bool(pieces[k].any())}
+        scatter.present |= {k for k in self._all_indices - scatter.present if bool(pieces[k].any())}
 
     def finish(self, scatter: ReduceScatterBuffers, reduction: Reduction) -> ReducedBucket:
         """Divide the result, cast it to the dtype of the gradients and copy it to the device of the shards."""
