@@ -29,8 +29,9 @@ from composable_fsdp.plugins.tuning.calibration import (
     collectives_of,
     measure_collective,
     measure_copies,
-    median_over_ranks,
+    medians,
     message_sizes,
+    over_ranks,
 )
 from composable_fsdp.plugins.tuning.clock import Clock
 
@@ -111,11 +112,10 @@ def measure_costs(mesh: DeviceMesh, names: Sequence[str], rounds: int) -> Costs:
     }
     own = [measure_copies(sizes[-1], clock)]
     own += [each for cost in costs.values() for each in (cost.latency, cost.bandwidth, cost.per_rank)]
-    agreed = iter(median_over_ranks(own, (axes.shard, axes.replicate), axes.device))
+    agreed = iter(over_ranks(medians, own, (axes.shard, axes.replicate), axes.device))
     copy_bandwidth = next(agreed)
     for key in costs:
-        latency, bandwidth, per_rank = next(agreed), next(agreed), next(agreed)
-        costs[key] = CollectiveCost(latency, bandwidth, per_rank)
+        costs[key] = CollectiveCost(next(agreed), next(agreed), next(agreed))
     shape = "x".join(map(str, mesh.shape))
     source = f"composable-fsdp calibrate on a mesh of {shape} ranks on {axes.device.type}"
     return Costs(axes_costs(costs), copy_bandwidth=copy_bandwidth, source=source)

@@ -28,9 +28,6 @@ _CHANGES: Sequence[Mapping[str, Any]] = (
 )
 """The changes of settings that are tried."""
 
-_OPTIONS = "prefetch_limit", "max_fused_bytes"
-"""The settings that are options of a schedule."""
-
 EXTRA_BYTES = 8 << 20
 """The bytes by which the peak of a choice may exceed that of FSDP2's schedule: that of small groups that are fused."""
 
@@ -121,9 +118,10 @@ def choose(
 
     def predict(settings: ScheduleSettings) -> Timeline:
         if settings not in known:
-            chosen = {each: getattr(settings, each) for each in _OPTIONS}
+            limit, most = settings.prefetch_limit, settings.max_fused_bytes
             specs = specs_of(replace(settings, prefetch_limit=0))
-            known[settings] = simulate(build(order, specs, replace(options, **chosen), unseen=unseen), specs, costs)
+            schedule = build(order, specs, replace(options, prefetch_limit=limit, max_fused_bytes=most), unseen=unseen)
+            known[settings] = simulate(schedule, specs, costs)
         return known[settings]
 
     def rank(settings: ScheduleSettings) -> tuple[bool, float, int]:
@@ -145,10 +143,7 @@ def choose(
     best = min((improve(current), improve(plain)), key=rank)
     is_new = before is None or abs(predict(current).seconds - before) > _CHANGE * before
     margin = _PRECISION if is_new else _HYSTERESIS
-    near = [known for known in (current, plain) if rank(known)[0] == rank(best)[0]]
-    as_good = [known for known in near if (1 - margin) * predict(known).seconds <= predict(best).seconds]
-    best = as_good[0] if as_good else best
+    near = [each for each in (current, plain) if rank(each)[0] == rank(best)[0]]
+    best = next((each for each in near if (1 - margin) * predict(each).seconds <= predict(best).seconds), best)
     timeline = predict(best)
-    return Choice(
-        best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, costs.source, timeline=timeline
-    )
+    return Choice(best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, costs.source, timeline)
