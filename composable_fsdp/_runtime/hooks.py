@@ -210,15 +210,16 @@ class _ModuleHooks:
     def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Unshard the parameters, and move and cast the inputs."""
         state, call = self._state, self._state.calls_under_way[-1]
+        group, watched = state.group, False
         if not call.is_inner:
             call.iteration.pre_forward(state)
-            if state.group.typed:
-                state.group.restore_types()
-            if state.group.tensors.registration.keeps_given:
-                call.given = state.group.tensors.gather_given()
+            if group.typed:
+                group.restore_types()
+            if group.tensors.registration.keeps_given:
+                call.given = group.tensors.gather_given()
+            watched = torch.is_grad_enabled()
         dtype = state.input_dtype
-        device = state.group.axes.device if state is call.iteration.root else None
-        watched = torch.is_grad_enabled() and not call.is_inner
+        device = group.axes.device if state is call.iteration.root else None
         if watched:
             call.in_transform = in_transform() or dual_numbers._current_level >= 0
         if watched or dtype is not None or device is not None or state.precision.output_dtype is not None:

@@ -285,18 +285,15 @@ class CallInputs:
     cast; then its tensors are not watched, and no hook shows the end of the call's backward.
     """
 
-    __slots__ = (
-        "_casts",
-        "_device",
-        "_dtype",
-        "_known",
-        "_originals",
-        "_untouched",
-        "_watches_all",
-        "containers",
-        "mapped",
-        "views",
-    )
+    # Of calls without containers. An assignment to each in ``__init__`` would take host time in every call.
+    containers: list[_Passed] = _NONE
+    """The mutable containers, inner ones first."""
+    _known: dict[int, _Passed] = _NOTHING
+    """The containers by the ids of those of the caller and of those that the module got."""
+    _casts: dict[int, InputView] = _NOTHING
+    """The casts in containers, and their versions."""
+    _untouched: dict[int, InputView] = _NOTHING
+    """The caller's tensors in containers, and their versions."""
 
     def __init__(
         self, device: torch.device | None, dtype: torch.dtype | None, *, watched: bool, watches_all: bool = False
@@ -310,14 +307,6 @@ class CallInputs:
         self._originals: dict[int, torch.Tensor] = {}
         """The caller's tensors, by the id of the view, or of the cast in a container, that stands for them."""
         self.views: list[InputView] | None = [] if watched else None
-        self.containers: list[_Passed] = _NONE
-        """The mutable containers, inner ones first."""
-        self._known: dict[int, _Passed] = _NOTHING
-        """The containers by the ids of those of the caller and of those that the module got."""
-        self._casts: dict[int, InputView] = _NOTHING
-        """The casts in containers, and their versions."""
-        self._untouched: dict[int, InputView] = _NOTHING
-        """The caller's tensors in containers, and their versions."""
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the module gets for ``tensor``, each time the same."""

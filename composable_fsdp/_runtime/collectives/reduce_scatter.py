@@ -199,7 +199,7 @@ class BucketReduceScatter:
     def _fill(self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], rows: torch.Tensor) -> None:
         """Copy packed gradients and flags into ``rows``, one per rank."""
         layout = self.plan.reduce
-        packed = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
+        packed = [gradient for gradient in map(gradients.__getitem__, layout.packed) if gradient is not None]
         dtype = packed[0].dtype if packed else rows.dtype
         # Where the fused operation does not cast while it copies, the cast needs a temporary.
         casts_well = dtype == rows.dtype or self.pgs.device.fuses_copies or rows.nbytes <= SMALL_BYTES
