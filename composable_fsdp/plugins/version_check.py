@@ -32,8 +32,7 @@ _reads_shards: WeakKeyDictionary[FSDPState, bool | None] = WeakKeyDictionary()
 """For states of which the user has set it: the sums of all shards are compared too; ``None`` compares nothing."""
 
 
-_is_set = False
-"""True if the user has set it for any state. A truth test of the dictionary takes three calls."""
+_is_set = False  # True once the user has set any: a truth test of the dictionary takes three calls
 
 
 def set_version_check(state: FSDPState, enable: bool) -> None:
