@@ -195,7 +195,7 @@ class BucketReduceScatter:
     def _fill(self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], rows: torch.Tensor) -> None:
         """Copy packed gradients and flags into ``rows``, one per rank."""
         layout = self.plan.reduce
-        packed = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
+        packed = [gradient for gradient in map(gradients.__getitem__, layout.packed) if gradient is not None]
         dtype = packed[0].dtype if packed else rows.dtype
         # Where the fused operation is composed of others, a cast of all and the padding of one are further copies.
         copied = layout.most_uneven if dtype == rows.dtype else rows.numel()

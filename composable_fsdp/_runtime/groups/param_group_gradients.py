@@ -45,6 +45,10 @@ __all__ = [
 
 _current_run = torch._C._current_graph_task_id
 
+# Up to Python 3.11, a member takes as long as a call to look up on its enum.
+_ARRIVING, _ACCUMULATE, _READY = GradientState.ARRIVING, GradientOperation.ACCUMULATE, GradientOperation.READY
+_REDUCE, _COMPLETE = GradientOperation.REDUCE, GradientOperation.COMPLETE
+
 
 class AutogradRun:
     """The current autograd run, shared by all groups of a root.
@@ -122,8 +126,8 @@ class ParamGroupGradients:
         With ``is_nested`` it comes from an autograd run inside that of the backward, as reentrant checkpoints have.
         """
         plan = self._tensors.plan
-        if self.state is not GradientState.ARRIVING:
-            self._advance(GradientOperation.ACCUMULATE)
+        if self.state is not _ARRIVING:
+            self.state = advance(GRADIENT_TRANSITIONS, self.state, _ACCUMULATE, self.name)
             if self._launched == 0:
                 self._arrived = [0] * len(plan.grad_buckets)
         if is_nested:  # more gradients may follow
@@ -133,7 +137,7 @@ class ParamGroupGradients:
         self._num_ready += 1
         if self._num_ready >= plan.num_trainable:
             self._num_ready = 0
-            self._advance(GradientOperation.READY)
+            self.state = advance(GRADIENT_TRANSITIONS, self.state, _READY, self.name)
             self.on_ready()
         elif not plan.in_grad_buckets:
             self._ahead = plan.num_trainable - 1 - self._num_ready
@@ -284,7 +288,7 @@ class ParamGroupGradients:
             self._partial.wait()
         before, launched, arrived = self.state, self._launched, self._arrived
         self._reset_counters()
-        self.state = advance(GRADIENT_TRANSITIONS, before, GradientOperation.REDUCE, self.name)
+        self.state = advance(GRADIENT_TRANSITIONS, before, _REDUCE, self.name)
         if self.state is before:
             return []
         rest = [number for number, trainable in enumerate(self._tensors.plan.grad_buckets) if trainable]
@@ -332,7 +336,7 @@ class ParamGroupGradients:
 
     def end_reduction(self, *, partial: bool) -> None:
         """Change the state after all reductions of a backward are done."""
-        operation = GradientOperation.KEEP if partial else GradientOperation.COMPLETE
+        operation = GradientOperation.KEEP if partial else _COMPLETE
         self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
 
     @property
@@ -374,12 +378,11 @@ def gradient_hooks(group: HasGradients) -> Callable[[int], Callable[[torch.Tenso
             if group is None:
                 return
             gradients = group.gradients
-            run = gradients.run.number  # as :attr:`AutogradRun.is_around_another`, without a call per parameter
-            is_nested = run != -1 and run != _current_run()
-            if gradients._ahead and not is_nested:
+            run = gradients.run.number
+            if gradients._ahead and (run == _current_run() or run == -1):  # without a call per parameter
                 gradients._ahead -= 1
             else:
-                gradients.arrive(grad_bucket, is_nested=is_nested)
+                gradients.arrive(grad_bucket, is_nested=run != -1 and run != _current_run())
 
         return hook
 
