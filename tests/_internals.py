@@ -153,10 +153,16 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint, complete
     from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
     from composable_fsdp.checkpoint._dcp.planner import SavePlanner
-    from composable_fsdp.checkpoint._safetensors import reader, save_safetensors
-    from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement
-    from composable_fsdp.checkpoint._safetensors.file_layout import DTYPES, TensorFiles, TensorSpec, dtype_code
-    from composable_fsdp.checkpoint._safetensors.reader import Reader, StoredTensors
+    from composable_fsdp.checkpoint._safetensors import files, save_safetensors
+    from composable_fsdp.checkpoint._safetensors.files import (
+        DTYPES,
+        Reader,
+        StoredTensors,
+        TensorFiles,
+        TensorSpec,
+        dtype_code,
+    )
+    from composable_fsdp.checkpoint._safetensors.save_safetensors import Replacement
     from composable_fsdp.checkpoint._state_dict import model, owners, tensor
     from composable_fsdp.checkpoint._state_dict.names import entries_of, parameter_names, plain_name
     from composable_fsdp.checkpoint._state_dict.optimizer_params import lacking, restored

@@ -28,7 +28,7 @@ from tests._internals import (
     TensorSpec,
     dtype_code,
 )
-from tests._internals import reader as stored
+from tests._internals import files as stored
 from tests.helpers.small_model import Small, assert_alike, filled
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")

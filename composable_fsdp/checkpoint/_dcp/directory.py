@@ -16,7 +16,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from composable_fsdp.checkpoint._safetensors.atomic_replace import sync
+from composable_fsdp.checkpoint._safetensors.save_safetensors import sync
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,8 +21,14 @@ from composable_fsdp.checkpoint._coordination.mismatch import (
 )
 from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
-from composable_fsdp.checkpoint._safetensors.keys import KeyedTensor, KeyMap, keyed_tensors
-from composable_fsdp.checkpoint._safetensors.reader import Reader, StoredTensor, StoredTensors
+from composable_fsdp.checkpoint._safetensors.files import (
+    KeyedTensor,
+    KeyMap,
+    Reader,
+    StoredTensor,
+    StoredTensors,
+    keyed_tensors,
+)
 from composable_fsdp.checkpoint._state_dict.owners import digest
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.errors import CheckpointError
@@ -88,30 +93,24 @@ def load_safetensors(
     return _IncompatibleKeys(list(load.mismatch.missing), unexpected)
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """The result of matching the files at ``path`` on one rank. Ranks with an equal ``digest`` see the same files."""
-
-    mismatch: Mismatch
-    path: Path
-    digest: str
+_Fit = tuple[Mismatch, Path, str]
+"""What one rank found: the differences, the file or index, and a digest that is equal if ranks see the same files."""
 
 
 class _Load:
-    """One call of :func:`load_safetensors`, on one rank."""
+    """One call of :func:`load_safetensors`, on one rank. ``_jobs`` are the shards to fill, with their keys."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._jobs: list[tuple[LocalShard, str]] = []
-        """The shards to fill, with their keys in the files."""
         self.mismatch = Mismatch()
 
     def match(self, model: nn.Module, key_map: KeyMap | None, *, strict: bool, convert_dtype: bool) -> _Fit:
-        """Match the model's tensors with those of the files, and collect the differences."""
-        self._stored, mismatch = StoredTensors.at(self._path), self.mismatch
-        tensors, used = keyed_tensors(model, key_map)[0], set()
+        stored, mismatch, used = StoredTensors.at(self._path), self.mismatch, set[str]()
+        self._stored = stored
+        tensors = keyed_tensors(model, key_map)[0]
         for tensor in tensors:
-            found = _keys_of(tensor, self._stored)
+            found = _keys_of(tensor, stored)
             used |= set(found)
             if not found:
                 name, text = tensor.names[0], tensor_text(tensor.part.value.dtype, tensor.part.shape)
@@ -119,16 +118,14 @@ class _Load:
                 continue
             self._jobs.append((tensor.part, next(iter(found))))
             for key, name in list(found.items())[: None if strict else 1]:
-                _compare(name, tensor.part, key, self._stored.tensors[key], convert_dtype, mismatch)
-        unused = {key: stored for key, stored in self._stored.tensors.items() if key not in used}
-        mismatch.unexpected = {key: f"{_dtype_of(stored)} {stored.shape}" for key, stored in unused.items()}
+                _compare(name, tensor.part, key, stored.tensors[key], convert_dtype, mismatch)
+        unused = {key: each for key, each in stored.tensors.items() if key not in used}
+        mismatch.unexpected = {key: f"{_dtype_of(each)} {each.shape}" for key, each in unused.items()}
         if strict and not mismatch.shapes and not mismatch.dtypes:
-            mismatch.others = [text for tensor in tensors for text in _check_ties(tensor, self._stored)]
-        described = sorted((name, each.code, each.shape) for name, each in self._stored.tensors.items())
-        return _Fit(mismatch, self._stored.path, digest(described))
+            mismatch.others = [text for tensor in tensors for text in _check_ties(tensor, stored)]
+        return mismatch, stored.path, digest(sorted((n, each.code, each.shape) for n, each in stored.tensors.items()))
 
     def read(self, *, show: bool) -> None:
-        """Read this rank's shards, file by file."""
         jobs = sorted(self._jobs, key=lambda job: self._stored.tensors[job[1]].file)  # stable: in the model's order
         reader = Reader(self._stored)
         with torch.no_grad(), progress_bar(show, "loading", sum(part.nbytes for part, _ in jobs)) as advance:
@@ -147,16 +144,17 @@ class _Load:
 
 def _verify_fits(fits: list[_Fit], model: str, *, strict: bool) -> list[str]:
     """Return the keys that no rank expects. Raise if anything does not fit."""
-    mismatches = {rank: fit.mismatch for rank, fit in enumerate(fits)}
+    mismatches = {rank: mismatch for rank, (mismatch, _, _) in enumerate(fits)}
     leave_common_unexpected(mismatches.values())
-    refuse(f"{fits[0].path} does not fit {model}", mismatches, ignore=() if strict else ("missing", "unexpected"))
-    others = [rank for rank, fit in enumerate(fits) if fit.digest != fits[0].digest]
+    path = fits[0][1]
+    refuse(f"{path} does not fit {model}", mismatches, ignore=() if strict else ("missing", "unexpected"))
+    others = [rank for rank, (_, _, seen) in enumerate(fits) if seen != fits[0][2]]
     if others:  # a path may be another directory on another host
         raise CheckpointError(
-            f"{fits[0].path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than "
-            "rank 0. Put it on storage that all ranks share, or the same copy on every host."
+            f"{path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than rank 0. "
+            "Put it on storage that all ranks share, or the same copy on every host."
         )
-    return list(fits[0].mismatch.unexpected)
+    return list(mismatches[0].unexpected)
 
 
 def _keys_of(tensor: KeyedTensor, stored: StoredTensors) -> dict[str, str]:
@@ -172,14 +170,13 @@ def _compare(
     name: str, part: LocalShard, key: str, stored: StoredTensor, convert_dtype: bool, mismatch: Mismatch
 ) -> None:
     """Add to ``mismatch`` why ``stored`` cannot be loaded into ``part``."""
-    dtype = part.value.dtype
+    dtype, note = part.value.dtype, _key_note(name, key)
+    fits = stored.dtype is not None and torch.can_cast(stored.dtype, dtype)
     if stored.shape != part.shape:
-        mismatch.shapes[name] = differ(stored.shape, part.shape) + _key_note(name, key)
-    elif stored.dtype is None or not torch.can_cast(stored.dtype, dtype):
-        mismatch.dtypes[name] = differ(_dtype_of(stored), dtype_name(dtype)) + _key_note(name, key)
-    elif stored.dtype != dtype and not convert_dtype:
-        advice = " (convert_dtype=True converts it)"
-        mismatch.dtypes[name] = differ(_dtype_of(stored), dtype_name(dtype)) + _key_note(name, key) + advice
+        mismatch.shapes[name] = differ(stored.shape, part.shape) + note
+    elif not fits or (stored.dtype != dtype and not convert_dtype):
+        advice = " (convert_dtype=True converts it)" if fits else ""
+        mismatch.dtypes[name] = differ(_dtype_of(stored), dtype_name(dtype)) + note + advice
 
 
 def _check_ties(tensor: KeyedTensor, stored: StoredTensors) -> Iterator[str]:

@@ -7,7 +7,6 @@ tensors twice, and leave out the manifest, without which a directory has no chec
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,9 +20,8 @@ from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
 from composable_fsdp.checkpoint._dcp.manifest import Manifest
 from composable_fsdp.checkpoint._dcp.planner import SavePlanner
-from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts, sync
-from composable_fsdp.checkpoint._safetensors.file_layout import INDEX, SINGLE, TensorFiles, TensorSpec
-from composable_fsdp.checkpoint._safetensors.save_safetensors import write_part
+from composable_fsdp.checkpoint._safetensors.files import INDEX, SINGLE, TensorSpec
+from composable_fsdp.checkpoint._safetensors.save_safetensors import Replacement, sync
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.checkpoint._tools.sources import Kind, Source, Tensors, open_source
 from composable_fsdp.checkpoint._tools.verify import verify as verify_files
@@ -198,17 +196,11 @@ def _write_dcp(conversion: _Conversion, target: Path, max_file_bytes: int) -> No
 def _write_safetensors(conversion: _Conversion, target: Path, max_file_bytes: int) -> None:
     specs = [TensorSpec(path[1], each.dtype, tuple(each.shape)) for path, each in conversion.tensors.items()]
     aliases = {alias[1]: of[1] for alias, of in conversion.aliases.items()}
-    token = secrets.token_hex(4)
-    files = TensorFiles.of(specs, aliases, max_file_bytes, token if has_parts(target) else "")
-    replacement = Replacement(target, token)
+    replacement = Replacement.of(target, specs, aliases, max_file_bytes)
     try:
-        replacement.begin(files)
-        for file in files.files:
-            with open(replacement.aside / file.name, "r+b") as opened:
-                for spec in file.tensors:
-                    write_part(opened.fileno(), file, spec, LocalShard(conversion.tensors["model", spec.name]))
-                os.fsync(opened.fileno())
-        replacement.commit(files)
+        replacement.begin()
+        replacement.write({path[1]: LocalShard(tensor) for path, tensor in conversion.tensors.items()})
+        replacement.commit()
     except BaseException:
         replacement.abandon()
         raise

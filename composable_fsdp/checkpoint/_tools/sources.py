@@ -23,7 +23,7 @@ from composable_fsdp.checkpoint._dcp.load_directory import read_objects
 from composable_fsdp.checkpoint._dcp.manifest import Manifest
 from composable_fsdp.checkpoint._dcp.planner import Blocks
 from composable_fsdp.checkpoint._dcp.planner import read as read_values
-from composable_fsdp.checkpoint._safetensors.reader import StoredTensors, opened
+from composable_fsdp.checkpoint._safetensors.files import StoredTensors, opened
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["Kind", "Source", "Tensors", "kind_of", "open_source"]

@@ -14,7 +14,7 @@ from composable_fsdp.checkpoint._coordination.progress import progress_bar, want
 from composable_fsdp.checkpoint._dcp.directory import MANIFEST, candidates
 from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
 from composable_fsdp.checkpoint._dcp.manifest import Manifest, check_file
-from composable_fsdp.checkpoint._safetensors.reader import StoredTensors
+from composable_fsdp.checkpoint._safetensors.files import StoredTensors
 from composable_fsdp.checkpoint._tools.sources import Kind, kind_of
 from composable_fsdp.errors import CheckpointError
 
