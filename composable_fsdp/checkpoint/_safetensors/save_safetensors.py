@@ -4,6 +4,9 @@ Headers are built from shapes and dtypes alone, rank 0 reserves the files, and e
 offsets. Ranks exchange no tensors, write concurrently, and need memory for one block. All ranks must share a file
 system, which is checked before anything is written.
 
+A file is the length of its header in 8 bytes, the header in JSON, and the values of its tensors, one after the other
+(https://huggingface.co/docs/safetensors, Format). If there are several files, an index in JSON maps tensors to files.
+
 The new checkpoint replaces the old one atomically: at every moment the directory has the complete old or new one.
 Readers take ``model.safetensors``, or else the files that the index names. New files therefore get names that the old
 ones do not have. One operation switches from the old checkpoint to the new: the rename of the file or index that
@@ -13,6 +16,7 @@ files are complete and on disk, they are in a hidden directory that readers igno
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -22,30 +26,31 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._layout.block import ShardExtent
-from composable_fsdp.checkpoint._coordination.arguments import check_arguments
-from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
+from composable_fsdp.checkpoint._coordination.arguments import check_arguments, progress_bar, wants_progress
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
-from composable_fsdp.checkpoint._safetensors.files import (
+from composable_fsdp.checkpoint._safetensors.load_safetensors import (
+    DTYPES,
     INDEX,
     SINGLE,
     KeyedTensor,
     KeyMap,
-    TensorFiles,
-    TensorSpec,
     keyed_tensors,
 )
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Replacement", "save_safetensors", "sync"]
+__all__ = ["FileLayout", "Replacement", "TensorSpec", "dtype_code", "save_safetensors", "sync"]
 
 BLOCK_BYTES = 16 << 20
 """The most bytes of a file that one block spans: the size of the copy that a rank may need."""
@@ -215,36 +220,111 @@ _PART = re.compile(r"model-([0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """The name, dtype and shape of a tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The layout of one file.
+
+    Invariant: tensors are contiguous, and each begins at a multiple of its element size.
+    """
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    metadata: Mapping[str, str]
+
+    @cached_property
+    def header(self) -> bytes:
+        """The bytes before the first tensor."""
+        ends = accumulate(spec.nbytes for spec in self.tensors)
+        entries: dict[str, Any] = {"__metadata__": dict(self.metadata)}
+        for spec, end in zip(self.tensors, ends, strict=True):
+            offsets = [end - spec.nbytes, end]
+            entries[spec.name] = {"dtype": dtype_code(spec.dtype), "shape": spec.shape, "data_offsets": offsets}
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """The offset of each tensor's first byte in the file."""
+        begins = accumulate((spec.nbytes for spec in self.tensors), initial=len(self.header))
+        return {spec.name: begin for spec, begin in zip(self.tensors, begins, strict=False)}
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(spec.nbytes for spec in self.tensors)
+
+
+@dataclass(frozen=True)
 class Replacement:
-    """The files of one save into ``folder``. ``token`` is unique to the save."""
+    """The files of one save into ``folder``. ``token`` is unique to the save.
+
+    ``aliases`` are other names of tensors, with the name under which a file has them.
+    """
 
     folder: Path
     token: str
-    files: TensorFiles
+    files: Sequence[FileLayout]
+    aliases: Mapping[str, str]
 
     @staticmethod
     def of(folder: Path, tensors: Iterable[TensorSpec], aliases: Mapping[str, str], max_file_bytes: int) -> Replacement:
-        token = secrets.token_hex(4)
-        has_parts = folder.is_dir() and any(_PART.fullmatch(path.name) for path in folder.iterdir())
-        files = TensorFiles.of(tensors, aliases, max_file_bytes, token if has_parts else "")
-        return Replacement(folder, token, files)
+        """Assign ``tensors`` to files in their order, with at most ``max_file_bytes`` of tensors in each.
+
+        A tensor larger than that has a file of its own.
+        """
+        groups: list[list[TensorSpec]] = [[]]
+        size = 0
+        for spec in tensors:
+            if groups[-1] and size + spec.nbytes > max_file_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(spec)
+            size += spec.nbytes
+        token, names = secrets.token_hex(4), [SINGLE]
+        if len(groups) > 1:
+            has_parts = folder.is_dir() and any(_PART.fullmatch(path.name) for path in folder.iterdir())
+            prefix = f"model-{token}" if has_parts else "model"
+            names = [f"{prefix}-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+        files = [_file(name, group, aliases) for name, group in zip(names, groups, strict=True)]
+        return Replacement(folder, token, files, aliases)
 
     @property
     def aside(self) -> Path:
         """The directory of the files until all are complete."""
         return self.folder / f"{_INCOMPLETE}{self.token}"
 
-    def begin(self) -> None:
-        """Create all files at full size with their headers, and delete what interrupted saves left behind.
+    @property
+    def indexed(self) -> bool:
+        return len(self.files) > 1
 
-        Raises:
-            OSError: the files could not be created, for example because the disk is full.
-        """
+    @property
+    def index(self) -> bytes:
+        """The content of the index. Aliases are in its metadata, which readers that do not know them ignore."""
+        metadata: dict[str, Any] = {"total_size": sum(s.nbytes for f in self.files for s in f.tensors)}
+        if self.aliases:
+            metadata["aliases"] = dict(self.aliases)
+        weight_map = {spec.name: file.name for file in self.files for spec in file.tensors}
+        return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False).encode()
+
+    def begin(self) -> None:
+        """Create all files at full size with their headers, and delete what interrupted saves left behind."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob(f"{_INCOMPLETE}*"):
             shutil.rmtree(old)
         self.aside.mkdir()
-        for file in self.files.files:
+        for file in self.files:
             with open(self.aside / file.name, "wb") as opened:
                 opened.write(file.header)
                 opened.flush()
@@ -252,7 +332,7 @@ class Replacement:
 
     def check_shared(self) -> None:
         """Check that this rank sees the files that rank 0 has reserved."""
-        paths = [self.aside / file.name for file in self.files.files]
+        paths = [self.aside / file.name for file in self.files]
         unseen = [path.name for path in paths if not path.is_file()]
         if unseen:
             raise CheckpointError(
@@ -262,7 +342,7 @@ class Replacement:
 
     def write(self, shards: Mapping[str, LocalShard], advance: Callable[[int], None] = lambda count: None) -> None:
         """Write ``shards`` to the places of their tensors, and flush them to disk."""
-        for file in self.files.files:
+        for file in self.files:
             opened = os.open(self.aside / file.name, os.O_WRONLY)
             try:
                 for spec in file.tensors:
@@ -275,26 +355,43 @@ class Replacement:
 
     def commit(self) -> None:
         """Replace the old files with the new ones, which are complete and on disk."""
-        for file in self.files.files:
+        for file in self.files:
             os.replace(self.aside / file.name, self.folder / file.name)
-        if self.files.indexed:
+        if self.indexed:
             with open(self.aside / INDEX, "wb") as opened:
-                opened.write(self.files.index)
+                opened.write(self.index)
                 opened.flush()
                 os.fsync(opened.fileno())
             sync(self.folder)
             os.replace(self.aside / INDEX, self.folder / INDEX)
         sync(self.folder)
-        (self.folder / (SINGLE if self.files.indexed else INDEX)).unlink(missing_ok=True)
+        (self.folder / (SINGLE if self.indexed else INDEX)).unlink(missing_ok=True)
         sync(self.folder)
         self.aside.rmdir()
-        current = {file.name for file in self.files.files}
+        current = {file.name for file in self.files}
         for path in self.folder.iterdir():
             if _PART.fullmatch(path.name) and path.name not in current:
                 path.unlink()
 
     def abandon(self) -> None:
         shutil.rmtree(self.aside, ignore_errors=True)
+
+
+def _file(name: str, tensors: Sequence[TensorSpec], aliases: Mapping[str, str]) -> FileLayout:
+    """Order tensors by decreasing element size, so that all are aligned and readers can view them without a copy.
+
+    Aliases are in the metadata, as ``safetensors.torch.save_model`` writes them; transformers requires ``format``.
+    """
+    held = {spec.name for spec in tensors}
+    own = {alias: kept for alias, kept in aliases.items() if kept in held}
+    return FileLayout(name, tuple(sorted(tensors, key=lambda spec: -spec.dtype.itemsize)), {"format": "pt"} | own)
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    for code, known in DTYPES.items():
+        if known == dtype:
+            return code
+    raise CheckpointError(f"safetensors files cannot hold {dtype}. They hold {', '.join(map(str, DTYPES.values()))}.")
 
 
 def _reserve(file: int, nbytes: int) -> None:
