@@ -139,6 +139,7 @@ if TYPE_CHECKING:
     from composable_fsdp._torch_compat.fsdp_state import ClientState
     from composable_fsdp._torch_compat.torch_types import as_strategy, as_wrap_policy
     from composable_fsdp.checkpoint._coordination import rank_group
+    from composable_fsdp.checkpoint._coordination.arguments import progress_bar, wants_progress
     from composable_fsdp.checkpoint._coordination.mismatch import (
         Mismatch,
         join_rank_texts,
@@ -147,20 +148,17 @@ if TYPE_CHECKING:
         refuse,
         said,
     )
-    from composable_fsdp.checkpoint._coordination.pending_save import PendingSave
-    from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
-    from composable_fsdp.checkpoint._dcp import manifest, planner
+    from composable_fsdp.checkpoint._coordination.rank_group import PendingSave
+    from composable_fsdp.checkpoint._dcp import directory, storage
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint, complete
-    from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
-    from composable_fsdp.checkpoint._dcp.planner import SavePlanner
-    from composable_fsdp.checkpoint._safetensors import reader, save_safetensors
-    from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement
-    from composable_fsdp.checkpoint._safetensors.file_layout import DTYPES, TensorFiles, TensorSpec, dtype_code
-    from composable_fsdp.checkpoint._safetensors.reader import Reader, StoredTensors
-    from composable_fsdp.checkpoint._state_dict import model, owners, tensor
+    from composable_fsdp.checkpoint._dcp.storage import SavePlanner, read_metadata
+    from composable_fsdp.checkpoint._safetensors import load_safetensors, save_safetensors
+    from composable_fsdp.checkpoint._safetensors.load_safetensors import DTYPES, Reader, StoredTensors
+    from composable_fsdp.checkpoint._safetensors.save_safetensors import Replacement, TensorSpec, dtype_code
+    from composable_fsdp.checkpoint._state_dict import forms, loader, model
+    from composable_fsdp.checkpoint._state_dict.forms import Form
     from composable_fsdp.checkpoint._state_dict.names import entries_of, parameter_names, plain_name
-    from composable_fsdp.checkpoint._state_dict.optimizer_params import lacking, restored
-    from composable_fsdp.checkpoint._state_dict.options import Form
+    from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
     from composable_fsdp.checkpoint._tools.convert import convert
     from composable_fsdp.checkpoint._tools.sources import Kind, open_source
     from composable_fsdp.checkpoint._tools.verify import verify

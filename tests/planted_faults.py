@@ -55,7 +55,7 @@ NO_STREAMS = {
     "cli/": "commands, which run no training",
     "checkpoint/_coordination/": "messages between the hosts of ranks, and threads",
     "checkpoint/_dcp/contents.py": "a method of another kind",
-    "checkpoint/_dcp/save_directory.py": "futures of torch's writers of files",
+    "checkpoint/_dcp/save.py": "futures of torch's writers of files",
     "checkpoint/_tools/": "tools that need no device",
     "diagnostics/_signals.py": "threads",
     "plugins/gloo/": "blocks the host",
@@ -67,7 +67,7 @@ NO_STREAMS = {
 NO_ORDER = {
     ("_memory/device_capabilities.py", "device_capabilities", "record_event"): "asks whether the device has streams",
     ("_memory/streams.py", "InFlight.start", "wait"): "only where waits block the host: streams order it by `enqueue`",
-    ("checkpoint/_dcp/planner.py", "read", "wait"): "a future of torch's reader of files",
+    ("checkpoint/_dcp/storage.py", "read", "wait"): "a future of torch's reader of files",
     ("_runtime/collectives/all_gather.py", "_AllGather._await_readers", "wait"): "memory that ranks of a host share",
     ("_runtime/root/iteration.py", "_wait_for", "wait"): "memory that ranks of a host share",
 }

@@ -28,7 +28,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import Full, save, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
-from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout_plan, planner, tuning
+from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout_plan, storage, tuning
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
 from tests.simulation import ALONE
@@ -238,7 +238,7 @@ def _on_host(block: torch.Tensor) -> torch.Tensor:
 
 def _save(model: Any) -> None:
     """Save in the background. The thread runs at once, since only this thread is simulated."""
-    resolve = planner.SavePlanner.resolve_data
+    resolve = storage.SavePlanner.resolve_data
 
     def read(self: Any, item: Any) -> Any:
         """Read the block by an operation, since writers of files read from its address."""
@@ -248,8 +248,8 @@ def _save(model: Any) -> None:
 
     with (
         TemporaryDirectory() as folder,
-        mock.patch.object(planner, "_on_host", _on_host),
-        mock.patch.object(planner.SavePlanner, "resolve_data", read),
+        mock.patch.object(storage, "_on_host", _on_host),
+        mock.patch.object(storage.SavePlanner, "resolve_data", read),
         mock.patch.object(PendingSave, "start", lambda _, action: action()),
     ):
         save(folder, model, asynchronous=True)

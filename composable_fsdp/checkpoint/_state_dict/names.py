@@ -21,7 +21,6 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def plain_name(name: str) -> str:
-    """Return ``name`` without the prefixes that wrappers add."""
     for prefix in _WRAPPERS:
         name = name.replace(prefix, "")
     return name
@@ -67,11 +66,7 @@ def entries_of(model: nn.Module) -> dict[str, Entry]:
 
 
 def tensors_of(model: nn.Module) -> tuple[list[list[Entry]], list[Entry]]:
-    """Return the entries of each parameter and buffer, several for a shared tensor, and the entries of extra state.
-
-    Raises:
-        CheckpointError: tensors are on the meta device. The text names them.
-    """
+    """Return the entries of each parameter and buffer, several for a shared tensor, and the entries of extra state."""
     shared: dict[int, list[Entry]] = {}
     others = []
     for entry in entries_of(model).values():

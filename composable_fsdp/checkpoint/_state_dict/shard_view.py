@@ -25,10 +25,8 @@ __all__ = ["LocalShard", "checksum"]
 class LocalShard:
     """This rank's shard of a tensor. Final.
 
-    Args:
-        value: the tensor.
-        sharding: its sharding by ``fully_shard``, if any.
-        extent: the extent of the plain tensor ``value`` in a larger tensor, if it is a piece of one.
+    ``sharding`` is its sharding by ``fully_shard``, if any. ``extent`` is that of the plain tensor ``value`` in a
+    larger tensor, if it is a piece of one.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import torch
 
 from composable_fsdp.checkpoint._coordination.mismatch import dtype_name
 from composable_fsdp.checkpoint._dcp import directory as folder
-from composable_fsdp.checkpoint._dcp.manifest import problems_of, read_manifest
+from composable_fsdp.checkpoint._dcp.directory import problems_of, read_manifest
 from composable_fsdp.checkpoint._tools.sources import Kind, Source, open_source
 from composable_fsdp.errors import CheckpointError
 
@@ -31,14 +31,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """A summary of optimizer state.
-
-    Attributes:
-        parameters: number of parameters with state.
-        groups: number of param groups; ``None`` if it is not known.
-        keys: keys of the state, with the number of parameters that have each.
-        nbytes: bytes of all tensors.
-    """
+    """The parameters with state, the param groups if known, and the number of parameters that have each key."""
 
     parameters: int
     groups: int | None
@@ -51,14 +44,10 @@ class Description:
     """A summary of one checkpoint.
 
     Attributes:
-        path: path of the checkpoint.
-        kind: ``dcp``, ``torch`` or ``safetensors``.
         saved: step, number of ranks and versions from the manifest; empty without one.
         tensors: tensors of the model, including tied names.
-        optimizer: summary of the optimizer state.
         extra: keys of each rank's ``extra``; ``None`` if that has classes that are not admitted.
         others: bytes of tensors by other top-level key.
-        nbytes: bytes of all tensors.
         problems: a sentence for each file that is missing or damaged, as far as checked.
     """
 
@@ -77,11 +66,7 @@ class Description:
 
 
 def describe(path: Path, *, verify: bool = False) -> Description:
-    """Return a summary of the checkpoint at ``path``, of any kind.
-
-    Args:
-        path: path of the checkpoint.
-        verify: compare the checksums of the manifest, if there is one; otherwise only file sizes.
+    """Return a summary of the checkpoint at ``path``. Without ``verify`` only sizes of files are compared.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -168,15 +153,7 @@ class FolderRow:
 
 @dataclass(frozen=True)
 class FolderDescription:
-    """A summary of a folder of checkpoints.
-
-    Attributes:
-        path: path of the folder.
-        checkpoints: all checkpoints by ascending step, including damaged ones.
-        newest: name of the newest checkpoint.
-        newest_intact: name of the newest checkpoint without known damage.
-        leftovers: names that killed saves left, which the next save removes.
-    """
+    """All checkpoints in a folder by ascending step, and ``leftovers`` of killed saves, which the next save removes."""
 
     path: str
     checkpoints: tuple[FolderRow, ...]
@@ -189,7 +166,6 @@ class FolderDescription:
 
 
 def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:
-    """Return a summary of the folder of checkpoints at ``path``. Arguments are those of :func:`describe`."""
     found = folder.candidates(path)[::-1]
     rows = tuple(_folder_row(each, verify) for each in found)
     intact = [each.name for each in rows if each.problem is None]

@@ -17,13 +17,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from composable_fsdp.checkpoint._dcp import contents
-from composable_fsdp.checkpoint._dcp.directory import MANIFEST, METADATA, candidates, find
-from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
-from composable_fsdp.checkpoint._dcp.load_directory import read_objects
-from composable_fsdp.checkpoint._dcp.manifest import Manifest
-from composable_fsdp.checkpoint._dcp.planner import Blocks
-from composable_fsdp.checkpoint._dcp.planner import read as read_values
-from composable_fsdp.checkpoint._safetensors.reader import StoredTensors, opened
+from composable_fsdp.checkpoint._dcp.directory import MANIFEST, METADATA, Manifest, candidates, find
+from composable_fsdp.checkpoint._dcp.load import read_objects
+from composable_fsdp.checkpoint._dcp.storage import Blocks, read_metadata
+from composable_fsdp.checkpoint._dcp.storage import read as read_values
+from composable_fsdp.checkpoint._safetensors.load_safetensors import StoredTensors, opened
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["Kind", "Source", "Tensors", "kind_of", "open_source"]
@@ -42,11 +40,7 @@ class Kind(str, Enum):
 
 
 def kind_of(path: Path) -> Kind:
-    """Return the kind of the checkpoint at ``path``.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
+    """Return the kind of the checkpoint at ``path``. Raise ``CheckpointError`` if there is none."""
     if path.is_dir():
         if (path / MANIFEST).is_file() or (path / METADATA).is_file():
             return Kind.DCP
@@ -67,8 +61,6 @@ class Source:
     """A checkpoint that is open for reading.
 
     Args:
-        path: path of the checkpoint.
-        kind: kind of the checkpoint.
         tensors: shape and dtype by path, as tensors of any device. Tied tensors are listed once.
         aliases: further paths of tied tensors, with the path in ``tensors``.
         object_paths: the paths of values that are not tensors.
@@ -89,11 +81,7 @@ class Source:
 
 
 def open_source(path: Path, *, weights_only: bool = True) -> Source:
-    """Open the checkpoint at ``path``, or the newest one in the folder ``path``.
-
-    Args:
-        path: a checkpoint of any kind.
-        weights_only: admit only the classes that ``torch.load(weights_only=True)`` admits.
+    """Open the checkpoint at ``path``, or the newest one in the folder ``path``. For the option see ``torch.load``.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -183,11 +171,6 @@ def _open_torch(path: Path, weights_only: bool) -> Source:
 
 
 def _load(path: Path, weights_only: bool) -> Mapping[Any, Any]:
-    """Load the mapping in a ``torch.save`` file.
-
-    Raises:
-        CheckpointError: the file has no mapping, or has classes that are not admitted.
-    """
     try:
         value = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except pickle.UnpicklingError as error:
@@ -243,7 +226,6 @@ def _checked(path: contents.Path, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _open_safetensors(path: Path) -> Source:
-    """Open a model in one safetensors file, or in several with an index."""
     stored = StoredTensors.at(path)
     tensors: Tensors = {}
     for name, found in stored.tensors.items():

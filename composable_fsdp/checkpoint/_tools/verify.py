@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
-from composable_fsdp.checkpoint._dcp.directory import MANIFEST, candidates
-from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
-from composable_fsdp.checkpoint._dcp.manifest import Manifest, check_file
-from composable_fsdp.checkpoint._safetensors.reader import StoredTensors
+from composable_fsdp.checkpoint._coordination.arguments import progress_bar, wants_progress
+from composable_fsdp.checkpoint._dcp.directory import MANIFEST, Manifest, candidates, problem_of
+from composable_fsdp.checkpoint._dcp.storage import read_metadata
+from composable_fsdp.checkpoint._safetensors.load_safetensors import StoredTensors
 from composable_fsdp.checkpoint._tools.sources import Kind, kind_of
 from composable_fsdp.errors import CheckpointError
 
@@ -25,13 +24,9 @@ _NO_CHECKSUMS = "safetensors have no checksums: bytes that changed within a tens
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The outcome of verifying a checkpoint.
+    """The checked files, and a sentence for each that is missing or damaged.
 
-    Attributes:
-        problems: a sentence for each file that is missing or damaged, with its name.
-        files: number of files checked.
-        nbytes: bytes of these files.
-        unchecked: damage that the format cannot detect for lack of checksums; empty if it has them.
+    ``unchecked`` says which damage the format cannot detect for lack of checksums; it is empty if it has them.
     """
 
     problems: tuple[str, ...]
@@ -40,8 +35,8 @@ class VerifyResult:
     unchecked: str = ""
 
 
-_FileCheck = tuple[int, Callable[[], None]]
-"""The size of a file in bytes, and its check, which raises ``CheckpointError``."""
+_FileCheck = tuple[int, Callable[[], str]]
+"""The size of a file in bytes, and its check, which returns a sentence about damage, or an empty text."""
 
 
 def verify(path: Path, *, progress: bool | None = None) -> VerifyResult:
@@ -56,32 +51,28 @@ def verify(path: Path, *, progress: bool | None = None) -> VerifyResult:
     """
     kind = kind_of(path)
     folders = candidates(path)[::-1] if kind is Kind.FOLDER else [path]
-    checks: list[_FileCheck] = []
-    problems = [_problem(partial(_collect_checks, kind, folder, checks)) for folder in folders]
+    checks = [check for folder in folders for check in _checks_of(kind, folder)]
+    problems = []
     nbytes = sum(size for size, _ in checks)
     with progress_bar(wants_progress(progress), f"verifying {path.name}", nbytes) as done:
         for size, check in checks:
-            problems.append(_problem(check))
+            problems.append(check())
             done(size)
     found = tuple(problem for problem in problems if problem)
     return VerifyResult(found, len(checks), nbytes, _NO_CHECKSUMS if kind is Kind.SAFETENSORS else "")
 
 
-def _collect_checks(kind: Kind, path: Path, checks: list[_FileCheck]) -> None:
-    checks += _CHECKS[kind](path)
-
-
-def _problem(run: Callable[[], None]) -> str:
+def _checks_of(kind: Kind, path: Path) -> list[_FileCheck]:
     try:
-        run()
+        return list(_CHECKS[kind](path))
     except CheckpointError as error:
-        return str(error)
-    return ""
+        problem = str(error)
+        return [(0, lambda: problem)]
 
 
 def _manifest_checks(folder: Path) -> Iterator[_FileCheck]:
     for name, record in Manifest.read(folder).files.items():
-        yield record.bytes, partial(check_file, folder / name, record)
+        yield record.bytes, partial(problem_of, folder / name, record)
 
 
 def _dcp_checks(folder: Path) -> Iterator[_FileCheck]:
@@ -99,28 +90,29 @@ def _end(spans: list[tuple[int, int]]) -> int:
     return max(offset + length for offset, length in spans)
 
 
-def _check_archives(path: Path, spans: list[tuple[int, int]]) -> None:
+def _check_archives(path: Path, spans: list[tuple[int, int]]) -> str:
     """Check a DCP file, in which the archives of ``torch.save`` follow one another."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing.") from None
+        return f"{path} is missing."
     if size < _end(spans):
-        raise CheckpointError(f"{path} has {size} bytes instead of {_end(spans)}: it is truncated or overwritten.")
+        return f"{path} has {size} bytes instead of {_end(spans)}: it is truncated or overwritten."
     with path.open("rb") as file:
         for offset, length in spans:
             file.seek(offset)
-            _check_archive(path, io.BytesIO(file.read(length)), f" at byte {offset}")
+            if problem := _check_archive(path, io.BytesIO(file.read(length)), f" at byte {offset}"):
+                return problem
+    return ""
 
 
-def _check_archive(path: Path, archive: Path | IO[bytes], where: str = "") -> None:
+def _check_archive(path: Path, archive: Path | IO[bytes], where: str = "") -> str:
     try:
         with zipfile.ZipFile(archive) as opened:
             bad = opened.testzip()
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-        raise CheckpointError(f"{path} is damaged{where}: {error}.") from error
-    if bad is not None:
-        raise CheckpointError(f"{path} is damaged{where}: the CRC-32 of its entry {bad} does not hold.")
+        return f"{path} is damaged{where}: {error}."
+    return "" if bad is None else f"{path} is damaged{where}: the CRC-32 of its entry {bad} does not hold."
 
 
 def _torch_checks(path: Path) -> Iterator[_FileCheck]:
@@ -129,7 +121,7 @@ def _torch_checks(path: Path) -> Iterator[_FileCheck]:
 
 def _safetensors_checks(path: Path) -> Iterator[_FileCheck]:
     for file in sorted({found.file for found in StoredTensors.at(path).tensors.values()}):
-        yield file.stat().st_size, lambda: None  # StoredTensors.at has checked header and size
+        yield file.stat().st_size, lambda: ""  # StoredTensors.at has checked header and size
 
 
 _CHECKS: dict[Kind, Callable[[Path], Iterator[_FileCheck]]] = {
