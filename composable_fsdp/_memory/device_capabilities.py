@@ -8,6 +8,7 @@ there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
 
@@ -60,9 +61,15 @@ class DeviceCapabilities:
 
 
 def device_capabilities(device: torch.device) -> DeviceCapabilities:
-    """Return the capabilities of ``device``. They are not cached: streams can be simulated for a while."""
+    """Return the capabilities of ``device``. They are made once, and again where streams are simulated for a while."""
     module = torch.get_device_module(device)
-    has_streams = module.Stream().record_event() is not None
+    return _capabilities(module, module.Stream)
+
+
+@lru_cache(maxsize=4)
+def _capabilities(module: ModuleType, stream_class: object) -> DeviceCapabilities:
+    # Not a new stream: torch has 32 per priority, and each request takes the next one.
+    has_streams = module.current_stream().record_event() is not None
     return DeviceCapabilities(module, has_streams=has_streams, fuses_copies=has_streams)
 
 

@@ -18,6 +18,7 @@ from tests._internals import (
     ProcessGroupCommunicator,
     Transfer,
     backend_capabilities,
+    device_capabilities,
 )
 from tests.simulation import simulated_accelerator
 from tests.simulation.stream_group import StreamGroup
@@ -159,3 +160,43 @@ def test_by_default_a_group_with_large_parameters_is_one_message(name: str) -> N
             group.launches.clear()
             model(torch.ones(2, 2000)).sum().backward()
     assert [kind for kind, *_ in group.launches] == ["all_gather", "reduce_scatter"]
+
+
+# -- streams
+
+
+@pytest.mark.parametrize("blocks", [2, 6])
+def test_a_root_makes_three_streams_of_high_priority_and_its_groups_none(
+    monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    """Torch has 32 streams per priority and device, and gives the next one to each who asks."""
+    made: list[Any] = []
+    mesh = dist.init_device_mesh("cpu", (SIZE,))
+    with simulated_accelerator():
+        stream_class: Any = torch.cpu.Stream
+
+        def make(**given: Any) -> Any:
+            made.append(given)
+            return stream_class(**given)
+
+        monkeypatch.setattr(torch.cpu, "Stream", make)
+        for roots in (1, 2):
+            model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(blocks)])
+            for layer in (*model, model):
+                fully_shard(layer, mesh=mesh)
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+            assert made == [{"priority": -1}] * 3 * roots
+        ProcessGroupCommunicator(dist.new_group(), "cpu")
+        assert len(made) == 6
+
+
+def test_capabilities_of_a_device_are_made_once() -> None:
+    device = torch.device("cpu")
+    on_host = device_capabilities(device)
+    assert device_capabilities(device) is on_host
+    with simulated_accelerator():
+        on_streams = device_capabilities(device)
+        assert device_capabilities(device) is on_streams
+    assert (on_host.has_streams, on_streams.has_streams) == (False, True)
+    assert device_capabilities(device) is on_host
