@@ -29,6 +29,13 @@ _COLLECTIVES: dict[Collective, Callable[..., Any]] = {
     Collective.REDUCE_SCATTER: getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
     Collective.ALL_TO_ALL: dist.all_to_all_single,
 }
+_COALESCED: dict[Collective, tuple[str, type[Any]]] = {
+    Collective.ALL_GATHER: ("allgather_into_tensor_coalesced", dist.distributed_c10d.AllgatherOptions),
+    Collective.REDUCE_SCATTER: ("reduce_scatter_tensor_coalesced", dist.distributed_c10d.ReduceScatterOptions),
+}
+"""The method of process groups that launches several at once, and the class of its options. c10d's context manager for
+that leaves its process group open if it ends with an exception: nothing that is launched later starts.
+"""
 
 OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
 
@@ -103,34 +110,21 @@ class ProcessGroupCommunicator:
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         self.check()
         self.launched, group = self.launched + 1, self._group()
+        started: list[Any]
         if kind is Collective.ALL_REDUCE:
-            return self._all_reduce(group, [transfer.output for transfer in transfers], op)
-        collective = _COLLECTIVES[kind]
-        options = {"op": OPERATIONS[op]} if kind is Collective.REDUCE_SCATTER else {}
-        if len(transfers) > 1 and self._backend.coalesces:
-            with dist._coalescing_manager(group=group, device=self._device, async_ops=True) as works:
-                for output, input in transfers:
-                    collective(output, input, group=group, **options)
-            return cast(Work, works)
-        started: list[Work] = []
-        for output, input in transfers:
-            started.append(collective(output, input, group=group, async_op=True, **options))
+            started = [
+                dist.all_reduce(output, op=OPERATIONS[op], group=group, async_op=True) for output, _ in transfers
+            ]
+        elif len(transfers) > 1 and self._backend.coalesces and kind in _COALESCED:
+            by_dtype: dict[torch.dtype, list[Transfer]] = {}  # NCCL coalesces only tensors of one dtype
+            for transfer in transfers:
+                by_dtype.setdefault(transfer.input.dtype, []).append(transfer)
+            started = [_launch_coalesced(group, kind, same, op) for same in by_dtype.values()]
+        else:
+            collective = _COLLECTIVES[kind]
+            options = {"op": OPERATIONS[op]} if kind is Collective.REDUCE_SCATTER else {}
+            started = [collective(output, input, group=group, async_op=True, **options) for output, input in transfers]
         return started[0] if len(started) == 1 else WorkList(tuple(started))
-
-    def _all_reduce(self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
-        works: list[Work] = []
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL coalesces only tensors of one dtype
-            same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
-            if len(same_dtype) > 1 and self._backend.coalesces:
-                with dist._coalescing_manager(group=group, device=self._device, async_ops=True) as work:
-                    for tensor in same_dtype:
-                        dist.all_reduce(tensor, op=OPERATIONS[op], group=group)
-                works.append(cast(Work, work))
-            else:
-                for tensor in same_dtype:
-                    work = dist.all_reduce(tensor, op=OPERATIONS[op], group=group, async_op=True)
-                    works.append(cast(Work, work))
-        return WorkList(tuple(works))
 
     @property
     def is_broken(self) -> bool:
@@ -171,6 +165,15 @@ class ProcessGroupCommunicator:
             f"ranks {list(self.ranks)} cannot connect again over the backend of their process group after they failed "
             "at different operations. End the job, and restart it from a checkpoint."
         )
+
+
+def _launch_coalesced(group: dist.ProcessGroup, kind: Collective, pairs: Sequence[Transfer], op: ReduceOp) -> Work:
+    method, options_class = _COALESCED[kind]
+    options = options_class()
+    if kind is Collective.REDUCE_SCATTER:
+        options.reduceOp = OPERATIONS[op]
+    work: Work = getattr(group, method)(*map(list, zip(*pairs, strict=True)), options)
+    return work
 
 
 class Pooled(Around):

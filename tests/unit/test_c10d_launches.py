@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composable_fsdp import fully_shard
 from tests._internals import (
     BackendCapabilities,
+    Collective,
     ProcessGroupCommunicator,
+    ReduceOp,
     Transfer,
     backend_capabilities,
     device_capabilities,
@@ -200,3 +203,50 @@ def test_capabilities_of_a_device_are_made_once() -> None:
         assert device_capabilities(device) is on_streams
     assert (on_host.has_streams, on_streams.has_streams) == (False, True)
     assert device_capabilities(device) is on_host
+
+
+# -- coalesced calls
+
+
+def test_all_gathers_of_one_launch_are_coalesced_by_dtype_where_the_class_does_so(group: Any) -> None:
+    transfers = shards(torch.float32, torch.uint8, torch.float32)
+    communicator_on_streams(group).launch(Collective.ALL_GATHER, transfers).wait()
+    launched = [dtypes for _, dtypes, _ in group.launches]
+    if isinstance(group, ProcessGroupNCCL):
+        assert launched == [[torch.float32, torch.float32], [torch.uint8]]
+    else:
+        assert launched == [[torch.float32], [torch.uint8], [torch.float32]]
+    for output, input in transfers:
+        assert torch.equal(output, input.repeat(SIZE))
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE])
+def test_coalesced_reduce_scatters_have_the_operation(op: ReduceOp) -> None:
+    group: Any = dist.new_group(backend="nccl_as_of_2_13")
+    transfers = [Transfer(torch.zeros(2), torch.full((2 * SIZE,), float(k))) for k in range(1, 3)]
+    communicator_on_streams(group).launch(Collective.REDUCE_SCATTER, transfers, op=op).wait()
+    assert [kind for kind, *_ in group.launches] == ["reduce_scatter"]
+    factor = SIZE if op is ReduceOp.SUM else 1
+    assert [output.tolist() for output, _ in transfers] == [[factor * 1.0] * 2, [factor * 2.0] * 2]
+
+
+class Interrupting(torch.Tensor):
+    """Interrupts the program in c10d's function, as Ctrl-C does between two of a launch."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == dist.distributed_c10d.__name__:
+            raise KeyboardInterrupt
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.behaviour("H-06")
+def test_a_group_works_after_an_exception_in_a_launch_of_several(group: Any) -> None:
+    communicator = communicator_on_streams(group)
+    first, last = shards(torch.float32, torch.float32)
+    with suppress(KeyboardInterrupt):
+        communicator.launch(Collective.ALL_GATHER, [first, Transfer(last.output, last.input.as_subclass(Interrupting))])
+    group.launches.clear()
+    communicator.launch(Collective.ALL_GATHER, [first]).wait()
+    assert len(group.launches) == 1, "it was only added to a coalesced call that never ended"
+    assert torch.equal(first.output, first.input.repeat(SIZE))
