@@ -39,6 +39,11 @@ that leaves its process group open if it ends with an exception: nothing that is
 
 OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
 
+_DTYPES = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
+)
+"""The dtypes that NCCL and gloo both have. Others are sent as bytes, at the cost of a view."""
+
 _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES = 1 << 17, 3 << 20
 """For unknown backends: with gloo's own collectives, zero-copy and copied-in transfers cost the same at these sizes."""
 
@@ -110,20 +115,19 @@ class ProcessGroupCommunicator:
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         self.check()
         self.launched, group = self.launched + 1, self._group()
+        pairs = [pair if pair[1].dtype in _DTYPES else _in_known_dtype(kind, *pair) for pair in transfers]
         started: list[Any]
         if kind is Collective.ALL_REDUCE:
-            started = [
-                dist.all_reduce(output, op=OPERATIONS[op], group=group, async_op=True) for output, _ in transfers
-            ]
-        elif len(transfers) > 1 and self._backend.coalesces and kind in _COALESCED:
+            started = [dist.all_reduce(output, op=OPERATIONS[op], group=group, async_op=True) for output, _ in pairs]
+        elif len(pairs) > 1 and self._backend.coalesces and kind in _COALESCED:
             by_dtype: dict[torch.dtype, list[Transfer]] = {}  # NCCL coalesces only tensors of one dtype
-            for transfer in transfers:
-                by_dtype.setdefault(transfer.input.dtype, []).append(transfer)
+            for pair in pairs:
+                by_dtype.setdefault(pair[1].dtype, []).append(pair)
             started = [_launch_coalesced(group, kind, same, op) for same in by_dtype.values()]
         else:
             collective = _COLLECTIVES[kind]
             options = {"op": OPERATIONS[op]} if kind is Collective.REDUCE_SCATTER else {}
-            started = [collective(output, input, group=group, async_op=True, **options) for output, input in transfers]
+            started = [collective(output, input, group=group, async_op=True, **options) for output, input in pairs]
         return started[0] if len(started) == 1 else WorkList(tuple(started))
 
     @property
@@ -174,6 +178,14 @@ def _launch_coalesced(group: dist.ProcessGroup, kind: Collective, pairs: Sequenc
         options.reduceOp = OPERATIONS[op]
     work: Work = getattr(group, method)(*map(list, zip(*pairs, strict=True)), options)
     return work
+
+
+def _in_known_dtype(kind: Collective, output: torch.Tensor, input: torch.Tensor) -> Transfer:
+    """Return views of a transfer, in bytes or in the parts of complex numbers."""
+    dtype = input.dtype.to_real() if input.dtype.is_complex else torch.uint8
+    if dtype is torch.uint8 and kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE):
+        return Transfer(output, input)  # the backend tells what it cannot add up
+    return Transfer(output.view(dtype), input.view(dtype))
 
 
 class Pooled(Around):

@@ -250,3 +250,38 @@ def test_a_group_works_after_an_exception_in_a_launch_of_several(group: Any) -> 
     communicator.launch(Collective.ALL_GATHER, [first]).wait()
     assert len(group.launches) == 1, "it was only added to a coalesced call that never ended"
     assert torch.equal(first.output, first.input.repeat(SIZE))
+
+
+# -- dtypes
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [Collective.ALL_GATHER, Collective.ALL_TO_ALL])
+@pytest.mark.parametrize("count", [1, 2])
+def test_dtypes_that_nccl_lacks_are_sent_in_others(
+    group: Any, dtype: torch.dtype, kind: Collective, count: int
+) -> None:
+    numel = 4 if kind is Collective.ALL_TO_ALL else 4 * SIZE
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0]).to(dtype)
+    transfers = [
+        Transfer(torch.zeros(numel * dtype.itemsize, dtype=torch.uint8).view(dtype), values) for _ in range(count)
+    ]
+    communicator_on_streams(group).launch(kind, transfers).wait()
+    for output, input in transfers:
+        sent = input.view(torch.uint8)
+        assert torch.equal(output.view(torch.uint8), sent if kind is Collective.ALL_TO_ALL else sent.repeat(SIZE))
+
+
+@pytest.mark.parametrize("kind", [Collective.REDUCE_SCATTER, Collective.ALL_REDUCE])
+def test_complex_gradients_are_added_up_as_pairs_of_floats(group: Any, kind: Collective) -> None:
+    input = torch.full((4,), 1 + 2j, dtype=torch.complex128)
+    output = input if kind is Collective.ALL_REDUCE else torch.zeros(2, dtype=torch.complex128)
+    communicator_on_streams(group).launch(kind, [Transfer(output, input)]).wait()
+    assert output.tolist() == [SIZE * (1 + 2j)] * output.numel()
