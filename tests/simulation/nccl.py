@@ -274,7 +274,8 @@ class _ContractGroup(StreamGroup):
             if time.monotonic() - begin < self.options._timeout.total_seconds():
                 raise
             self._contract.ended_at = time.monotonic()
-            break_rule("timeout", f"{operation} of the group {self.group_name} after {self.options._timeout}.")
+            rule = "timeout" if self._is_connected else "connection"
+            break_rule(rule, f"{operation} of the group {self.group_name} after {self.options._timeout}.")
 
     def _coalesced(self, name: str, launch: Callable[..., Any], lists: Sequence[Sequence[Any]], options: Any) -> Any:
         """Launch an operation of several tensors, by a function of the tensors of one."""
