@@ -87,8 +87,17 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         run: Callable[[], object],
-        options: Any,
-    ) -> StreamWork | None:
+        options: Any = None,
+    ) -> Any:
+        """Run a collective on a stream, and return its work, if it has one.
+
+        Args:
+            operation: its name.
+            reads: its inputs.
+            writes: its outputs.
+            run: runs it on the host.
+            options: those of c10d.
+        """
         accelerator = active[-1] if active else None
         if accelerator is None:
             run()
@@ -108,7 +117,7 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
             accelerator.access(operation, reads, writes, action)
         return StreamWork(accelerator, stream.record_event(), (reads, writes)) if is_asynchronous else None
 
-    def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, options: Any = None) -> StreamWork | None:
+    def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, options: Any = None) -> Any:
         def run() -> None:
             if self._inner is None:
                 output.view(self._size, -1).copy_(shard.reshape(1, -1).expand(self._size, -1))
@@ -117,7 +126,7 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._launch("all_gather", [shard], [output], run, options)
 
-    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, options: Any = None) -> StreamWork | None:
+    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, options: Any = None) -> Any:
         operation = options.reduceOp if options is not None else dist.ReduceOp.SUM
 
         def run() -> None:
@@ -133,7 +142,7 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._launch("reduce_scatter", [full], [output], run, options)
 
-    def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, *sizes: Any) -> StreamWork | None:
+    def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, *sizes: Any) -> Any:
         def run() -> None:
             if self._inner is None:
                 output.copy_(given)
@@ -142,7 +151,7 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._launch("all_to_all", [given], [output], run, sizes[-1] if sizes else None)
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> StreamWork | None:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         operation = options.reduceOp if options is not None else dist.ReduceOp.SUM
 
         def run() -> None:
@@ -159,16 +168,14 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._launch("all_reduce", tensors, tensors, run, options)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> StreamWork | None:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         def run() -> None:
             if self._inner is not None:
                 self._inner.broadcast(tensors, options).wait()
 
         return self._launch("broadcast", tensors, tensors, run, options)
 
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None
-    ) -> StreamWork | None:
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Any:
         def run() -> None:
             if self._inner is None:
                 for each in outputs[0]:
@@ -178,7 +185,7 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._launch("all_gather", inputs, outputs[0], run, options)
 
-    def barrier(self, options: Any = None) -> StreamWork | None:
+    def barrier(self, options: Any = None) -> Any:
         def run() -> None:
             if self._inner is not None:
                 self._inner.barrier(options or dist.BarrierOptions()).wait()
