@@ -69,6 +69,10 @@ class WorkList:
             work.wait()
 
 
+_ENQUEUED = WorkList(())
+"""The work of a collective on the current stream: what comes after it there runs after it."""
+
+
 class ProcessGroupCommunicator:
     """Collectives of ``group`` for tensors on ``device_type``. Final."""
 
@@ -77,8 +81,10 @@ class ProcessGroupCommunicator:
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self.name = GroupReference(group), group.group_name
-        self._device = torch.device(device_type)
+        self._has_streams = device_capabilities(torch.device(device_type)).has_streams
         self._backend = backend_capabilities(group, device_type)
+        self._async_op = not (self._has_streams and self._backend.is_native)
+        """False if a collective runs on the stream that launches it, with that stream's priority, as from FSDP2."""
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.traits = Traits(
@@ -102,7 +108,7 @@ class ProcessGroupCommunicator:
         return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
 
     def _grad_bucket_bytes(self) -> int:
-        if device_capabilities(self._device).has_streams:
+        if self._has_streams:
             return max(_GRAD_BUCKET_BYTES_ON_STREAMS, self.size * _GRAD_BUCKET_PART_BYTES_ON_STREAMS)
         return _GRAD_BUCKET_BYTES_ON_HOST
 
@@ -114,20 +120,24 @@ class ProcessGroupCommunicator:
 
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         self.check()
-        self.launched, group = self.launched + 1, self._group()
+        self.launched, group, async_op = self.launched + 1, self._group(), self._async_op
         pairs = [pair if pair[1].dtype in _DTYPES else _in_known_dtype(kind, *pair) for pair in transfers]
         started: list[Any]
         if kind is Collective.ALL_REDUCE:
-            started = [dist.all_reduce(output, op=OPERATIONS[op], group=group, async_op=True) for output, _ in pairs]
+            started = [
+                dist.all_reduce(output, op=OPERATIONS[op], group=group, async_op=async_op) for output, _ in pairs
+            ]
         elif len(pairs) > 1 and self._backend.coalesces and kind in _COALESCED:
             by_dtype: dict[torch.dtype, list[Transfer]] = {}  # NCCL coalesces only tensors of one dtype
             for pair in pairs:
                 by_dtype.setdefault(pair[1].dtype, []).append(pair)
-            started = [_launch_coalesced(group, kind, same, op) for same in by_dtype.values()]
+            started = [_launch_coalesced(group, kind, same, op, async_op) for same in by_dtype.values()]
         else:
             collective = _COLLECTIVES[kind]
             options = {"op": OPERATIONS[op]} if kind is Collective.REDUCE_SCATTER else {}
-            started = [collective(output, input, group=group, async_op=True, **options) for output, input in pairs]
+            started = [collective(output, input, group=group, async_op=async_op, **options) for output, input in pairs]
+        if not async_op:
+            return _ENQUEUED
         return started[0] if len(started) == 1 else WorkList(tuple(started))
 
     @property
@@ -171,12 +181,17 @@ class ProcessGroupCommunicator:
         )
 
 
-def _launch_coalesced(group: dist.ProcessGroup, kind: Collective, pairs: Sequence[Transfer], op: ReduceOp) -> Work:
+def _launch_coalesced(
+    group: dist.ProcessGroup, kind: Collective, pairs: Sequence[Transfer], op: ReduceOp, async_op: bool
+) -> Work | None:
     method, options_class = _COALESCED[kind]
     options = options_class()
+    options.asyncOp = async_op
     if kind is Collective.REDUCE_SCATTER:
         options.reduceOp = OPERATIONS[op]
-    work: Work = getattr(group, method)(*map(list, zip(*pairs, strict=True)), options)
+    work: Work | None = getattr(group, method)(*map(list, zip(*pairs, strict=True)), options)
+    if work is not None and not async_op:  # torch before 2.12 takes no note of asyncOp here
+        work.wait()
     return work
 
 
