@@ -216,7 +216,8 @@ class StoreExchange:
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, seconds: float) -> None:
         self._ranks = dist.get_process_group_ranks(group)
-        self._meeting = StoreRendezvous(f"order/{group.group_name}", dist.get_rank(), self._ranks)
+        name = f"order/{group.group_name}/{self._ranks[0]}"  # groups that are split from others may have equal names
+        self._meeting = StoreRendezvous(name, dist.get_rank(), self._ranks)
         self._store, self._seconds = watchdog.store_on_thread(seconds), seconds
 
     def level(self, level: OrderCheck) -> OrderCheck:
