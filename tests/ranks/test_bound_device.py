@@ -1,4 +1,4 @@
-"""Jobs whose default process group is bound to a device, where ``new_group`` is a collective of all ranks of the job."""
+"""Jobs with a device that is bound to the default group: ``new_group`` is a collective of all ranks there."""
 
 from __future__ import annotations
 
