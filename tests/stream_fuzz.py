@@ -31,7 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.helpers.fuzz.programs import Program
 from tests.helpers.fuzz.run import mesh_of, train_sharded, training_factories
 from tests.parity.test_fuzz import DrawnPrograms
-from tests.simulation import ALONE, simulated_accelerator
+from tests.simulation import simulated_accelerator
+from tests.simulation.nccl import alone_backend
 
 __all__ = ["alone", "problems_of"]
 
@@ -46,7 +47,7 @@ Meshes = dict[tuple[object, ...], DeviceMesh]
 @contextmanager
 def alone(world_size: int, rank: int) -> Iterator[Meshes]:
     """Be one of ``world_size`` ranks, of which no other exists. Use it once in a process: ``DTensor`` caches meshes."""
-    dist.init_process_group(ALONE, store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(alone_backend(), store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield {}
     finally:
