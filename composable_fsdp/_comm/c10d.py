@@ -66,6 +66,7 @@ class ProcessGroupCommunicator:
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self.name = GroupReference(group), group.group_name
         self._device = torch.device(device_type)
+        self._has_streams = device_capabilities(self._device).has_streams
         self._backend = backend_capabilities(group, device_type)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
@@ -90,7 +91,7 @@ class ProcessGroupCommunicator:
         return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
 
     def _grad_bucket_bytes(self) -> int:
-        if device_capabilities(self._device).has_streams:
+        if self._has_streams:
             return max(_GRAD_BUCKET_BYTES_ON_STREAMS, self.size * _GRAD_BUCKET_PART_BYTES_ON_STREAMS)
         return _GRAD_BUCKET_BYTES_ON_HOST
 
@@ -146,8 +147,21 @@ class ProcessGroupCommunicator:
             )
 
     def give_up(self, reason: str) -> None:
-        """Abort operations in flight, which ends a wait of the host."""
+        """Let later launches raise a ``PeerError``, and end a wait of the host by aborting operations in flight.
+
+        On streams, waits do not block the host, and only threads of the program may touch the device: nothing is
+        aborted before :meth:`abandon`.
+        """
         self._broken = self._broken or reason
+        if not self._has_streams:
+            self._abort()
+
+    def abandon(self) -> None:
+        """Abort operations in flight, before their memory is freed."""
+        self._broken = self._broken or "operations were given up after a failed pass."
+        self._abort()
+
+    def _abort(self) -> None:
         group: Any = self.group
         try:
             if hasattr(group, "abort"):
@@ -156,10 +170,6 @@ class ProcessGroupCommunicator:
                 group.shutdown()
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             logger.warning("the process group of ranks %s cannot be aborted: %s", list(self.ranks), error)
-
-    def abandon(self) -> None:
-        """Abort operations in flight, before their memory is freed."""
-        self.give_up("operations were given up after a failed pass.")
 
     def reopen(self) -> None:
         """Refuse to connect again, which only the owner of the process group can do.
