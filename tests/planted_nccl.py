@@ -242,6 +242,13 @@ def make_a_group(device: SimulatedAccelerator, contract: Contract, broken: bool)
         dist.new_group([0, 1], use_local_synchronization=broken)
 
 
+def make_a_group_of_others(device: SimulatedAccelerator, contract: Contract, broken: bool) -> None:
+    """Make a group in which this rank is, or is not."""
+    contract.bound = True
+    with alone():
+        dist.new_group([1, 2] if broken else [0, 1])
+
+
 NOTHING: Callable[[object], None] = lambda _: None  # noqa: E731
 ALONE: dict[str, list[Program]] = {
     "current stream": [gather_on_a_side_stream(is_async=False, waits="stream")],
@@ -282,11 +289,13 @@ ALONE: dict[str, list[Program]] = {
     "capture: connection": [capture_the_first_operation],
     "destroyed group": [launch_after_the_end],
     "work of a destroyed group": [partial(ask_after_the_end, ask) for ask in ("wait", "is_completed")],
+    "new group of others": [make_a_group_of_others],
     "local synchronization": [make_a_group],
 }
 """Programs without other processes, by the rule that they break."""
 NEEDS = {
     "work of a destroyed group": ("nccl2", "torchcomms"),
+    "new group of others": ("nccl2",),
     "local synchronization": ("torchcomms",),
 }
 """The variants that have a rule. The others have all."""
@@ -317,8 +326,10 @@ def leave_a_rank_out(device: SimulatedAccelerator, contract: Contract, broken: b
 def make_a_group_of_some(device: SimulatedAccelerator, contract: Contract, broken: bool) -> None:
     """Make a group of rank 0, in which rank 1 takes part or not."""
     contract.bound = True
-    if dist.get_rank() == 0 or not broken:
-        dist.new_group([0], use_local_synchronization=broken, backend="gloo")
+    if not broken:
+        dist.new_group([dist.get_rank()], backend="gloo")
+    elif dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=contract.variant != "torchcomms", backend="gloo")
 
 
 ON_RANKS: dict[str, list[Program]] = {

@@ -13,12 +13,14 @@ The variants are :data:`VARIANTS`: ``nccl``, the class of torch 2.11 to 2.14; ``
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, cast
 from unittest import mock
 from zlib import crc32
@@ -415,13 +417,23 @@ def _new_group(contract: Contract, original: Any, ranks: Any = None, *args: Any,
     if contract.variant == "torchcomms" and is_local:
         break_rule("local synchronization", f"new_group({ranks}).")
     is_member = ranks is None or dist.get_rank() in ranks
-    if contract.bound and (is_member or not is_local):
+    if contract.bound and contract.variant == "nccl2" and not (is_member or is_local or _is_of_a_mesh()):
+        break_rule("new group of others", f"Rank {dist.get_rank()} called new_group({ranks}).")
+    if (contract.bound or contract.variant == "torchcomms") and (is_member or not is_local):
         _meet(contract, ranks)
     _is_making_group.append(True)
     try:
         return original(ranks, *args, **kwargs)
     finally:
         _is_making_group.pop()
+
+
+def _is_of_a_mesh() -> bool:
+    """Return whether ``DeviceMesh`` makes the group: with devices that are bound, it calls ``split_group`` instead."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.endswith("device_mesh.py"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _meet(contract: Contract, ranks: Any) -> None:

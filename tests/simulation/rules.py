@@ -113,9 +113,17 @@ RULES = {
         "nccl2/WorkNCCL.cpp, comm_",
     ),
     "new group": Rule(
-        "Where the default group is bound to a device, all ranks of the job call new_group() together.",
-        "distributed_c10d.py of torch 2.13, _new_process_group_helper; pytorch/pytorch#129965",
+        "Where the default group is bound to a device, and under torchcomms, all ranks of the job call new_group() "
+        "together.",
+        "distributed_c10d.py of torch 2.13, _new_process_group_helper and _new_group_via_split_group; "
+        "pytorch/pytorch#129965",
         "that `ncclCommSplit` hangs, and for how long",
+    ),
+    "new group of others": Rule(
+        "Where the default group is bound to a device, a rank outside of the new group cannot call new_group() under "
+        "nccl2, whose class has no perform_nocolor_split(): DeviceMesh and split_group() make such groups.",
+        "sgl-project/sglang, multimodal_gen/runtime/distributed/parallel_groups.py",
+        "whether a later torch mends it",
     ),
     "local synchronization": Rule(
         "Under torchcomms, new_group() takes no use_local_synchronization=True.",
