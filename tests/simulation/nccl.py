@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -110,6 +111,20 @@ class ContractWork(StreamWork):
             self._accelerator.check_destructor("a work")
 
 
+class SeveralWorks(dist.Work):
+    """The works of coalesced collectives."""
+
+    def __init__(self, works: Sequence[ContractWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all([work.wait(timeout) for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all([work.is_completed() for work in self._works])
+
+
 class _ContractGroup(StreamGroup):
     """A process group of a stand-in.
 
@@ -134,6 +149,8 @@ class _ContractGroup(StreamGroup):
         self._is_connected = self._is_destroyed = False
         self._last: dict[int, int] = {}
         """The clock of the last operation: the next one runs after it."""
+        self._coalesced_works: list[ContractWork] | deque[ContractWork] = deque(maxlen=0)
+        """The works since ``_start_coalescing``; none are kept outside of it."""
 
     def getBackendName(self) -> str:
         return self.backend_name
@@ -214,7 +231,10 @@ class _ContractGroup(StreamGroup):
         self._launches(operation, reads, is_async, stream)
         if not is_async:
             return None
-        return ContractWork(self, accelerator, stream.record_event(), (reads, writes), blocks=operation == "barrier")
+        event = stream.record_event()
+        work = ContractWork(self, accelerator, event, (reads, writes), blocks=operation == "barrier")
+        self._coalesced_works.append(work)
+        return work
 
     def _stream_of(self, accelerator: SimulatedAccelerator) -> SimulatedStream:
         stream = self._stream
@@ -308,10 +328,13 @@ class _ContractGroup(StreamGroup):
 
         return self._coalesced("all_reduce", reduce, [tensors], options)
 
-    def _start_coalescing(self, device: Any) -> None: ...
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalesced_works = []
 
-    def _end_coalescing(self, device: Any) -> None:
-        """Return no work: the collectives between have theirs."""
+    def _end_coalescing(self, device: Any) -> Any:
+        """Return the work of all collectives since the start."""
+        works, self._coalesced_works = list(self._coalesced_works), deque(maxlen=0)
+        return SeveralWorks(works)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
