@@ -246,6 +246,8 @@ class SimulatedStream:
         """Take part in the capture in which what this stream waits for was recorded."""
         if self.capture and capture != self.capture:
             break_rule("capture: isolation", f"{self}, which is captured, waits for {what} outside of the capture.")
+        if capture and capture != self.accelerator.capture_number:
+            break_rule("capture: isolation", f"{self} waits for {what} of a capture that has ended.")
         if capture == self.accelerator.capture_number:
             self.capture = capture
 
