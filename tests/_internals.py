@@ -75,7 +75,12 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.shard import ShardLayout, TensorShards, resolve_dim
     from composable_fsdp._memory import buffers
     from composable_fsdp._memory.buffers import OwnedBuffer, cast_and_move
-    from composable_fsdp._memory.device_capabilities import DeviceCapabilities, backend_capabilities
+    from composable_fsdp._memory.device_capabilities import (
+        BackendCapabilities,
+        DeviceCapabilities,
+        backend_capabilities,
+        device_capabilities,
+    )
     from composable_fsdp._memory.streams import CommStream, CommStreams, InFlight, without_grad
     from composable_fsdp._runtime import lazy_init
     from composable_fsdp._runtime.collectives import all_gather, bucket, reduce_scatter

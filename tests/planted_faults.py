@@ -65,7 +65,7 @@ NO_STREAMS = {
 }
 """Files whose calls order no work of streams."""
 NO_ORDER = {
-    ("_memory/device_capabilities.py", "device_capabilities", "record_event"): "asks whether the device has streams",
+    ("_memory/device_capabilities.py", "_capabilities", "record_event"): "asks whether the device has streams",
     ("_memory/streams.py", "InFlight.start", "wait"): "only where waits block the host: streams order it by `enqueue`",
     ("checkpoint/_dcp/planner.py", "read", "wait"): "a future of torch's reader of files",
     ("_runtime/collectives/all_gather.py", "_AllGather._await_readers", "wait"): "memory that ranks of a host share",

@@ -1,6 +1,7 @@
-"""The backend ``"simulated_accelerator"``: collectives over gloo, on a stream of the process group's own, as with NCCL.
+"""The backend ``"simulated_accelerator"``: collectives over gloo, on streams as with NCCL.
 
-A launch waits for the current stream, and ``wait`` makes the current stream wait, but not the host. The tensors of a
+With ``async_op=False``, a collective runs on the current stream. Otherwise it runs on a stream of its process group,
+which waits for the current stream, and ``wait`` makes the current stream wait, but not the host. The tensors of a
 collective are kept until then.
 """
 
@@ -88,7 +89,7 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
         run: Callable[[], object],
         options: Any = None,
     ) -> Any:
-        """Run a collective, or have it run on a stream of this group, and return its work.
+        """Run a collective on a stream, and return its work, if it has one.
 
         Args:
             operation: its name.
@@ -101,7 +102,8 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
         if accelerator is None:
             run()
             return StreamWork(None, None, None)
-        stream = self._stream
+        is_asynchronous = getattr(options, "asyncOp", True)
+        stream = self._stream if is_asynchronous else accelerator.current
         if stream is None or stream.accelerator is not accelerator:
             stream = self._stream = SimulatedStream(accelerator, name=f"of {self.group_name}")
         stream.wait_stream(accelerator.current)
@@ -113,7 +115,7 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
                 run()
             action = partial(Recording.exchange, sent=reads, received=writes, digests=before)
             accelerator.access(operation, reads, writes, action)
-        return StreamWork(accelerator, stream.record_event(), (reads, writes))
+        return StreamWork(accelerator, stream.record_event(), (reads, writes)) if is_asynchronous else None
 
     def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, options: Any = None) -> Any:
         def run() -> None:

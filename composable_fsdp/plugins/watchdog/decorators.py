@@ -211,7 +211,7 @@ class StoreExchange:
     Args:
         group: the process group.
         watchdog: the watchdog of the job.
-        seconds: the timeout of the process group.
+        seconds: the time in which all ranks must come.
     """
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, seconds: float) -> None:
