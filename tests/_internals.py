@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         find,
         is_over_group,
     )
-    from composable_fsdp._comm.factory import communicator_over, duplicate
+    from composable_fsdp._comm.factory import communicator_over, part_of
     from composable_fsdp._comm.factory import timeout_of as timeout_of_group
     from composable_fsdp._comm.loopback import LoopbackCommunicator
     from composable_fsdp._comm.verify_ranks import difference_text, verify_same, verify_same_lines

@@ -154,8 +154,21 @@ class ProcessGroupCommunicator:
             )
 
     def give_up(self, reason: str) -> None:
-        """Abort operations in flight, which ends a wait of the host."""
+        """Let later launches raise a ``PeerError``, and end a wait of the host by aborting operations in flight.
+
+        On streams, waits do not block the host, and only threads of the program may touch the device: nothing is
+        aborted before :meth:`abandon`.
+        """
         self._broken = self._broken or reason
+        if not self._has_streams:
+            self._abort()
+
+    def abandon(self) -> None:
+        """Abort operations in flight, before their memory is freed."""
+        self._broken = self._broken or "operations were given up after a failed pass."
+        self._abort()
+
+    def _abort(self) -> None:
         group: Any = self.group
         try:
             if hasattr(group, "abort"):
@@ -164,10 +177,6 @@ class ProcessGroupCommunicator:
                 group.shutdown()
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             logger.warning("the process group of ranks %s cannot be aborted: %s", list(self.ranks), error)
-
-    def abandon(self) -> None:
-        """Abort operations in flight, before their memory is freed."""
-        self.give_up("operations were given up after a failed pass.")
 
     def reopen(self) -> None:
         """Refuse to connect again, which only the owner of the process group can do.
