@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
 from composable_fsdp.trace import TraceEvent, listeners
-from tests._internals import ReductionQueue
+from tests._internals import ReductionQueue, pinned, pinned_bytes
 from tests.helpers.stream_training import (
     BF16,
     IN_BUCKETS,
@@ -135,6 +135,35 @@ def test_the_host_waits_for_flags_of_unused_parameters_only_after_the_last_launc
     assert waits, "the flags are read"
     assert (waits[0] > last_launch) == (how != "hooks of parameters"), order
     assert device.races == []
+
+
+def test_pinned_memory_in_several_flats_has_neither_and_wastes_a_tenth() -> None:
+    sizes = list[int]()
+
+    def noting(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, pin_memory=pin_memory, **kwargs)
+        if pin_memory:
+            sizes.append(made.nbytes)
+        return made
+
+    empty = torch.empty
+    with (
+        mock.patch.object(pinned, "_UNCUT_BYTES", 0),
+        alone() as mesh,
+        simulated_accelerator(records=True) as device,
+        mock.patch.object(torch, "empty", noting),
+    ):
+        # Plans are cached: no other test has this width.
+        train(mesh["shard"], build=with_wide, offload_policy=CPUOffloadPolicy(), make_optimizer=torch.optim.SGD)
+    assert (device.races, device.run_late(seed=1)) == ([], [])
+    assert sum(map(pinned_bytes, sizes)) <= 1.1 * sum(sizes)
+
+
+def with_wide(*blocks: Any) -> nn.Sequential:
+    """Return a model of ``blocks`` twice as wide inside: with its biases, a block is just above a power of two."""
+    for block in blocks:
+        block.layers = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
+    return nn.Sequential(*blocks)
 
 
 @pytest.mark.behaviour("F-06")

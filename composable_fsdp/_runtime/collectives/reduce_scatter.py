@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import repeat
 from math import prod
-from operator import attrgetter, is_
+from operator import attrgetter, is_, sub
 
 import torch
 
@@ -157,6 +157,12 @@ class BucketReduceScatter:
         """Bounds of the gradients in the output. It has no gaps if its length is the gradients' total size."""
         self._widths, self._pieces = split_at(layout.output.offsets, ends, layout.output.numel)
         """The widths that split the output into gradients and gaps, and which of the pieces each gradient is."""
+        self._split_on_host = self._widths, self._pieces
+        """The same for the copy of an offloaded output, which has no flags."""
+        if layout.flags_width:
+            before = [layout.flags_width * (offset > layout.gradient_numel) for offset in layout.output.offsets]
+            begins, ends = (list(map(sub, each, before)) for each in (layout.output.offsets, ends))
+            self._split_on_host = split_at(begins, ends, layout.sharded_numel)
 
     def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> ReduceScatterBuffers | None:
         """Take the gradients that autograd accumulated and build the messages; ``None`` if nothing is trainable.
@@ -398,17 +404,27 @@ class BucketReduceScatter:
         if flags is not None and self.pgs.device.has_streams:
             flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
         divide(scatter.output, reduction.post_divide)
-        flat = scatter.output.to(scatter.gradient_dtype)
+        flat, widths, places = scatter.output.to(scatter.gradient_dtype), self._widths, self._pieces
         if flat.device != self.rest:
-            host = torch.empty_like(flat, device=self.rest, pin_memory=self.pin_memory)
-            flat = host.copy_(flat, non_blocking=True)
+            flat, (widths, places) = self._on_host(flat), self._split_on_host
         # As strided views, vectors take three times as long. Nothing else uses ``flat`` or its version counter.
-        parts = torch.unsafe_split_with_sizes(flat, self._widths)
-        shards = list(map(parts.__getitem__, self._pieces))
+        parts = torch.unsafe_split_with_sizes(flat, widths)
+        shards = list(map(parts.__getitem__, places))
         for k, shape in self._not_vectors:
             shards[k] = shards[k].view(shape)
         reduced = ReducedBucket(self._members, shards, present, flags)
         return reduced.select() if flags is None and len(present) < len(shards) else reduced
+
+    def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
+        """Start to copy the gradients to the host. With flags, page-locked memory could be twice as large."""
+        layout = self.plan.reduce
+        numel, end = layout.sharded_numel, layout.gradient_numel
+        host = torch.empty(numel, dtype=flat.dtype, device=self.rest, pin_memory=self.pin_memory)
+        if end:
+            host[:end].copy_(flat[:end], non_blocking=True)
+        if end < numel:
+            host[end:].copy_(flat[layout.packed_numel :], non_blocking=True)
+        return host
 
     def _presence(self, scatter: ReduceScatterBuffers) -> tuple[frozenset[int], torch.Tensor | None]:
         """Return the parameters that get a gradient in any case, and flags on the device for the others.
