@@ -261,15 +261,13 @@ def make_a_group_of_others(device: SimulatedAccelerator, contract: Contract, bro
 
 NOTHING: Callable[[object], None] = lambda _: None  # noqa: E731
 ALONE: dict[str, list[Program]] = {
-    "current stream": [gather_on_a_side_stream(is_async=False, waits="stream")],
-    "own stream": [
-        gather_what_another_stream_writes,
+    "current stream": [
+        gather_on_a_side_stream(is_async=False, waits="stream"),
         partial(train_without, "unfused, sharded", "CommStream.run", "self._stream.wait_stream(current)"),
+        partial(train_without, "unfused, sharded", "InFlight.wait", "current.wait_event(self._event)"),
     ],
-    "wait": [
-        gather_on_a_side_stream(is_async=True, waits="nothing"),
-        partial(train_without, "unfused, sharded", "InFlight._complete", "self._work.wait()"),
-    ],
+    "own stream": [gather_what_another_stream_writes],
+    "wait": [gather_on_a_side_stream(is_async=True, waits="nothing")],
     "held": [
         drop_the_input,
         partial(train_without, "unfused, sharded", "InFlight.enqueue", "self._event, self._current_stream = "),

@@ -330,7 +330,7 @@ class SimulatedAccelerator:
 
     def check_destructor(self, what: str) -> None:
         """Note a violation if the calling thread has not set its device. Destructors cannot raise."""
-        if not getattr(self._thread, "has_device", False):
+        if self in active and not getattr(self._thread, "has_device", False):
             name = threading.current_thread().name
             note_violation("device of a destructor", f"{what} is destroyed in the thread {name!r}.")
 

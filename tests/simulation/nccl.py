@@ -77,8 +77,10 @@ class Contract:
     bound: bool = False
     connection_seconds: float = 0.0
     launches: list[Launch] = field(default_factory=list)
-    groups: int = 0
-    """The number of calls of ``new_group`` that were collective over the job."""
+    groups: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """The number of groups that ranks have made together, by ranks."""
+    new_group: Callable[..., Any] = c10d._new_group_with_tag
+    """The function of c10d."""
     ended_at: float | None = None
     """The time, of ``time.monotonic()``, at which a thread of NCCL would have ended the process."""
 
@@ -409,11 +411,13 @@ def stands_in(
             backend.backend_capability["nccl"] = ["cpu"]
         else:
             backend.register_backend(kind.backend_name, kind, devices=["cpu"])
-        new_group = c10d._new_group_with_tag
-        stack.enter_context(mock.patch.object(c10d, "_new_group_with_tag", partial(_new_group, contract, new_group)))
+        if hasattr(dist, "config"):
+            stack.enter_context(cast(Any, dist).config.patch(use_torchcomms=variant == "torchcomms"))
+        stack.enter_context(mock.patch.object(c10d, "_new_group_with_tag", partial(_new_group, contract)))
         manager = _closed_manager(c10d._coalescing_manager)
         for module in (dist, c10d):
             stack.enter_context(mock.patch.object(module, "_coalescing_manager", manager))
+            stack.enter_context(mock.patch.object(module, "split_group", partial(_split_group, contract)))
         _contracts.append(contract)
         try:
             yield contract
@@ -436,7 +440,7 @@ def _closed_manager(original: Any) -> Any:
     return manager
 
 
-def _new_group(contract: Contract, original: Any, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _new_group(contract: Contract, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Make a group as ``_new_group_with_tag`` does, and check who calls it."""
     is_local = bool(kwargs.get("use_local_synchronization"))
     if contract.variant == "torchcomms" and is_local:
@@ -445,12 +449,9 @@ def _new_group(contract: Contract, original: Any, ranks: Any = None, *args: Any,
     if contract.bound and contract.variant == "nccl2" and not (is_member or is_local or _is_of_a_mesh()):
         break_rule("new group of others", f"Rank {dist.get_rank()} called new_group({ranks}).")
     if (contract.bound or contract.variant == "torchcomms") and (is_member or not is_local):
-        _meet(contract, ranks)
-    _is_making_group.append(True)
-    try:
-        return original(ranks, *args, **kwargs)
-    finally:
-        _is_making_group.pop()
+        _meet(contract, f"new_group({ranks})", range(dist.get_world_size()))
+    with _making_group():
+        return contract.new_group(ranks, *args, **kwargs)
 
 
 def _is_of_a_mesh() -> bool:
@@ -461,17 +462,40 @@ def _is_of_a_mesh() -> bool:
     return frame is not None
 
 
-def _meet(contract: Contract, ranks: Any) -> None:
-    """Wait until all ranks of the job make a group, or raise a violation."""
-    contract.groups += 1
+def _split_group(contract: Contract, parent: Any = None, split_ranks: Any = None, *_: Any, **kwargs: Any) -> Any:
+    """Make a group of a part of ``parent`` as ``split_group`` does."""
+    parent = parent or kwargs.get("parent_pg") or dist.group.WORLD
+    if not (contract.bound or contract.variant == "torchcomms"):
+        raise RuntimeError("No device associated with the default pg, not safe to split any process groups")
+    known = dist.get_process_group_ranks(parent)
+    _meet(contract, f"split_group({split_ranks})", known)
+    part = next((part for part in split_ranks if dist.get_rank(parent) in part), None)
+    if part is None:
+        return None
+    backend = dist.get_backend_config(parent)
+    with _making_group():
+        return contract.new_group([known[rank] for rank in part], backend=backend, use_local_synchronization=True)
+
+
+@contextmanager
+def _making_group() -> Iterator[None]:
+    _is_making_group.append(True)
+    try:
+        yield
+    finally:
+        _is_making_group.pop()
+
+
+def _meet(contract: Contract, what: str, ranks: Sequence[int]) -> None:
+    """Wait until all of ``ranks`` make a group, or raise a violation."""
+    number = contract.groups[tuple(ranks)] = contract.groups.get(tuple(ranks), 0) + 1
     if contract.alone:
         return
-    size, key = dist.get_world_size(), f"stand-in/new_group/{contract.groups}"
+    size, key = len(ranks), f"stand-in/{ranks}/{number}"
     store, end = c10d._get_default_store(), time.monotonic() + _NEW_GROUP_SECONDS
     came = store.add(key, 1)
     while came < size and time.monotonic() < end:
         time.sleep(0.01)
         came = store.add(key, 0)
     if came < size:
-        detail = f"Rank {dist.get_rank()} called new_group({ranks}), and {size - came} of {size} ranks did not."
-        break_rule("new group", detail)
+        break_rule("new group", f"Rank {dist.get_rank()} called {what}, and {size - came} of {size} ranks did not.")
