@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from itertools import count
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -32,6 +35,8 @@ from tests.helpers.stream_training import (
 from tests.parity.test_fuzz import DrawnPrograms
 from tests.planted_faults import EXPLAINED, reached_by, sites, try_fault
 from tests.simulation import SimulatedEvent, SimulatedStream, simulated_accelerator
+from tests.simulation.nccl import stands_in
+from tests.simulation.stream_group import StreamWork
 from tests.stream_fuzz import alone as one_of
 from tests.stream_fuzz import problems_of
 
@@ -65,6 +70,32 @@ def test_drawn_programs_have_neither() -> None:
     drawn = [program for program in DrawnPrograms(8, 2).map_drawn() if program.placing is None]
     with one_of(2, rank=1) as meshes:
         assert [problems_of(program, meshes, orders=2) for program in drawn] == [[]] * len(drawn)
+
+
+@pytest.mark.parametrize("name", ["unfused, hybrid", "after exceptions, hybrid", "calibrated, hybrid"])
+def test_events_and_works_are_freed_without_the_garbage_collector(name: str) -> None:
+    """It runs in any thread, also in that of the watchdog, where the end of an event makes a context on device 0."""
+    made, alive = count(), WeakSet[object]()
+    gc.collect()
+
+    def noting(kind: type[Any]) -> Any:
+        original = kind.__init__
+
+        def initialize(self: object, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            alive.add(self)
+            next(made)
+
+        return mock.patch.object(kind, "__init__", initialize)
+
+    gc.disable()
+    try:
+        with noting(SimulatedEvent), noting(StreamWork), stands_in("nccl2", alone=True), simulated_accelerator():
+            TRAININGS[name]()
+        assert list(alive) == []
+    finally:
+        gc.enable()
+    assert next(made) > 50
 
 
 @pytest.mark.parametrize("limit", [None, 2])
