@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         find,
         is_over_group,
     )
-    from composable_fsdp._comm.factory import communicator_over, duplicate
+    from composable_fsdp._comm.factory import communicator_over, part_of
     from composable_fsdp._comm.factory import timeout_of as timeout_of_group
     from composable_fsdp._comm.loopback import LoopbackCommunicator
     from composable_fsdp._comm.verify_ranks import difference_text, verify_same, verify_same_lines
@@ -77,7 +77,12 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.shard import ShardLayout, TensorShards, resolve_dim
     from composable_fsdp._memory import buffers
     from composable_fsdp._memory.buffers import OwnedBuffer, cast_and_move
-    from composable_fsdp._memory.device_capabilities import DeviceCapabilities, backend_capabilities
+    from composable_fsdp._memory.device_capabilities import (
+        BackendCapabilities,
+        DeviceCapabilities,
+        backend_capabilities,
+        device_capabilities,
+    )
     from composable_fsdp._memory.streams import CommStream, CommStreams, InFlight, without_grad
     from composable_fsdp._runtime import lazy_init
     from composable_fsdp._runtime.collectives import all_gather, bucket, reduce_scatter

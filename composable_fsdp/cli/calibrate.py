@@ -17,7 +17,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp._comm.communicator import Communicator, is_over_group
-from composable_fsdp._comm.factory import communicator_over
+from composable_fsdp._comm.factory import communicator_over, part_of
 from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
 from composable_fsdp._sharding.mesh import data_parallel_axes
@@ -144,10 +144,7 @@ def _neighbours(communicator: Communicator, device_type: str) -> Communicator | 
     """Return the communicator of this rank and its neighbour, or ``None`` if not all of more than 2 ranks have one."""
     if not is_over_group(communicator) or communicator.size == 2 or communicator.size % 2:
         return None
-    ranks = dist.get_process_group_ranks(communicator.group)
-    first = communicator.rank - communicator.rank % 2
-    group = dist.new_group(ranks[first : first + 2], use_local_synchronization=True)
-    return communicator_over(group, device_type)
+    return communicator_over(part_of(communicator.group, 2), device_type)
 
 
 def _table(costs: Costs, ranks: dict[str, int]) -> Table:

@@ -31,7 +31,7 @@ from composable_fsdp.codecs import ErrorFeedback, Int8
 from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout_plan, planner, tuning
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
-from tests.simulation import ALONE
+from tests.simulation.nccl import alone_backend
 
 __all__ = [
     "BF16",
@@ -53,7 +53,7 @@ SECOND_STEP_TWICE = {1: 1}
 @contextmanager
 def alone(shards: int = 4) -> Iterator[DeviceMesh]:
     """Make a mesh of 2 replicas of ``shards``, of which only this process exists."""
-    dist.init_process_group(ALONE, store=FakeStore(), rank=0, world_size=2 * shards)
+    dist.init_process_group(alone_backend(), store=FakeStore(), rank=0, world_size=2 * shards)
     try:
         yield init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
     finally:
@@ -378,7 +378,7 @@ def _change_shards_after_forward(model: Any) -> None:
 
 
 def _train_on_one_rank() -> None:
-    dist.init_process_group(ALONE, store=FakeStore(), rank=0, world_size=1)
+    dist.init_process_group(alone_backend(), store=FakeStore(), rank=0, world_size=1)
     try:
         train(init_device_mesh("cpu", (1,)), between=_save)
     finally:
