@@ -47,18 +47,24 @@ DTYPES = frozenset(
 """The dtypes that a collective may have."""
 REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 _REDUCTIONS = (*REDUCTIONS, dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+_LIBRARIES = ("/composable_fsdp/", "/torch/distributed/fsdp/")
 _NEW_GROUP_SECONDS = 3.0
 """The time in which all ranks of the job have called ``new_group``, on one machine."""
 
 
 class Launch(NamedTuple):
-    """A launch of a communicator: one kernel, whatever the number of tensors."""
+    """A launch of a communicator: one kernel, whatever the number of tensors.
+
+    Args:
+        frames: the number of frames of this library, or of torch's FSDP2, from the hook of a module or of autograd.
+    """
 
     operation: str
     group: str
     tensors: int
     is_async: bool
     stream: str
+    frames: int
 
 
 @dataclass(eq=False)
@@ -250,7 +256,7 @@ class _ContractGroup(StreamGroup):
     def _launches(self, operation: str, tensors: Sequence[Any], is_async: bool, stream: object) -> None:
         count = 1 if self.groups_launches else max(1, len(tensors))
         each = len(tensors) if self.groups_launches else min(1, len(tensors))
-        launch = Launch(operation, self.group_name, each, is_async, str(stream))
+        launch = Launch(operation, self.group_name, each, is_async, str(stream), _frames())
         self._contract.launches += [launch] * count
 
     def _check(
@@ -380,6 +386,15 @@ VARIANTS: dict[str, type[_ContractGroup]] = {
 _contracts: list[Contract] = []
 _is_making_group: list[bool] = []
 """Not empty while c10d makes a group: it binds none to the CPU."""
+
+
+def _frames() -> int:
+    """Return the number of frames of this library or of torch's FSDP2 in the stack."""
+    count, frame = 0, cast("FrameType | None", sys._getframe(1))
+    while frame is not None:
+        count += any(part in frame.f_code.co_filename for part in _LIBRARIES)
+        frame = frame.f_back
+    return count
 
 
 def alone_backend() -> str:
