@@ -23,7 +23,7 @@ from tests.simulation import simulated_accelerator
 from tests.simulation.nccl import VARIANTS, Launch, stands_in
 from tests.simulation.rules import RULES
 
-__all__ = ["LIBRARIES", "MESHES", "PAGE", "launches_of_a_step", "tables"]
+__all__ = ["LIBRARIES", "MESHES", "PAGE", "launches_of_a_step", "part_of", "rules_table"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "nccl.md"
 BLOCKS = 6
@@ -70,9 +70,12 @@ def _name_of(program: Program) -> str:
     return f"`{where}` without `{text.strip(' =')}`"
 
 
-def _rules() -> str:
-    lines = ["| rule | c10d and NCCL | source | fault that the tests plant | what only a GPU can show |", "|---|" * 1]
-    lines[1] = "|---|---|---|---|---|"
+def rules_table() -> str:
+    """Return a row for each rule, with the programs that break it."""
+    lines = [
+        "| rule | c10d and NCCL | source | fault that the tests plant | what only a GPU can show |",
+        "|---|---|---|---|---|",
+    ]
     for rule, row in RULES.items():
         file = "tests/ranks/test_nccl.py" if rule in ON_RANKS else "tests/unit/test_nccl.py"
         names = dict.fromkeys(map(_name_of, {**ALONE, **ON_RANKS}[rule]))
@@ -96,11 +99,6 @@ def _counts() -> str:
     return "\n".join(lines) + "\n"
 
 
-def tables() -> dict[str, Callable[[], str]]:
-    """Return the makers of the tables, by name."""
-    return {"rules": _rules, "counts": _counts}
-
-
 def part_of(page: str, name: str) -> str:
     """Return the table ``name`` of the page."""
     return page.partition(_BEGIN.format(name))[2].partition(_END.format(name))[0]
@@ -108,9 +106,9 @@ def part_of(page: str, name: str) -> str:
 
 def main() -> None:
     page = PAGE.read_text()
-    for name, make in tables().items():
+    for name, table in {"rules": rules_table(), "counts": _counts()}.items():
         begin, end = _BEGIN.format(name), _END.format(name)
-        page = f"{page.partition(begin)[0]}{begin}{make()}{end}{page.partition(end)[2]}"
+        page = f"{page.partition(begin)[0]}{begin}{table}{end}{page.partition(end)[2]}"
     PAGE.write_text(page)
 
 

@@ -1,7 +1,7 @@
 """Training on the stand-in for NCCL breaks no rule, in its three variants.
 
-Some trainings run on one variant each, or all of them on all variants with ``NCCL_VARIANTS=all``. Each rule catches what
-breaks it: see ``tests/unit/test_nccl.py``.
+Some trainings run on one variant each, or all of them on all variants with ``NCCL_VARIANTS=all``. Each rule catches
+what breaks it: see ``tests/unit/test_nccl.py``.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from tests.helpers.nccl_page import PAGE, part_of, rules_table
 from tests.planted_nccl import ALONE, NEEDS, ON_RANKS, Program
 from tests.simulation import simulated_accelerator
 from tests.simulation.nccl import VARIANTS, stands_in
@@ -45,3 +46,7 @@ def test_each_rule_catches_its_planted_fault(rule: str, program: Program, varian
 
 def test_each_rule_has_a_planted_fault() -> None:
     assert RULES.keys() == {*ALONE, *ON_RANKS}
+
+
+def test_the_page_has_each_rule_with_its_source_and_its_fault() -> None:
+    assert part_of(PAGE.read_text(), "rules") == rules_table(), "python -m tests.helpers.nccl_page writes it"
