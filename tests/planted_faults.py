@@ -127,7 +127,7 @@ EXPLAINED = {
             ),
         }.items()
     },
-    "CommStream.join: self._module.current_stream().wait_stream(self._stream)": "Only after a failed "
+    "CommStream.join: self._module.current_stream().wait_stream(stream)": "Only after a failed "
     "launch, or aborted collectives. test_memory_of_a_failed_launch_is_not_used_again_before_its_copies_are_done of "
     "tests/unit/test_streams.py fails.",
 }

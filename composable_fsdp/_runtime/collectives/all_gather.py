@@ -17,7 +17,7 @@ from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
 from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp._memory.device_capabilities import is_host
-from composable_fsdp._memory.streams import CommStreams, InFlight, Work
+from composable_fsdp._memory.streams import CommStreams, InFlight, Work, without_grad
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
 from composable_fsdp._sharding.process_groups import group_by_key
 
@@ -65,7 +65,13 @@ def launch_gather(
     gathering = _AllGather(buckets, device, label) if cached is None else CachedLaunch(cached, label)
     try:
         # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
-        return streams.gather.run(gathering.launch, gathering.finish, allocate=gathering.allocate, finish_in_wait=True)
+        return streams.gather.run(
+            gathering.launch,
+            gathering.finish,
+            allocate=gathering.allocate,
+            prepare=gathering.prepare,
+            finish_in_wait=True,
+        )
     except BaseException:
         if not gathering.writes_to_places:
             for bucket in buckets:
@@ -82,6 +88,8 @@ class _AllGather:
         self._device = device
         self._casts: list[torch.Tensor | None] = [None] * len(buckets)
         self._gathers: list[AllGatherBuffers] = []
+        self._messages: list[tuple[Communicator, list[Transfer], list[Transfer]]] = []
+        """The zero-copy and the packed transfers over each communicator."""
         self.writes_to_places = False
         """True while collectives in flight write directly into the unsharded memory."""
 
@@ -89,21 +97,33 @@ class _AllGather:
         """Allocate all but packed messages, which are small, or of a size that is not known yet."""
         self._casts = [bucket.allocate_gather() for bucket in self._buckets]
 
-    def launch(self) -> Work:
+    @without_grad
+    def prepare(self) -> None:
+        """Pack the messages."""
         self._await_readers()
         self._gathers = [bucket.prepare_gather(cast) for bucket, cast in zip(self._buckets, self._casts, strict=True)]
         self._casts = []
-        works: list[Work] = []
         communicators = [bucket.pgs.smaller or bucket.pgs.gather for bucket in self._buckets]
-        for communicator, gathers in group_by_key(communicators, self._gathers):
-            transfers = [transfer for gather in gathers for transfer in gather.zero_copy]
-            writes_to_places = bool(transfers)
-            transfers += pack_messages(gathers, communicator, self._device)
-            if communicator.traits.aliases and not transfers:  # shards are in place once all ranks reach the barrier
+        self._messages = [
+            (
+                communicator,
+                [transfer for gather in gathers for transfer in gather.zero_copy],
+                pack_messages(gathers, communicator, self._device),
+            )
+            for communicator, gathers in group_by_key(communicators, self._gathers)
+        ]
+
+    def launch(self) -> Work:
+        if not self._messages:
+            self.prepare()
+        works: list[Work] = []
+        for communicator, zero_copy, packed in self._messages:
+            if communicator.traits.aliases and not zero_copy and not packed:
+                # Shards are in place once all ranks reach the barrier.
                 works.append(communicator.launch(Collective.BARRIER, (), self._label))
             else:
-                works.append(communicator.launch(Collective.ALL_GATHER, transfers, self._label))
-            self.writes_to_places = self.writes_to_places or writes_to_places
+                works.append(communicator.launch(Collective.ALL_GATHER, zero_copy + packed, self._label))
+            self.writes_to_places = self.writes_to_places or bool(zero_copy)
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
     def _await_readers(self) -> None:
@@ -300,16 +320,25 @@ class CachedLaunch:
         self._gather = gather
         self._label = label
         self._rows: torch.Tensor | None = None
+        self._sent: torch.Tensor | None = None
 
     def allocate(self) -> None:
         """Allocate the rows."""
         self._rows = self._gather.allocate()
 
+    @without_grad
+    def prepare(self) -> None:
+        """Pack the message."""
+        assert self._rows is not None
+        self._sent = self._gather.pack(self._rows)
+
     def launch(self) -> Work:
         if self._rows is None:
             self._rows = self._gather.allocate()
-        transfer = Transfer(self._rows.view(-1), self._gather.pack(self._rows))
-        return self._gather.communicator.launch(Collective.ALL_GATHER, [transfer], self._label)
+        sent = self._gather.pack(self._rows) if self._sent is None else self._sent
+        return self._gather.communicator.launch(
+            Collective.ALL_GATHER, [Transfer(self._rows.view(-1), sent)], self._label
+        )
 
     def finish(self) -> None:
         assert self._rows is not None
