@@ -35,7 +35,7 @@ from tests.simulation.late_execution import Recording
 from tests.simulation.rules import break_rule, note_violation, reported
 from tests.simulation.stream_group import ALONE, StreamGroup, StreamWork
 
-__all__ = ["VARIANTS", "Contract", "Launch", "alone_backend", "contract_of", "stands_in"]
+__all__ = ["VARIANTS", "Contract", "Launch", "alone_backend", "stands_in"]
 
 DTYPES = frozenset(
     getattr(torch, name)
@@ -240,6 +240,8 @@ class _ContractGroup(StreamGroup):
         self._last = {stream.number: stream.clock[stream.number]}
         self._launches(operation, reads, is_async, stream)
         if not is_async:
+            if operation == "barrier":
+                stream.synchronize()
             return None
         event = stream.record_event()
         work = ContractWork(self, accelerator, event, (reads, writes), blocks=operation == "barrier")
@@ -402,11 +404,6 @@ def alone_backend() -> str:
     return _contracts[-1].backend if _contracts else ALONE
 
 
-def contract_of() -> Contract:
-    """Return the innermost stand-in."""
-    return _contracts[-1]
-
-
 @contextmanager
 def stands_in(
     variant: str, *, alone: bool = False, bound: bool = False, connection_seconds: float = 0.0
@@ -426,7 +423,7 @@ def stands_in(
             backend.backend_capability["nccl"] = ["cpu"]
         else:
             backend.register_backend(kind.backend_name, kind, devices=["cpu"])
-        if hasattr(dist, "config"):
+        if hasattr(getattr(dist, "config", None), "use_torchcomms"):
             stack.enter_context(cast(Any, dist).config.patch(use_torchcomms=variant == "torchcomms"))
         stack.enter_context(mock.patch.object(c10d, "_new_group_with_tag", partial(_new_group, contract)))
         manager = _closed_manager(c10d._coalescing_manager)
