@@ -19,7 +19,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from composable_fsdp._memory.device_capabilities import DeviceCapabilities, device_capabilities
+from composable_fsdp._memory.device_capabilities import DeviceCapabilities, capture_error, device_capabilities
 
 __all__ = ["CommStream", "CommStreams", "InFlight", "Work", "without_grad"]
 
@@ -113,9 +113,17 @@ class InFlight(Generic[T]):
         return result
 
     def synchronize(self) -> T:
-        """Like :meth:`wait`, but block the host too, for results that it will read."""
+        """Like :meth:`wait`, but block the host too, for results that it will read.
+
+        Raises:
+            LifecycleError: the stream is captured into a CUDA graph.
+        """
         result = self.wait()
         if self._event is not None:
+            if self._stream.device.is_capturing():
+                why = "the host must read which unused parameters have a gradient on another rank"
+                remedy = "Use all parameters, or call set_reduce_scatter_unused_params(True)."
+                raise capture_error("a backward", why, remedy)
             self._event.synchronize()
         return result
 
@@ -161,6 +169,7 @@ class CommStream:
 
     def __init__(self, name: str, device: DeviceCapabilities, priority: int) -> None:
         self.name = name
+        self.device = device
         self._module = device.module
         self._stream = device.module.Stream(priority=priority)
         self._is_null = not device.has_streams
