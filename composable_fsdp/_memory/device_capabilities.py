@@ -15,13 +15,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.errors import LifecycleError
-
 __all__ = [
     "BackendCapabilities",
     "DeviceCapabilities",
     "backend_capabilities",
-    "capture_error",
     "current_accelerator",
     "current_device",
     "default_generator",
@@ -61,11 +58,6 @@ class DeviceCapabilities:
     def is_capturing(self) -> bool:
         """Return whether the current stream is captured, into a CUDA graph."""
         return bool(getattr(self.module, "is_current_stream_capturing", bool)())
-
-
-def capture_error(name: str, why: str, remedy: str) -> LifecycleError:
-    """Return the error for what a CUDA graph cannot capture."""
-    return LifecycleError(f"{name} is captured into a CUDA graph, but {why}. {remedy} See docs/how-to/cuda-graphs.md.")
 
 
 def device_capabilities(device: torch.device) -> DeviceCapabilities:

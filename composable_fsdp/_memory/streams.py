@@ -19,9 +19,10 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from composable_fsdp._memory.device_capabilities import DeviceCapabilities, capture_error, device_capabilities
+from composable_fsdp._memory.device_capabilities import DeviceCapabilities, device_capabilities
+from composable_fsdp.errors import LifecycleError
 
-__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "without_grad"]
+__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "capture_error", "without_grad"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +45,11 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
             torch._C._set_grad_enabled(True)
 
     return run
+
+
+def capture_error(name: str, why: str, remedy: str) -> LifecycleError:
+    """Return the error for what a CUDA graph cannot capture."""
+    return LifecycleError(f"{name} is captured into a CUDA graph, but {why}. {remedy} See docs/how-to/cuda-graphs.md.")
 
 
 class Work(Protocol):

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from composable_fsdp._memory.device_capabilities import capture_error, device_capabilities
+from composable_fsdp._memory.device_capabilities import device_capabilities
+from composable_fsdp._memory.streams import capture_error
 
 __all__ = ["Clock", "Mark"]
 
