@@ -180,6 +180,7 @@ if TYPE_CHECKING:
     from composable_fsdp.diagnostics._timeline_files import merged, write_chrome_trace
     from composable_fsdp.optim import _local_step
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
+    from composable_fsdp.plugins.captured_passes import CapturedPasses
     from composable_fsdp.plugins.forward_order import ExecutionOrderWarning
     from composable_fsdp.plugins.gloo.connection import GlooConnection
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from composable_fsdp._memory.device_capabilities import device_capabilities
+from composable_fsdp._memory.streams import capture_error
 
 __all__ = ["Clock", "Mark"]
 
@@ -48,6 +49,8 @@ class Clock:
     def synchronize(self) -> None:
         """Block the host until all marks have been reached."""
         if self._module is not None:
+            if device_capabilities(self.device).is_capturing():
+                raise capture_error("a step", "calibrate() measures it", "Calibrate before the capture.")
             event = self._module.Event(enable_timing=True)
             event.record()
             event.synchronize()
