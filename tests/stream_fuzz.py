@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -81,6 +82,8 @@ def run_draw(draw: int, numbers: Sequence[int], orders: int, state: Path, end: f
     Args:
         variant: that of a stand-in for NCCL, or an empty text for the backend of the simulated accelerator.
     """
+    settings.register_profile("default", deadline=None)  # as in tests/conftest.py: a busy machine draws slowly
+    settings.load_profile("default")
     world_size = 4 if draw % IN_FOUR == IN_FOUR - 1 else 2
     drawn = list(DrawnPrograms(DRAW_SIZE, world_size, seed=draw).map_drawn())
     over = stands_in(variant, alone=True) if variant else nullcontext()
