@@ -65,7 +65,7 @@ def test_a_step_launches_as_fsdp2_does_and_no_more_often(mesh: str, variant: str
     for launches in (ours, unfused, theirs):
         assert {launch.is_async for launch in launches} == {False}
         assert not any(launch.stream.startswith("stream 0 ") for launch in launches), "none is on the default stream"
-    assert Counter(launch.operation for launch in unfused) == Counter(launch.operation for launch in theirs)
+    assert Counter(launch.operation for launch in unfused) <= Counter(launch.operation for launch in theirs)
     assert len(ours) <= len(theirs)
 
 

@@ -13,6 +13,7 @@ The variants are :data:`VARIANTS`: ``nccl``, the class of torch 2.11 to 2.14; ``
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -29,7 +31,9 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed import fsdp
 
+import composable_fsdp
 from tests.simulation.accelerator import ASYNCHRONOUS, SYNCHRONOUS, SimulatedAccelerator, SimulatedStream, active
 from tests.simulation.late_execution import Recording
 from tests.simulation.rules import break_rule, note_violation, reported
@@ -47,7 +51,7 @@ DTYPES = frozenset(
 """The dtypes that a collective may have."""
 REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 _REDUCTIONS = (*REDUCTIONS, dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
-_LIBRARIES = ("/composable_fsdp/", "/torch/distributed/fsdp/")
+_LIBRARIES = tuple(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (composable_fsdp, fsdp))
 _NEW_GROUP_SECONDS = 3.0
 """The time in which all ranks of the job have called ``new_group``, on one machine."""
 
@@ -394,7 +398,7 @@ def _frames() -> int:
     """Return the number of frames of this library or of torch's FSDP2 in the stack."""
     count, frame = 0, cast("FrameType | None", sys._getframe(1))
     while frame is not None:
-        count += any(part in frame.f_code.co_filename for part in _LIBRARIES)
+        count += frame.f_code.co_filename.startswith(_LIBRARIES)
         frame = frame.f_back
     return count
 
