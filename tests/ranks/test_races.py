@@ -49,7 +49,7 @@ def watch_the_host(calibrates: bool) -> tuple[list[list[str]], set[str]]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             threads.add(threading.current_thread().name)
-            if name in ("synchronize", "query"):
+            if name == "synchronize":
                 waits[-1].append(f"{owner.__name__}.{name}")
             return original(*args, **kwargs)
 
@@ -64,10 +64,10 @@ def watch_the_host(calibrates: bool) -> tuple[list[list[str]], set[str]]:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(8):
+        for step in range(9):
             waits.append([])
             if step == 4 and calibrates:
-                model.calibrate(1)
+                model.calibrate(3)
             model(torch.randn(8, 16)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -86,8 +86,8 @@ TOUCHING = {
 def test_the_host_waits_in_no_step_and_only_the_program_touches_the_device(calibrates: bool) -> None:
     for waits, threads in run_ranks(watch_the_host, 2, calibrates, environment=SOCKETS):
         assert threads == {"MainThread"}, "autograd runs the backward of CPU tensors in the thread that calls it"
-        assert not any(waits[2:4]), waits
-        assert any(waits[4:]) == calibrates, "only a measurement that the user asks for waits"
+        waiting = [step for step, found in enumerate(waits) if found and step]  # the first step compares the models
+        assert waiting == ([4, 5, 7] if calibrates else []), "two collectives are measured, and the result compared"
 
 
 class Branches(nn.Module):

@@ -117,6 +117,8 @@ class Calibration:
         """The seconds of the runtime's work in this step, without waits. Empty on devices with streams."""
         self._waited = 0.0
         """The seconds of the waits in this step."""
+        self._unread: list[tuple[float, dict[tuple[bool, str], float], list[tuple[bool, str, Mark, Mark]]]] = []
+        """The waits, host seconds and segments of steps that the device had not ended so far."""
         self._steps: list[tuple[float, Mapping[tuple[bool, str], float]]] = []
         """The seconds of each step: those of its waits, and those of computation by pass and group."""
         self.waited = 0.0
@@ -180,19 +182,21 @@ class Calibration:
         return found
 
     def _end_step(self) -> None:
-        """Add up the computation of the last step."""
+        """End the last step, and add up the computation of those that the device has ended. The host does not wait."""
         if self._segments:
-            self._clock.synchronize()
-            totals = self._host_seconds
-            for in_backward, group, begin, end in self._segments:
-                totals[in_backward, group] += self._clock.seconds(begin, end)
-            self._steps.append((self._waited, totals))
+            self._unread.append((self._waited, self._host_seconds, self._segments))
         self._segments, self._running, self._left = [], [], None
         self._host_seconds, self._waited = defaultdict(float), 0.0
+        while self._unread and self._clock.has_reached(self._unread[0][2][-1][3]):
+            waited, totals, segments = self._unread.pop(0)
+            for in_backward, group, begin, end in segments:
+                totals[in_backward, group] += self._clock.seconds(begin, end)
+            self._steps.append((waited, totals))
 
     def _agreed_costs(self) -> Costs:
         """Return the same costs on all ranks: medians of collectives, and the computation of the slowest rank."""
         own = [measure_copies(self._sizes[-1], self._clock)]
+        self._end_step()  # the device has ended all steps before that
         for cost in self._collectives.values():
             own += [cost.latency, cost.bandwidth]
         waited, seconds = _middle(self._steps)

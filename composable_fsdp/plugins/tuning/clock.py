@@ -43,22 +43,22 @@ class Clock:
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the seconds between two marks, after :meth:`synchronize`."""
+        """Return the seconds between two marks that the device has reached."""
         return end - begin if self._module is None else 1e-3 * float(begin.elapsed_time(end))
 
-    def synchronize(self) -> None:
-        """Block the host until all marks have been reached."""
-        if self._module is not None:
-            if device_capabilities(self.device).is_capturing():
-                raise capture_error("a step", "calibrate() measures it", "Calibrate before the capture.")
-            event = self._module.Event(enable_timing=True)
-            event.record()
-            event.synchronize()
+    def has_reached(self, mark: Mark) -> bool:
+        """Return whether the device has reached ``mark``, without waiting for it."""
+        if self._module is None:
+            return True
+        if device_capabilities(self.device).is_capturing():
+            raise capture_error("a step", "calibrate() measures it", "Calibrate before the capture.")
+        return bool(mark.query())
 
     def time(self, function: Callable[[], object]) -> float:
-        """Return the seconds that ``function`` takes on the device."""
+        """Return the seconds that ``function`` takes on the device. The host waits for it."""
         begin = self.mark()
         function()
         end = self.mark()
-        self.synchronize()
+        if self._module is not None:
+            end.synchronize()
         return self.seconds(begin, end)
