@@ -295,12 +295,18 @@ class Case:
 
 
 def train_cases(target: Target, result: Result, title: str, cases: list[Case], seconds: float) -> None:
-    """Train each case, within ``seconds``, and compare its losses with those of the first."""
+    """Train each case, within ``seconds`` for all, and compare its losses with those of the first."""
     rows, first = list[dict[str, Any]](), list[float]()
+    end = time.monotonic() + seconds
     for case in cases:
         begin = time.monotonic()
+        if end - begin < 5:
+            result.failures.append(f"{case.name}: no time was left for it")
+            continue
         try:
-            losses = run_ranks(rank_losses, target.pair, target, case, timeout=seconds, environment=case.environment)[0]
+            losses = run_ranks(
+                rank_losses, target.pair, target, case, timeout=min(60, end - begin), environment=case.environment
+            )[0]
         except AssertionError as error:
             result.failures.append(f"{case.name}: {last_error(error)}")
             rows.append({"case": case.name, "result": "failed", "seconds": time.monotonic() - begin})
@@ -347,7 +353,7 @@ def attachments(target: Target, result: Result) -> None:
     cases += [Case(name, (name,)) for name in names]
     cases += [Case("all that are on by default")]
     cases += [Case(off, off=off) for off in ("calibrate", "unsharded_params")]
-    train_cases(target, result, "Losses with one attachment at a time, beside those of the core alone", cases, 45)
+    train_cases(target, result, "Losses with one attachment at a time, beside those of the core alone", cases, 400)
 
 
 def backends(target: Target, result: Result) -> None:
@@ -366,7 +372,7 @@ def backends(target: Target, result: Result) -> None:
         for name, (backend, environment) in variants.items()
         for bound in (False, True)
     ]
-    train_cases(target, result, "Losses by the class of the backend", cases, 60)
+    train_cases(target, result, "Losses by the class of the backend", cases, 200)
 
 
 def rank_offload(target: Target) -> dict[str, float]:
@@ -843,8 +849,8 @@ class Section:
 SECTIONS = {
     "environment": Section("Devices, versions and settings.", environment, 60),
     "contexts": Section("Contexts on each GPU: one per process.", contexts, 120),
-    "attachments": Section("The core alone, then one attachment at a time.", attachments, 300),
-    "backends": Section("Both classes of NCCL, with and without `device_id=`.", backends, 150),
+    "attachments": Section("The core alone, then one attachment at a time.", attachments, 450),
+    "backends": Section("Both classes of NCCL, with and without `device_id=`.", backends, 240),
     "parity": Section("Losses beside torch's FSDP2 and an unsharded model.", parity, 240),
     "memory": Section("Peak memory of a step beside FSDP2.", memory, 120),
     "profile": Section("Copies, host waits, idle time and timeline of a step.", profile, 120),
