@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
+    from composable_fsdp._layout import pinned
     from composable_fsdp._layout import plan as layout_plan
     from composable_fsdp._layout.block import Box, Cut, ShardExtent
     from composable_fsdp._layout.bucket_layout import (
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._layout.grad_scaling import ReduceOp, Reduction, divide, plan_reduction
     from composable_fsdp._layout.pack import pack_gradient, take_shard, unpack_parameter
+    from composable_fsdp._layout.pinned import cut_pinned, pinned_bytes
     from composable_fsdp._layout.placement import cuts, data_parallel_placements, shard_within
     from composable_fsdp._layout.plan import (
         GradientMemory,
@@ -176,6 +178,7 @@ if TYPE_CHECKING:
     from composable_fsdp.diagnostics._timeline_files import merged, write_chrome_trace
     from composable_fsdp.optim import _local_step
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
+    from composable_fsdp.plugins.captured_passes import CapturedPasses
     from composable_fsdp.plugins.forward_order import ExecutionOrderWarning
     from composable_fsdp.plugins.gloo.connection import GlooConnection
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork

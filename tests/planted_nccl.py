@@ -197,6 +197,16 @@ def capture_a_step(before: Callable[[Any], object], inside: Callable[[Any], obje
     return run
 
 
+def wait_after_the_capture(device: SimulatedAccelerator, contract: Contract, broken: bool) -> None:
+    """Wait for an event that was recorded in a capture, after it or in it."""
+    with device.capture():
+        event = cpu.current_stream().record_event()
+        if not broken:
+            cpu.current_stream().wait_event(event)
+    if broken:
+        cpu.current_stream().wait_event(event)
+
+
 def fork_without_joining(_: object) -> None:
     side = cpu.Stream()
     side.wait_stream(cpu.current_stream())
@@ -280,7 +290,8 @@ ALONE: dict[str, list[Program]] = {
     "capture: isolation": [
         capture_a_step(
             lambda _: cpu.current_stream().record_event(), lambda event: cpu.current_stream().wait_event(event)
-        )
+        ),
+        wait_after_the_capture,
     ],
     "capture: fork": [capture_a_step(NOTHING, work_on_another_stream)],
     "capture: join": [capture_a_step(NOTHING, fork_without_joining)],

@@ -108,6 +108,11 @@ class ReduceLayout:
         return self.packed_numel - self.flags_width
 
     @property
+    def sharded_numel(self) -> int:
+        """The number of elements of the output without flags."""
+        return self.output.numel - self.flags_width
+
+    @property
     def wire_numel(self) -> int:
         """The number of elements that one reduction moves, over all ranks."""
         if not self.shards:

@@ -20,8 +20,9 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 import torch
 
 from composable_fsdp._memory.device_capabilities import DeviceCapabilities, device_capabilities
+from composable_fsdp.errors import LifecycleError
 
-__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "without_grad"]
+__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "capture_error", "without_grad"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +45,11 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
             torch._C._set_grad_enabled(True)
 
     return run
+
+
+def capture_error(name: str, why: str, remedy: str) -> LifecycleError:
+    """Return the error for what a CUDA graph cannot capture."""
+    return LifecycleError(f"{name} is captured into a CUDA graph, but {why}. {remedy} See docs/how-to/cuda-graphs.md.")
 
 
 class Work(Protocol):
@@ -113,9 +119,17 @@ class InFlight(Generic[T]):
         return result
 
     def synchronize(self) -> T:
-        """Like :meth:`wait`, but block the host too, for results that it will read."""
+        """Like :meth:`wait`, but block the host too, for results that it will read.
+
+        Raises:
+            LifecycleError: the stream is captured into a CUDA graph.
+        """
         result = self.wait()
         if self._event is not None:
+            if self._stream.device.is_capturing():
+                why = "the host must read which unused parameters have a gradient on another rank"
+                remedy = "Use all parameters, or call set_reduce_scatter_unused_params(True)."
+                raise capture_error("a backward", why, remedy)
             self._event.synchronize()
         return result
 
@@ -168,6 +182,7 @@ class CommStream:
 
     def __init__(self, name: str, device: DeviceCapabilities, priority: int, *, copies_ahead: bool = False) -> None:
         self.name = name
+        self.device = device
         self._module = device.module
         self._stream = device.module.Stream(priority=priority)
         self._first = device.module.Stream(priority=priority) if copies_ahead else self._stream

@@ -21,6 +21,8 @@ Plugin                  Does                                             On by d
 ``forward_order``       warns of a changed order of modules              all devices
 ``version_check``       finds parameters changed before their backward   all devices
 ``residuals``           commits and restores those of error feedback     all devices
+``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
+``compiled_codecs``     compiles codecs before the first step            accelerators
 ``profiler_labels``     labels hooks in profiles and in torch's log      all devices
 ``tuning``              measures costs, and chooses settings by them     no: opt-in by
                                                                          ``calibrate()``,
@@ -34,6 +36,8 @@ from __future__ import annotations
 from composable_fsdp._comm.communicator import SUM, Around, Collective, Communicator, Transfer
 from composable_fsdp._comm.factory import AROUND, TRANSPORTS
 from composable_fsdp._runtime.root.observer import OBSERVERS, Observer, Root
+from composable_fsdp.plugins.captured_passes import CapturedPasses
+from composable_fsdp.plugins.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.forward_order import ForwardOrder
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
@@ -87,6 +91,8 @@ DEFAULT: tuple[type[Observer], ...] = (
     PlainParameters,
     LateTies,
     OptimizerChecks,
+    CapturedPasses,  # before those that wait
+    CompiledCodecs,  # before ModelCheck, which communicates
     ModelCheck,
     ForwardOrder,
     VersionCheck,

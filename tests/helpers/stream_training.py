@@ -43,6 +43,7 @@ __all__ = [
     "give_costs",
     "train",
     "train_alone",
+    "with_unused",
 ]
 
 WIDTH, STEPS = 64, 3
@@ -75,6 +76,13 @@ class Block(nn.Module):
         if self.recomputes:
             return checkpoint(self.layers, x, use_reentrant=False)  # type: ignore[no-any-return]
         return self.layers(x)  # type: ignore[no-any-return]
+
+
+def with_unused(*blocks: nn.Module) -> nn.Sequential:
+    """Return a model of ``blocks``, each with a layer that no forward uses."""
+    for block in blocks:
+        block.unused = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(*blocks)
 
 
 class Branches(nn.Sequential):
@@ -163,6 +171,13 @@ def _hook_on_stream(model: Any) -> None:
 def _hook(model: Any) -> None:
     for module in (*model, model):
         module.set_all_reduce_hook(lambda output: output.mul_(2))
+
+
+def _adding_hook(model: Any) -> None:
+    """Give each parameter a gradient, as a hook does that adds those of ranks outside of the mesh."""
+    _unfuse(model)
+    for block in model:
+        block.set_all_reduce_hook(lambda output: output.add_(1))
 
 
 def _fail(model: Any) -> None:
@@ -292,6 +307,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "prepare": _unfuse,
     },
     "offload of weights only": {"library": _shard_with_weights_on_the_host},
+    "unused parameters": {"build": with_unused, "prepare": _unfuse},
+    "unused parameters and a hook": {"build": with_unused, "prepare": _adding_hook},
     "unused parameters reduced": {"prepare": lambda model: model.set_reduce_scatter_unused_params(True)},
     "sums held unsharded": {"hold": "set_requires_all_reduce", "prepare": _unfuse},
     "values of rank 0": {"sync_module_states": True},

@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests._internals import PATIENCE
 from tests.helpers.models import TASKS
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity, play_task
@@ -16,8 +17,8 @@ from tests.simulation.nccl import VARIANTS, stands_in
 from tests.simulation.rules import ContractViolation
 
 
-def train(variant: str, name: str) -> int:
-    with stands_in(variant) as contract:
+def train(variant: str, name: str, connection_seconds: float = 0.0) -> int:
+    with stands_in(variant, connection_seconds=connection_seconds) as contract:
         mesh = DeviceMesh.from_group(dist.new_group(backend=contract.backend), "cpu")
         with simulated_accelerator() as device:
             check_parity(TASKS[name].build, play_task(name), mesh=mesh, steps=3)
@@ -30,6 +31,11 @@ def train(variant: str, name: str) -> int:
 def test_training_keeps_the_contract_and_has_the_results_of_the_unsharded_model(variant: str, name: str) -> None:
     launches = run_ranks(train, 2, variant, name, environment=SOCKETS)
     assert launches[0] == launches[1] > 0
+
+
+def test_a_slow_first_operation_is_no_fault() -> None:
+    seconds = 1.5 * PATIENCE
+    assert all(run_ranks(train, 2, "nccl", "mlp", seconds, environment=SOCKETS))
 
 
 def violation_of(program: Program, variant: str, broken: bool) -> str:

@@ -246,6 +246,8 @@ class SimulatedStream:
         """Take part in the capture in which what this stream waits for was recorded."""
         if self.capture and capture != self.capture:
             break_rule("capture: isolation", f"{self}, which is captured, waits for {what} outside of the capture.")
+        if capture and capture != self.accelerator.capture_number:
+            break_rule("capture: isolation", f"{self} waits for {what} of a capture that has ended.")
         if capture == self.accelerator.capture_number:
             self.capture = capture
 
@@ -328,7 +330,7 @@ class SimulatedAccelerator:
 
     def check_destructor(self, what: str) -> None:
         """Note a violation if the calling thread has not set its device. Destructors cannot raise."""
-        if not getattr(self._thread, "has_device", False):
+        if self in active and not getattr(self._thread, "has_device", False):
             name = threading.current_thread().name
             note_violation("device of a destructor", f"{what} is destroyed in the thread {name!r}.")
 

@@ -13,13 +13,16 @@ The variants are :data:`VARIANTS`: ``nccl``, the class of torch 2.11 to 2.14; ``
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -28,13 +31,15 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed import fsdp
 
+import composable_fsdp
 from tests.simulation.accelerator import ASYNCHRONOUS, SYNCHRONOUS, SimulatedAccelerator, SimulatedStream, active
 from tests.simulation.late_execution import Recording
 from tests.simulation.rules import break_rule, note_violation, reported
 from tests.simulation.stream_group import ALONE, StreamGroup, StreamWork
 
-__all__ = ["VARIANTS", "Contract", "Launch", "alone_backend", "contract_of", "stands_in"]
+__all__ = ["VARIANTS", "Contract", "Launch", "alone_backend", "stands_in"]
 
 DTYPES = frozenset(
     getattr(torch, name)
@@ -46,18 +51,24 @@ DTYPES = frozenset(
 """The dtypes that a collective may have."""
 REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 _REDUCTIONS = (*REDUCTIONS, dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+_LIBRARIES = tuple(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (composable_fsdp, fsdp))
 _NEW_GROUP_SECONDS = 3.0
 """The time in which all ranks of the job have called ``new_group``, on one machine."""
 
 
 class Launch(NamedTuple):
-    """A launch of a communicator: one kernel, whatever the number of tensors."""
+    """A launch of a communicator: one kernel, whatever the number of tensors.
+
+    Args:
+        frames: the number of frames of this library, or of torch's FSDP2, from the hook of a module or of autograd.
+    """
 
     operation: str
     group: str
     tensors: int
     is_async: bool
     stream: str
+    frames: int
 
 
 @dataclass(eq=False)
@@ -76,8 +87,10 @@ class Contract:
     bound: bool = False
     connection_seconds: float = 0.0
     launches: list[Launch] = field(default_factory=list)
-    groups: int = 0
-    """The number of calls of ``new_group`` that were collective over the job."""
+    groups: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """The number of groups that ranks have made together, by ranks."""
+    new_group: Callable[..., Any] = c10d._new_group_with_tag
+    """The function of c10d."""
     ended_at: float | None = None
     """The time, of ``time.monotonic()``, at which a thread of NCCL would have ended the process."""
 
@@ -110,6 +123,22 @@ class ContractWork(StreamWork):
             self._accelerator.check_destructor("a work")
 
 
+class SeveralWorks(dist.Work):
+    """The works of coalesced collectives."""
+
+    def __init__(self, works: Sequence[ContractWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
 class _ContractGroup(StreamGroup):
     """A process group of a stand-in.
 
@@ -134,6 +163,8 @@ class _ContractGroup(StreamGroup):
         self._is_connected = self._is_destroyed = False
         self._last: dict[int, int] = {}
         """The clock of the last operation: the next one runs after it."""
+        self._coalesced_works: list[ContractWork] | deque[ContractWork] = deque(maxlen=0)
+        """The works since ``_start_coalescing``; none are kept outside of it."""
 
     def getBackendName(self) -> str:
         return self.backend_name
@@ -213,8 +244,13 @@ class _ContractGroup(StreamGroup):
         self._last = {stream.number: stream.clock[stream.number]}
         self._launches(operation, reads, is_async, stream)
         if not is_async:
+            if operation == "barrier":
+                stream.synchronize()
             return None
-        return ContractWork(self, accelerator, stream.record_event(), (reads, writes), blocks=operation == "barrier")
+        event = stream.record_event()
+        work = ContractWork(self, accelerator, event, (reads, writes), blocks=operation == "barrier")
+        self._coalesced_works.append(work)
+        return work
 
     def _stream_of(self, accelerator: SimulatedAccelerator) -> SimulatedStream:
         stream = self._stream
@@ -226,7 +262,7 @@ class _ContractGroup(StreamGroup):
     def _launches(self, operation: str, tensors: Sequence[Any], is_async: bool, stream: object) -> None:
         count = 1 if self.groups_launches else max(1, len(tensors))
         each = len(tensors) if self.groups_launches else min(1, len(tensors))
-        launch = Launch(operation, self.group_name, each, is_async, str(stream))
+        launch = Launch(operation, self.group_name, each, is_async, str(stream), _frames())
         self._contract.launches += [launch] * count
 
     def _check(
@@ -308,10 +344,13 @@ class _ContractGroup(StreamGroup):
 
         return self._coalesced("all_reduce", reduce, [tensors], options)
 
-    def _start_coalescing(self, device: Any) -> None: ...
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalesced_works = []
 
-    def _end_coalescing(self, device: Any) -> None:
-        """Return no work: the collectives between have theirs."""
+    def _end_coalescing(self, device: Any) -> Any:
+        """Return the work of all collectives since the start."""
+        works, self._coalesced_works = list(self._coalesced_works), deque(maxlen=0)
+        return SeveralWorks(works)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -355,14 +394,18 @@ _is_making_group: list[bool] = []
 """Not empty while c10d makes a group: it binds none to the CPU."""
 
 
+def _frames() -> int:
+    """Return the number of frames of this library or of torch's FSDP2 in the stack."""
+    count, frame = 0, cast("FrameType | None", sys._getframe(1))
+    while frame is not None:
+        count += frame.f_code.co_filename.startswith(_LIBRARIES)
+        frame = frame.f_back
+    return count
+
+
 def alone_backend() -> str:
     """Return the backend of a group without other processes: that of the innermost stand-in, or the default one."""
     return _contracts[-1].backend if _contracts else ALONE
-
-
-def contract_of() -> Contract:
-    """Return the innermost stand-in."""
-    return _contracts[-1]
 
 
 @contextmanager
@@ -384,11 +427,13 @@ def stands_in(
             backend.backend_capability["nccl"] = ["cpu"]
         else:
             backend.register_backend(kind.backend_name, kind, devices=["cpu"])
-        new_group = c10d._new_group_with_tag
-        stack.enter_context(mock.patch.object(c10d, "_new_group_with_tag", partial(_new_group, contract, new_group)))
+        if hasattr(getattr(dist, "config", None), "use_torchcomms"):
+            stack.enter_context(cast(Any, dist).config.patch(use_torchcomms=variant == "torchcomms"))
+        stack.enter_context(mock.patch.object(c10d, "_new_group_with_tag", partial(_new_group, contract)))
         manager = _closed_manager(c10d._coalescing_manager)
         for module in (dist, c10d):
             stack.enter_context(mock.patch.object(module, "_coalescing_manager", manager))
+            stack.enter_context(mock.patch.object(module, "split_group", partial(_split_group, contract)))
         _contracts.append(contract)
         try:
             yield contract
@@ -411,7 +456,7 @@ def _closed_manager(original: Any) -> Any:
     return manager
 
 
-def _new_group(contract: Contract, original: Any, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _new_group(contract: Contract, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Make a group as ``_new_group_with_tag`` does, and check who calls it."""
     is_local = bool(kwargs.get("use_local_synchronization"))
     if contract.variant == "torchcomms" and is_local:
@@ -420,12 +465,9 @@ def _new_group(contract: Contract, original: Any, ranks: Any = None, *args: Any,
     if contract.bound and contract.variant == "nccl2" and not (is_member or is_local or _is_of_a_mesh()):
         break_rule("new group of others", f"Rank {dist.get_rank()} called new_group({ranks}).")
     if (contract.bound or contract.variant == "torchcomms") and (is_member or not is_local):
-        _meet(contract, ranks)
-    _is_making_group.append(True)
-    try:
-        return original(ranks, *args, **kwargs)
-    finally:
-        _is_making_group.pop()
+        _meet(contract, f"new_group({ranks})", range(dist.get_world_size()))
+    with _making_group():
+        return contract.new_group(ranks, *args, **kwargs)
 
 
 def _is_of_a_mesh() -> bool:
@@ -436,17 +478,40 @@ def _is_of_a_mesh() -> bool:
     return frame is not None
 
 
-def _meet(contract: Contract, ranks: Any) -> None:
-    """Wait until all ranks of the job make a group, or raise a violation."""
-    contract.groups += 1
+def _split_group(contract: Contract, parent: Any = None, split_ranks: Any = None, *_: Any, **kwargs: Any) -> Any:
+    """Make a group of a part of ``parent`` as ``split_group`` does."""
+    parent = parent or kwargs.get("parent_pg") or dist.group.WORLD
+    if not (contract.bound or contract.variant == "torchcomms"):
+        raise RuntimeError("No device associated with the default pg, not safe to split any process groups")
+    known = dist.get_process_group_ranks(parent)
+    _meet(contract, f"split_group({split_ranks})", known)
+    part = next((part for part in split_ranks if dist.get_rank(parent) in part), None)
+    if part is None:
+        return None
+    backend = dist.get_backend_config(parent)
+    with _making_group():
+        return contract.new_group([known[rank] for rank in part], backend=backend, use_local_synchronization=True)
+
+
+@contextmanager
+def _making_group() -> Iterator[None]:
+    _is_making_group.append(True)
+    try:
+        yield
+    finally:
+        _is_making_group.pop()
+
+
+def _meet(contract: Contract, what: str, ranks: Sequence[int]) -> None:
+    """Wait until all of ``ranks`` make a group, or raise a violation."""
+    number = contract.groups[tuple(ranks)] = contract.groups.get(tuple(ranks), 0) + 1
     if contract.alone:
         return
-    size, key = dist.get_world_size(), f"stand-in/new_group/{contract.groups}"
+    size, key = len(ranks), f"stand-in/{ranks}/{number}"
     store, end = c10d._get_default_store(), time.monotonic() + _NEW_GROUP_SECONDS
     came = store.add(key, 1)
     while came < size and time.monotonic() < end:
         time.sleep(0.01)
         came = store.add(key, 0)
     if came < size:
-        detail = f"Rank {dist.get_rank()} called new_group({ranks}), and {size - came} of {size} ranks did not."
-        break_rule("new group", detail)
+        break_rule("new group", f"Rank {dist.get_rank()} called {what}, and {size - came} of {size} ranks did not.")

@@ -88,8 +88,9 @@ RULES = {
         f"{_NOTES}; pytorch/torchtitan#4143",
     ),
     "capture: isolation": Rule(
-        "A captured stream waits only for events that were recorded in the same capture.",
-        "cudaErrorStreamCaptureIsolation; pytorch/torchtitan#4143",
+        "A captured stream waits only for events that were recorded in the same capture, and nothing waits for these "
+        "afterwards.",
+        "cudaErrorStreamCaptureIsolation, cudaErrorCapturedEvent; pytorch/torchtitan#4143",
     ),
     "capture: fork": Rule(
         "While a stream is captured, other streams work only after they have waited for a captured one.",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from tests.helpers.nccl_page import PAGE, part_of, rules_table
+from tests.helpers.stream_training import alone
 from tests.planted_nccl import ALONE, NEEDS, ON_RANKS, Program
 from tests.simulation import simulated_accelerator
 from tests.simulation.nccl import VARIANTS, stands_in
@@ -45,3 +49,22 @@ def test_each_rule_catches_its_planted_fault(rule: str, program: Program, varian
 
 def test_each_rule_has_a_planted_fault() -> None:
     assert RULES.keys() == {*ALONE, *ON_RANKS}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_only_a_barrier_blocks_the_host(variant: str, is_async: bool) -> None:
+    def is_done_after(launch: Callable[..., Any], *tensors: torch.Tensor) -> bool:
+        event: Any = torch.cpu.current_stream().record_event()  # type: ignore[func-returns-value]
+        work = launch(*tensors, async_op=is_async)
+        if work is not None:
+            work.wait()
+        return bool(event.query())
+
+    with stands_in(variant, alone=True), alone(), simulated_accelerator():
+        assert not is_done_after(dist.all_reduce, torch.ones(4))
+        assert is_done_after(dist.barrier)
+
+
+def test_the_page_has_each_rule_with_its_source_and_its_fault() -> None:
+    assert part_of(PAGE.read_text(), "rules") == rules_table(), "python -m tests.helpers.nccl_page writes it"

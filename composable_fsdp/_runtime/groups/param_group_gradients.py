@@ -511,15 +511,28 @@ class PendingReduction:
         """Launch the second stage, which waited for the first."""
         self._pending.start()
 
-    @labelled("post_backward_rs_wait", lambda self: describe_groups([member.name for member in self.launch.members]))
+    @labelled(
+        "post_backward_rs_wait", lambda self, *_: describe_groups([member.name for member in self.launch.members])
+    )
     @without_grad
-    def complete(self) -> None:
-        """Wait, and set the sharded gradients; a partial reduction keeps its sums instead."""
+    def complete(self, unread: list[PendingReduction] | None = None) -> None:
+        """Wait, and set the sharded gradients; a partial reduction keeps its sums instead.
+
+        Args:
+            unread: earlier reductions that wait for the host. If there are any, or if flags would block the host, only
+                the stream waits: this reduction holds no buffers then, and joins them.
+        """
         launch, begin = self.launch, trace.now() if trace.listeners else None
         offloaded = any(map(_is_offloaded, launch.members))
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
+        if unread is not None and (unread or any(bucket.may_come_later for bucket in reduced)):
+            unread.append(self)
+            return
         try:
             for bucket in reduced:
+                if bucket.flags is not None:
+                    self._pending.synchronize()
+                    bucket = bucket.select()
                 accept_gradients(bucket.parameters, bucket.gradients)
         except RuntimeError:
             for parameter in (each for bucket in reduced for each in bucket.parameters):

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from composable_fsdp._memory.device_capabilities import device_capabilities
+from composable_fsdp._memory.streams import capture_error
 
 __all__ = ["Clock", "Mark"]
 
@@ -47,7 +48,11 @@ class Clock:
 
     def has_reached(self, mark: Mark) -> bool:
         """Return whether the device has reached ``mark``, without waiting for it."""
-        return self._module is None or bool(mark.query())
+        if self._module is None:
+            return True
+        if device_capabilities(self.device).is_capturing():
+            raise capture_error("a step", "calibrate() measures it", "Calibrate before the capture.")
+        return bool(mark.query())
 
     def time(self, function: Callable[[], object]) -> float:
         """Return the seconds that ``function`` takes on the device. The host waits for it."""
