@@ -164,11 +164,10 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._safetensors.save_safetensors import Replacement, TensorSpec, dtype_code
     from composable_fsdp.checkpoint._state_dict import forms, loader, model
     from composable_fsdp.checkpoint._state_dict.forms import Form
-    from composable_fsdp.checkpoint._state_dict.names import entries_of, parameter_names, plain_name
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
+    from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names, plain_name
     from composable_fsdp.checkpoint._tools.convert import convert
-    from composable_fsdp.checkpoint._tools.sources import Kind, open_source
-    from composable_fsdp.checkpoint._tools.verify import verify
+    from composable_fsdp.checkpoint._tools.sources import Kind, open_source, verify
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
     from composable_fsdp.codecs._hadamard import hadamard_

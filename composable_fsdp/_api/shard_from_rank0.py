@@ -20,7 +20,7 @@ from composable_fsdp._runtime.shard_extent import shardings_of, states_below
 from composable_fsdp.checkpoint._coordination.mismatch import tensor_text
 from composable_fsdp.checkpoint._state_dict.forms import Full, fill
 from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks
-from composable_fsdp.checkpoint._state_dict.names import plain_name
+from composable_fsdp.checkpoint._state_dict.tensors import plain_name
 from composable_fsdp.errors import ConfigurationError, ParameterError
 
 __all__ = ["shard_from_rank0"]

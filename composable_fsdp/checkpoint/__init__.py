@@ -10,8 +10,12 @@ from composable_fsdp.checkpoint._safetensors.load_safetensors import load_safete
 from composable_fsdp.checkpoint._safetensors.save_safetensors import save_safetensors
 from composable_fsdp.checkpoint._state_dict.forms import Full, Local, Sharded
 from composable_fsdp.checkpoint._state_dict.model import load_state_dict, state_dict, state_dict_form
-from composable_fsdp.checkpoint._state_dict.optimizer import load_optimizer_state_dict, optimizer_state_dict
-from composable_fsdp.checkpoint._state_dict.rekey import rekey_optimizer, rekey_optimizer_state_dict
+from composable_fsdp.checkpoint._state_dict.optimizer import (
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    rekey_optimizer,
+    rekey_optimizer_state_dict,
+)
 
 __all__ = [
     "Full",

@@ -16,10 +16,7 @@ __all__ = ["check_arguments", "progress_bar", "wants_progress"]
 
 
 def check_arguments(signature: str, path: object, model: object, optimizer: object = None) -> None:
-    """Raise ``ArgumentTypeError`` if an argument has a wrong type, as when two are swapped. It shows ``signature``.
-
-    Wrappers of optimizers have ``param_groups`` too.
-    """
+    """Raise ``ArgumentTypeError``, which shows ``signature``, if a type is wrong, as when two arguments are swapped."""
     for name, value, fits, wanted in (
         ("path", path, isinstance(path, (str, os.PathLike)), "a str or a path"),
         ("model", model, isinstance(model, nn.Module), "an nn.Module"),
@@ -30,11 +27,7 @@ def check_arguments(signature: str, path: object, model: object, optimizer: obje
 
 
 def wants_progress(asked: bool | None) -> bool:
-    """Return True if a progress bar is to be shown. ``None``: if stderr is a terminal and ``rich`` is installed.
-
-    Raises:
-        ConfigurationError: ``asked`` is True, but ``rich`` is not installed.
-    """
+    """Return True if a progress bar is to be shown. ``None``: if stderr is a terminal and ``rich`` is installed."""
     installed = importlib.util.find_spec("rich") is not None
     if asked and not installed:
         raise ConfigurationError('progress=True needs rich: pip install "composable-fsdp[cli]".')

@@ -34,7 +34,6 @@ from composable_fsdp._runtime.params.sharded_param import alias_of
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
-from composable_fsdp.checkpoint._state_dict.names import tensors_of
 from composable_fsdp.checkpoint._state_dict.optimizer import (
     OptimizerParam,
     OptimizerParams,
@@ -42,7 +41,7 @@ from composable_fsdp.checkpoint._state_dict.optimizer import (
     merge_flags,
     shard_flags,
 )
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, checksum, tensors_of
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
@@ -127,11 +126,7 @@ def contents_of(
     rank: int,
     merged: OptimizerEntries,
 ) -> Contents:
-    """Return everything that this rank has to save. Tensors are not copied. ``merged`` has entries of all ranks.
-
-    Raises:
-        CheckpointError: the model is on the meta device, or a part of ``extra`` cannot be pickled.
-    """
+    """Return everything that this rank has to save. Tensors are not copied. ``merged`` has entries of all ranks."""
     contents = Contents()
     tensors, others = tensors_of(model)
     for first, *shared in tensors:

@@ -18,8 +18,9 @@ import re
 import shutil
 import socket
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,14 @@ __all__ = [
     "Manifest",
     "PartialCheckpoint",
     "candidates",
+    "check_file",
     "checkpoints_at",
     "complete",
     "damage_text",
     "find",
     "latest",
     "leftovers",
-    "problem_of",
+    "problem_with",
     "problems_of",
     "read_manifest",
     "step_of",
@@ -98,11 +100,7 @@ def leftovers(path: str | os.PathLike[str]) -> list[str]:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` if it is a checkpoint, else the newest checkpoint in the folder ``path``.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is incomplete or has lost its manifest.
-    """
+    """Return the first of :func:`checkpoints_at`. Raise ``CheckpointError`` if it has lost its manifest."""
     found = checkpoints_at(path)[0]
     if not (found / MANIFEST).is_file() and not (found == Path(path) and (found / METADATA).is_file()):
         raise CheckpointError(f"{found / MANIFEST} is missing.")
@@ -138,9 +136,6 @@ class PartialCheckpoint:
 
     The constructor locks the folder and removes what killed saves left behind. With the lock held, no other process can
     be writing these directories.
-
-    Raises:
-        CheckpointError: another process is saving into the folder.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -245,15 +240,9 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of one checkpoint.
+    """The description of one checkpoint: its step, the number of ranks that saved, and versions that they had.
 
-    Attributes:
-        step: training step.
-        ranks: number of ranks that saved.
-        files: files by name, except the manifest, which contains its own checksum.
-        tensors: shape and dtype of each tensor by key, including aliases, for people.
-        library: version of composable_fsdp that saved.
-        torch: version of torch that saved.
+    ``files`` are all but the manifest, which contains its own checksum. ``tensors`` are shapes and dtypes by key.
     """
 
     step: int
@@ -325,18 +314,28 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
 
 
-def problem_of(path: Path, record: FileRecord, *, contents: bool = True) -> str:
-    """Return what is wrong with the file ``path``, or an empty text. Without ``contents`` only its size is compared."""
+def check_file(path: Path, record: FileRecord, *, contents: bool = True) -> None:
+    """Raise ``CheckpointError`` if the file differs from its ``record``; only in size unless ``contents``."""
     try:
         size = path.stat().st_size
         crc32 = _crc32(path) if contents and size == record.bytes else record.crc32
     except FileNotFoundError:
-        return f"{path} is missing."
+        raise CheckpointError(f"{path} is missing.") from None
     except OSError as error:
-        return f"{path} cannot be read: {error}."
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if size != record.bytes:
-        return f"{path} has {size} bytes instead of {record.bytes}: it is truncated or overwritten."
-    return "" if crc32 == record.crc32 else f"{path} is damaged: its CRC-32 is {crc32} instead of {record.crc32}."
+        raise CheckpointError(f"{path} has {size} bytes instead of {record.bytes}: it is truncated or overwritten.")
+    if crc32 != record.crc32:
+        raise CheckpointError(f"{path} is damaged: its CRC-32 is {crc32} instead of {record.crc32}.")
+
+
+def problem_with(check: Callable[[], object]) -> str:
+    """Return the text of the ``CheckpointError`` that ``check`` raises, or an empty text."""
+    try:
+        check()
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _crc32(path: Path) -> str:
@@ -348,17 +347,14 @@ def _crc32(path: Path) -> str:
 
 
 def problems_of(checkpoint: Path, *, contents: bool = True) -> Iterator[str]:
-    """Yield a sentence for each damaged file of ``checkpoint``, as :func:`problem_of` says.
-
-    Raises:
-        CheckpointError: the manifest has a newer format.
-    """
+    """Yield a sentence for each damaged file of ``checkpoint``. A newer format of the manifest is an error."""
     manifest, problem = read_manifest(checkpoint)
     if manifest is None:
         yield problem
         return
-    found = (problem_of(checkpoint / name, each, contents=contents) for name, each in manifest.share().items())
-    yield from filter(None, found)
+    for name, record in manifest.share().items():
+        if problem := problem_with(partial(check_file, checkpoint / name, record, contents=contents)):
+            yield problem
 
 
 def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:

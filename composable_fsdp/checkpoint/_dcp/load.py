@@ -12,6 +12,7 @@ import os
 import pickle
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,17 +41,17 @@ from composable_fsdp.checkpoint._dcp.contents import communication_of, set_rando
 from composable_fsdp.checkpoint._dcp.directory import (
     MANIFEST,
     Manifest,
+    check_file,
     checkpoints_at,
     damage_text,
-    problem_of,
+    problem_with,
     read_manifest,
 )
 from composable_fsdp.checkpoint._dcp.storage import Blocks, read, read_metadata
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
-from composable_fsdp.checkpoint._state_dict.names import plain_name, prepare_for_access, tensors_of
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, has_shards_shape
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, plain_name, prepare_for_access, tensors_of
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
@@ -121,9 +122,9 @@ def load(
     loader = _Load(ranks, Path(path), contents=verify, fallback=fallback, show=show)
     loader.prepare(model, optimizer, averages, strict=strict, weights_only=weights_only)
     loader.read()
-    if restore_rng:
-        loader.restore_random_state()
-    return loader.extra
+    if restore_rng and loader.same_ranks and (state := loader.of_rank("random")) is not None:
+        set_random_state(state)
+    return cast(dict[str, Any], loader.of_rank("extra") or {})
 
 
 _Fit = tuple[Mismatch, bool | None]
@@ -131,11 +132,7 @@ _Fit = tuple[Mismatch, bool | None]
 
 
 class _Load:
-    """One load on one rank.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or the one to load is damaged.
-    """
+    """One load on one rank. The constructor finds the checkpoint, and raises if it is damaged."""
 
     def __init__(self, ranks: RankGroup, path: Path, *, contents: bool, fallback: bool, show: bool) -> None:
         self._ranks = ranks
@@ -143,8 +140,8 @@ class _Load:
         self._show = show and ranks.rank == 0
         self.folder, self._manifest = self._choose(path, contents, fallback)
         self._is_verified = contents or self._manifest is None
-        self._same_ranks = self._manifest is not None and self._manifest.ranks == ranks.size
-        self._rank_prefix = f"ranks.{ranks.rank if self._same_ranks else 0}"
+        self.same_ranks = self._manifest is not None and self._manifest.ranks == ranks.size
+        self._rank_prefix = f"ranks.{ranks.rank if self.same_ranks else 0}"
 
     def _choose(self, path: Path, contents: bool, fallback: bool) -> tuple[Path, Manifest | None]:
         """Return the checkpoint to load and its manifest, if any; equal on all ranks."""
@@ -183,7 +180,7 @@ class _Load:
             total = sum(record.bytes for record in share.values())
             with progress_bar(self._show and contents, f"verifying {checkpoint.name}", total) as done:
                 for name, record in share.items():
-                    if found := problem_of(checkpoint / name, record, contents=contents):
+                    if found := problem_with(partial(check_file, checkpoint / name, record, contents=contents)):
                         return found
                     done(record.bytes)
             return ""
@@ -233,15 +230,9 @@ class _Load:
         except CheckpointError as error:
             raise error from failure
 
-    def restore_random_state(self) -> None:
-        state = self._objects.get(f"{self._rank_prefix}.random")
-        if self._same_ranks and state is not None:
-            set_random_state(state)
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """The ``extra`` that this rank saved, or rank 0 if the number of ranks has changed."""
-        return cast(dict[str, Any], self._objects.get(f"{self._rank_prefix}.extra", {}))
+    def of_rank(self, name: str) -> Any:
+        """Return the object that this rank saved, or rank 0 if the number of ranks has changed."""
+        return self._objects.get(f"{self._rank_prefix}.{name}")
 
     def _check_reads(self, reads: list[tuple[bool, str]]) -> None:
         """Raise if a rank had a problem, the second of its pair. The first says if it has changed anything."""
@@ -262,7 +253,7 @@ class _Load:
         if differences:
             logger.warning("%s is loaded in part.\n%s", self.folder, differences)
         codecs = {fits_communication for _, fits_communication in fits}
-        loads = self._same_ranks and True in codecs and False not in codecs
+        loads = self.same_ranks and True in codecs and False not in codecs
         if not loads and (codecs != {None} or self._plan.has_codec_state):
             logger.warning(
                 "%s: the state of codecs with error feedback is not loaded: it was saved on another number of ranks "
@@ -322,13 +313,12 @@ class _RestorePlan:
         self._parts: dict[str, LocalShard] = {}
         self._absent: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
         """Local tensors, with memory for those of their inner tensors that are None so far, by attribute."""
-        self._state_memory: dict[str, torch.Tensor] = {}
-        """Memory for optimizer state that has inner tensors, by key."""
+        self._state: dict[str, dict[str, Any]] = {}
+        """The optimizer's state by parameter name. Its new tensors are empty until they are read."""
         self._by_module: dict[str, Any] = {}
         """Values that modules load through ``load_state_dict``, by plain name."""
         self._params: OptimizerParams | None = None
         self._groups: list[Mapping[str, Any] | None] = []
-        self._states = self._state_keys()
         prepare_for_access(model)
         self._communication = communication_of(model)
         self.mismatch = Mismatch()
@@ -346,7 +336,6 @@ class _RestorePlan:
 
     def run(self, folder: Path, *, communication: bool, show: bool) -> None:
         """Read this rank's shards of everything. If it raises and ``has_changed``, the model is loaded in part."""
-        state = {} if self._params is None else self._allocate_state(self._params)
         if communication:
             for name, each in self._communication.items():
                 self._parts[f"communication.{name}.residual"] = LocalShard(each["residual"])
@@ -368,7 +357,7 @@ class _RestorePlan:
                     setattr(tensor, attribute, value)
             self._load_through_modules()
         if self._params is not None:
-            self._params.load(self._groups, state, {})
+            self._params.load(self._groups, self._state, {})
         if self._averages is not None:
             self._averages.steps = self._objects.get("averages.steps", self._averages.steps)
         if communication and self._communication:
@@ -442,7 +431,7 @@ class _RestorePlan:
         return (tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
     def _match_optimizer(self, optimizer: Optimizer) -> None:
-        saved_groups, states = _saved_param_groups(self._objects), self._states
+        saved_groups, states = _saved_param_groups(self._objects), self._state_keys()
         self._params = params = OptimizerParams(self._model, optimizer)
         if saved_groups:
             self._groups = params.match_groups(saved_groups, self.mismatch)
@@ -452,24 +441,32 @@ class _RestorePlan:
         for name in states.keys() - params.members.keys():
             self.mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
         for member in params.members.values():
+            existing = params.state_of(member)
             for key, full_key in states.get(member.name, {}).items():
-                if full_key in self._records:
-                    self._match_inner_state(member, params.state_of(member).get(key), key, full_key)
+                value = self._match_state(member, existing.get(key), key, full_key)
+                self._state.setdefault(member.name, {})[key] = value
 
-    def _match_inner_state(self, member: OptimizerParam, value: Any, key: str, full_key: str) -> None:
-        """Find or allocate the tensor for optimizer state that has inner tensors: only its own class can create one."""
-        name, kind = f"optimizer state {key} of {member.name}", self._records[full_key].kind
-        if value is None:
+    def _match_state(self, member: OptimizerParam, existing: Any, key: str, full_key: str) -> Any:
+        """Return the value to load: the optimizer's own tensor where it fits, else a new one."""
+        saved, record = self._saved.get(full_key), self._records.get(full_key)
+        if isinstance(saved, TensorStorageMetadata):
+            value, self._parts[full_key] = _allocate(key, saved, member, existing)
+            return value
+        if record is None:
+            return self._objects[full_key]
+        name = f"optimizer state {key} of {member.name}"
+        if existing is None:  # only its own class can create a tensor that has inner tensors
             local = local_part(member.parameter)
-            if class_name(local) != kind:
-                self.mismatch.classes[name] = f"a {kind}, which the optimizer has not made so far. Step it once first"
-                return
-            dtype = getattr(torch, self._records[full_key].dtype)
-            value = like(member.parameter, torch.empty_like(local, dtype=dtype, requires_grad=False))
-        self._state_memory[full_key] = value
-        plain = has_shards_shape(value, member)
-        part = alias_of(cast(DTensor, member.parameter), value) if plain else value
+            if class_name(local) != record.kind:
+                text = f"a {record.kind}, which the optimizer has not made so far. Step it once first"
+                self.mismatch.classes[name] = text
+                return None
+            dtype = getattr(torch, record.dtype)
+            existing = like(member.parameter, torch.empty_like(local, dtype=dtype, requires_grad=False))
+        is_shard = has_shards_shape(existing, member)
+        part = alias_of(cast(DTensor, member.parameter), existing) if is_shard else existing
         self._match_tensor(full_key, name, LocalShard(part, member.sharding))
+        return existing
 
     def _state_keys(self) -> dict[str, dict[str, str]]:
         """Return the checkpoint's keys of optimizer state by parameter name and state key."""
@@ -482,22 +479,6 @@ class _RestorePlan:
             if record.path[:2] == ("optimizer", "state"):
                 found.setdefault(record.path[2], {})[record.path[3]] = key
         return found
-
-    def _allocate_state(self, params: OptimizerParams) -> dict[str, dict[str, Any]]:
-        """Allocate state by parameter name. The optimizer's own tensors are used where they fit."""
-        state: dict[str, dict[str, Any]] = {}
-        for member in params.members.values():
-            existing = params.state_of(member)
-            for key, full_key in self._states.get(member.name, {}).items():
-                saved = self._saved.get(full_key)
-                if saved is None:
-                    value = self._state_memory[full_key]
-                elif isinstance(saved, TensorStorageMetadata):
-                    value, self._parts[full_key] = _allocate(key, saved, member, existing.get(key))
-                else:
-                    value = self._objects[full_key]
-                state.setdefault(member.name, {})[key] = value
-        return state
 
     def _matches_communication(self) -> bool:
         found = {name: self._spec(f"communication.{name}.residual") for name in self._communication}

@@ -29,7 +29,7 @@ from composable_fsdp.checkpoint._dcp.directory import FileRecord, PartialCheckpo
 from composable_fsdp.checkpoint._dcp.storage import ChecksummingWriter, SavePlanner
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
-from composable_fsdp.checkpoint._state_dict.names import prepare_for_access
+from composable_fsdp.checkpoint._state_dict.tensors import prepare_for_access
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 
 __all__ = ["save"]

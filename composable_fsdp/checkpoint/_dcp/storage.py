@@ -162,11 +162,8 @@ def read(
 # -- files
 
 
-class _ChecksummingFile(io.FileIO):
-    """A file that computes a checksum of the bytes written. Writes must be sequential, as DCP's are.
-
-    It has no buffer, since DCP syncs its files before it flushes them.
-    """
+class _RawFile(io.FileIO):
+    """A file that computes a checksum of the bytes written. Writes must be sequential, as DCP's are."""
 
     checksum = 0
     bytes = 0
@@ -174,17 +171,22 @@ class _ChecksummingFile(io.FileIO):
     """The error of a failed write. torch's zip writer replaces it by one that does not say the reason."""
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        done = 0
         try:
-            while done < len(view):
-                done += super().write(view[done:])
+            count = super().write(data)
         except OSError as error:
             self.error = error
             raise
-        self.checksum = zlib.crc32(view, self.checksum)
-        self.bytes += done
-        return done
+        self.checksum = zlib.crc32(memoryview(data)[:count], self.checksum)
+        self.bytes += count
+        return count
+
+
+class _BufferedFile(io.BufferedWriter):
+    """A file that can be synced at any time: DCP syncs its files before it has flushed them."""
+
+    def fileno(self) -> int:
+        self.flush()
+        return super().fileno()
 
 
 class _ChecksummingFileSystem(FileSystem):
@@ -195,15 +197,16 @@ class _ChecksummingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        with _ChecksummingFile(path, mode) as file:
-            try:
+        raw = _RawFile(path, mode)
+        try:
+            with _BufferedFile(raw) as file:
                 yield file
-            except (OSError, RuntimeError) as error:
-                cause = error if isinstance(error, OSError) else file.error
-                if cause is None:
-                    raise
-                raise OSError(cause.errno, cause.strerror, str(path)) from error
-        self.records[Path(path).name] = FileRecord(file.bytes, f"{file.checksum:08x}")
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else raw.error
+            if cause is None:
+                raise
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        self.records[Path(path).name] = FileRecord(raw.bytes, f"{raw.checksum:08x}")
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)

@@ -28,8 +28,7 @@ from composable_fsdp.checkpoint._coordination.mismatch import (
 )
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
 from composable_fsdp.checkpoint._state_dict.loader import digest
-from composable_fsdp.checkpoint._state_dict.names import prepare_for_access, tensors_of
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, prepare_for_access, tensors_of
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = [

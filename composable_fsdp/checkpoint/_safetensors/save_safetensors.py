@@ -47,7 +47,7 @@ from composable_fsdp.checkpoint._safetensors.load_safetensors import (
     KeyMap,
     keyed_tensors,
 )
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = ["FileLayout", "Replacement", "TensorSpec", "dtype_code", "save_safetensors", "sync"]

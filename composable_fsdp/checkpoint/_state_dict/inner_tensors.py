@@ -19,11 +19,11 @@ from enum import Enum
 from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp._layout.block import Ranges, ShardExtent
+from composable_fsdp._runtime.params.tensor_subclass import is_wrapper
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, checksum
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [
@@ -49,23 +49,19 @@ REPLICATED, IRREGULAR = (-1, 1), (-1, 0)
 
 def has_inner(part: LocalShard) -> bool:
     """Return whether ``part`` is saved as inner tensors."""
-    return _is_wrapper(part.local)
+    return is_wrapper(part.local)
 
 
 def refuse_unknown(key: str, part: LocalShard) -> None:
     """Raise ``CheckpointError`` if the class of ``part`` has ``__torch_dispatch__``, but no ``__tensor_flatten__``."""
     local = part.local
-    if type(local) is torch.Tensor or _is_wrapper(local):
+    if type(local) is torch.Tensor or is_wrapper(local):
         return
     raise CheckpointError(
         f"{key} cannot be saved: its class {class_name(local)} has __torch_dispatch__ and no __tensor_flatten__, so "
         "nothing says which plain tensors it consists of. Give the class __tensor_flatten__ and __tensor_unflatten__, "
         "or leave the tensor out of the state dict and make it again after load()."
     )
-
-
-def _is_wrapper(tensor: Any) -> bool:
-    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 # -- one rank's view
@@ -116,7 +112,7 @@ def _inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     found = {}
     for name in cast(Any, tensor).__tensor_flatten__()[0]:
         inner = LocalShard(getattr(tensor, name)).local
-        if _is_wrapper(inner):
+        if is_wrapper(inner):
             found.update({f"{name}.{deeper}": each for deeper, each in _inner_of(inner).items()})
         elif type(inner) is torch.Tensor:
             found[name] = inner
@@ -136,7 +132,7 @@ def _ratios(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor], dim: int) -
         return dict.fromkeys(inner)
     try:
         halves = tensor.chunk(2, dim)
-        pieces = [dict(_inner_of(half)) if _is_wrapper(half) else {} for half in halves]
+        pieces = [dict(_inner_of(half)) if is_wrapper(half) else {} for half in halves]
     except Exception:  # the class's own code: any error means that it cannot be cut along this dim
         return dict.fromkeys(inner, IRREGULAR)
     sizes = [half.shape[dim] for half in halves]
@@ -171,7 +167,7 @@ def class_name(tensor: torch.Tensor) -> str:
 
 def _context_of(tensor: torch.Tensor) -> Any:
     names, context = cast(Any, tensor).__tensor_flatten__()
-    deeper = {n: _context_of(inner) for n in names if _is_wrapper(inner := getattr(tensor, n))}
+    deeper = {n: _context_of(inner) for n in names if is_wrapper(inner := getattr(tensor, n))}
     return [_to_json(context), deeper] if deeper else _to_json(context)
 
 
@@ -215,11 +211,10 @@ class _InnerLayout:
 class Record:
     """The checkpoint's description of a tensor that is saved as inner tensors.
 
+    ``path``, ``kind``, ``shape`` and ``dtype`` are the outer tensor's path in the nested state dict, its class, global
+    shape and dtype.
+
     Attributes:
-        path: the outer tensor's path in the nested state dict.
-        kind: the name of its class.
-        shape: the global shape of the outer tensor.
-        dtype: the dtype of the outer tensor, without ``torch.``.
         local_shape: the shape of every rank's shard, if they are equal; else ``None``, and there is no context.
         context: the plain values that belong to a shard of this shape.
         inner: the layout of each inner tensor; ``None`` for one that an earlier version saved shard by shard.
@@ -255,11 +250,7 @@ def _as_tuple(values: list[Any] | None) -> Any:
 
 
 def agreed(contributions: Sequence[Mapping[str, InnerContribution]]) -> dict[str, Record]:
-    """Combine the descriptions of all ranks, by key of the outer tensor. The records have no path yet.
-
-    Raises:
-        CheckpointError: ranks have different classes under one key, or an inner tensor is sharded irregularly.
-    """
+    """Combine the descriptions of all ranks, by key of the outer tensor. The records have no path yet."""
     by_key: dict[str, list[InnerContribution]] = {}
     for of_rank in contributions:
         for key, contribution in of_rank.items():

@@ -23,7 +23,7 @@ from composable_fsdp._sharding.mesh import default_mesh
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse, tensor_text
 from composable_fsdp.checkpoint._state_dict.forms import Form, Full, compare, fill
-from composable_fsdp.checkpoint._state_dict.names import Entry, plain_name
+from composable_fsdp.checkpoint._state_dict.tensors import Entry, plain_name
 
 __all__ = ["OwnerRanks", "Report", "StateDictLoader", "digest"]
 

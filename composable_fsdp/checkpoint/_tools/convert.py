@@ -22,9 +22,9 @@ from composable_fsdp.checkpoint._dcp.directory import Manifest
 from composable_fsdp.checkpoint._dcp.storage import ChecksummingWriter, SavePlanner
 from composable_fsdp.checkpoint._safetensors.load_safetensors import INDEX, SINGLE
 from composable_fsdp.checkpoint._safetensors.save_safetensors import Replacement, TensorSpec, sync
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.checkpoint._tools.sources import Kind, Source, Tensors, open_source
-from composable_fsdp.checkpoint._tools.verify import verify as verify_files
+from composable_fsdp.checkpoint._tools.sources import verify as verify_files
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = ["MAX_FILE_BYTES", "convert"]
