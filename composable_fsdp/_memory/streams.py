@@ -247,7 +247,7 @@ class CommStream:
             try:
                 if prepare is not None:
                     with self._module.stream(self._first):
-                        prepare()
+                        without_grad(prepare)()
                 if self._first is not self._stream:
                     self._stream.wait_stream(self._first)
                 with self._module.stream(self._stream):

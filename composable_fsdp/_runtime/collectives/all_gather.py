@@ -17,7 +17,7 @@ from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
 from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp._memory.device_capabilities import is_host
-from composable_fsdp._memory.streams import CommStreams, InFlight, Work, without_grad
+from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
 from composable_fsdp._sharding.process_groups import group_by_key
 
@@ -97,21 +97,15 @@ class _AllGather:
         """Allocate all but packed messages, which are small, or of a size that is not known yet."""
         self._casts = [bucket.allocate_gather() for bucket in self._buckets]
 
-    @without_grad
     def prepare(self) -> None:
         """Pack the messages."""
         self._await_readers()
         self._gathers = [bucket.prepare_gather(cast) for bucket, cast in zip(self._buckets, self._casts, strict=True)]
         self._casts = []
         communicators = [bucket.pgs.smaller or bucket.pgs.gather for bucket in self._buckets]
-        self._messages = [
-            (
-                communicator,
-                [transfer for gather in gathers for transfer in gather.zero_copy],
-                pack_messages(gathers, communicator, self._device),
-            )
-            for communicator, gathers in group_by_key(communicators, self._gathers)
-        ]
+        for communicator, gathers in group_by_key(communicators, self._gathers):
+            zero_copy = [transfer for gather in gathers for transfer in gather.zero_copy]
+            self._messages.append((communicator, zero_copy, pack_messages(gathers, communicator, self._device)))
 
     def launch(self) -> Work:
         if not self._messages:
@@ -129,9 +123,10 @@ class _AllGather:
     def _await_readers(self) -> None:
         """Block until no rank reads shared memory that this all-gather overwrites."""
         awaited = [bucket.pgs.axes.shard for bucket in self._buckets if bucket.awaits_readers]
-        axes = dict.fromkeys(awaited)
-        for work in [axis.launch(Collective.BARRIER, (), "release before an all-gather") for axis in axes]:
-            work.wait()
+        if awaited:
+            axes = dict.fromkeys(awaited)
+            for work in [axis.launch(Collective.BARRIER, (), "release before an all-gather") for axis in axes]:
+                work.wait()
 
     def finish(self) -> None:
         self.writes_to_places = False
@@ -326,7 +321,6 @@ class CachedLaunch:
         """Allocate the rows."""
         self._rows = self._gather.allocate()
 
-    @without_grad
     def prepare(self) -> None:
         """Pack the message."""
         assert self._rows is not None
