@@ -241,6 +241,15 @@ def environment(target: Target, result: Result) -> None:
 # -- the first questions on a GPU
 
 
+def name_of(plugin: Any) -> str:
+    """Return the name of a plugin: of a function, a class, or the class of an observer."""
+    name: str = getattr(plugin, "__name__", type(plugin).__name__)
+    return name
+
+
+DEFAULT_NAMES = [name_of(each) for each in (*plugins.DEFAULT_TRANSPORTS, *plugins.DEFAULT_AROUND, *plugins.DEFAULT)]
+
+
 def rank_losses(target: Target, case: Case) -> list[float]:
     """Return the losses of four steps of ours, with the attachments and settings of ``case``."""
     width = width_of(target)
@@ -280,13 +289,11 @@ class Case:
 
     @contextmanager
     def attaching(self) -> Iterator[None]:
-        """Attach these plugins only. A process may serve several cases."""
+        """Attach these plugins only, to what the core has itself. A process may serve several cases."""
         lists: list[list[Any]] = [plugins.TRANSPORTS, plugins.AROUND, plugins.OBSERVERS]
         before = [list(each) for each in lists]
-        for each in lists:
-            each[:] = [
-                p for p in each if self.attached is None or getattr(p, "__name__", type(p).__name__) in self.attached
-            ]
+        for each in lists if self.attached is not None else ():
+            each[:] = [p for p in each if (name := name_of(p)) not in DEFAULT_NAMES or name in (self.attached or ())]
         try:
             yield
         finally:
@@ -347,10 +354,8 @@ def contexts(target: Target, result: Result) -> None:
 
 def attachments(target: Target, result: Result) -> None:
     """Train with the core alone, then with each plugin that is on, then with each part that is off by default."""
-    default = (*plugins.DEFAULT_TRANSPORTS, *plugins.DEFAULT_AROUND, *plugins.DEFAULT)
     cases = [Case("core alone", ())]
-    names = [getattr(each, "__name__", "") for each in default]
-    cases += [Case(name, (name,)) for name in names]
+    cases += [Case(name, (name,)) for name in DEFAULT_NAMES]
     cases += [Case("all that are on by default")]
     cases += [Case(off, off=off) for off in ("calibrate", "unsharded_params")]
     train_cases(target, result, "Losses with one attachment at a time, beside those of the core alone", cases, 400)
