@@ -185,12 +185,12 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._launch("all_gather", inputs, outputs[0], run, options)
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         def run() -> None:
             if self._inner is not None:
-                self._inner.barrier(options or dist.BarrierOptions()).wait()
+                self._inner.barrier(opts or dist.BarrierOptions()).wait()
 
-        return self._launch("barrier", [], [], run, options)
+        return self._launch("barrier", [], [], run, opts)
 
     # The names of these methods before torch 2.13.
     _allgather_base = all_gather_single
