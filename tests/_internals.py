@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.grad_scaling import ReduceOp, Reduction, divide, plan_reduction
     from composable_fsdp._layout.pack import pack_gradient, take_shard, unpack_parameter
     from composable_fsdp._layout.pinned import cut_pinned, pinned_bytes
-    from composable_fsdp._layout.placement import cuts, data_parallel_placements, shard_within
     from composable_fsdp._layout.plan import (
         GradientMemory,
         GroupPlan,
@@ -140,7 +139,14 @@ if TYPE_CHECKING:
         named_data_parallel_axes,
         warn_without_cpu_backend,
     )
-    from composable_fsdp._sharding.param_sharding import ModelParallel, ShardPlacementResult, shard_over_axes
+    from composable_fsdp._sharding.param_sharding import (
+        ModelParallel,
+        ShardPlacementResult,
+        cuts,
+        data_parallel_placements,
+        shard_over_axes,
+        shard_within,
+    )
     from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
     from composable_fsdp._sharding.strategy import StrategyName, resolve_strategy
     from composable_fsdp._torch_compat.fsdp_state import ClientState

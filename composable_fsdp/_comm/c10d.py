@@ -122,11 +122,10 @@ class ProcessGroupCommunicator:
         self.check()
         self.launched, group, async_op = self.launched + 1, self._group(), self._async_op
         pairs = [pair if pair[1].dtype in _DTYPES else _in_known_dtype(kind, *pair) for pair in transfers]
-        started: list[Any]
+        started: list[Any] = []
         if kind is Collective.ALL_REDUCE:
-            started = [
-                dist.all_reduce(output, op=OPERATIONS[op], group=group, async_op=async_op) for output, _ in pairs
-            ]
+            for output, _ in pairs:
+                started.append(dist.all_reduce(output, op=OPERATIONS[op], group=group, async_op=async_op))
         elif len(pairs) > 1 and self._backend.coalesces and kind in _COALESCED:
             by_dtype: dict[torch.dtype, list[Transfer]] = {}  # NCCL coalesces only tensors of one dtype
             for pair in pairs:
@@ -135,7 +134,8 @@ class ProcessGroupCommunicator:
         else:
             collective = _COLLECTIVES[kind]
             options = {"op": OPERATIONS[op]} if kind is Collective.REDUCE_SCATTER else {}
-            started = [collective(output, input, group=group, async_op=async_op, **options) for output, input in pairs]
+            for output, input in pairs:
+                started.append(collective(output, input, group=group, async_op=async_op, **options))
         if not async_op:
             return _ENQUEUED
         return started[0] if len(started) == 1 else WorkList(tuple(started))
