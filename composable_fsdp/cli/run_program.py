@@ -13,9 +13,10 @@ from typing import Annotated
 
 import typer
 
+from composable_fsdp._api.fsdp_module import has_sharded
 from composable_fsdp.cli.printing import print_error
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.interop._patch import has_sharded, patch_torch
+from composable_fsdp.interop import patch_torch
 
 __all__ = ["run"]
 
