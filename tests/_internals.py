@@ -126,10 +126,10 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
     from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
+    from composable_fsdp._runtime.root.unused_modules import UnusedGroups
     from composable_fsdp._runtime.schedule import passes, schedule
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
     from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions, ScheduleSettings
-    from composable_fsdp._runtime.schedule.unused_groups import UnusedGroups
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._sharding import mesh, process_groups
     from composable_fsdp._sharding.mesh import (
@@ -176,7 +176,7 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._tools.sources import Kind, open_source, verify
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
-    from composable_fsdp.codecs._hadamard import hadamard_
+    from composable_fsdp.codecs.blockwise import hadamard_
     from composable_fsdp.diagnostics._compare import ABSENT, FORGOTTEN, Files, read, sequences, waits
     from composable_fsdp.diagnostics._recording import enable_from_environment
     from composable_fsdp.diagnostics._records import Dump, Fault, Header, decode, encode, file_name
@@ -189,10 +189,10 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
     from composable_fsdp.plugins.recovery import disconnect, reconnect
     from composable_fsdp.plugins.shared_memory import connect, segment
+    from composable_fsdp.plugins.shared_memory.collective import StagedRange, plan_rounds
     from composable_fsdp.plugins.shared_memory.connect import SWITCH
     from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES
     from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
-    from composable_fsdp.plugins.shared_memory.staging import StagedRange, plan_rounds
     from composable_fsdp.plugins.tuning import tuning
     from composable_fsdp.plugins.tuning.calibration import Calibration, measure_collective
     from composable_fsdp.plugins.tuning.choose import (

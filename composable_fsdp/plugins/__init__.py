@@ -2,8 +2,8 @@
 
 A plugin imports the core, and no other plugin. It attaches itself to a seam of the core. The code of a user may do so
 too (docs/plugins.md); the seams are provisional. Remove the line of a plugin from the lists below, and the library
-trains without it: ``make plugins`` does so for each, and runs the tests. Only
-``watchdog`` has a thread of its own, which uses the store of the job and never a device: it is on for all of them.
+trains without it: ``make plugins`` does so for each, and runs the tests. Only ``watchdog`` has a thread of its own,
+which uses the store of the job and never a device: it is on for all of them.
 
 ======================= ================================================ ==================
 Plugin                  Does                                             On by default
@@ -48,7 +48,7 @@ from composable_fsdp.plugins.plain_parameters import PlainParameters
 from composable_fsdp.plugins.profiler_labels import ProfilerLabels
 from composable_fsdp.plugins.recovery import Recovery
 from composable_fsdp.plugins.residuals import Residuals
-from composable_fsdp.plugins.shared_memory.transport import in_shared_memory
+from composable_fsdp.plugins.shared_memory.shm_communicator import in_shared_memory
 from composable_fsdp.plugins.tuning.tuning import Tuning
 from composable_fsdp.plugins.version_check import VersionCheck
 from composable_fsdp.plugins.visible_collectives import Visible
