@@ -38,6 +38,8 @@ class Clock:
         """Return the current point in time of the current stream."""
         if self._module is None:
             return self._now()
+        if device_capabilities(self.device).is_capturing():
+            raise capture_error("a step", "calibrate() measures it", "Calibrate before the capture.")
         event = self._module.Event(enable_timing=True)
         event.record()
         return event
@@ -48,11 +50,7 @@ class Clock:
 
     def has_reached(self, mark: Mark) -> bool:
         """Return whether the device has reached ``mark``, without waiting for it."""
-        if self._module is None:
-            return True
-        if device_capabilities(self.device).is_capturing():
-            raise capture_error("a step", "calibrate() measures it", "Calibrate before the capture.")
-        return bool(mark.query())
+        return self._module is None or bool(mark.query())
 
     def time(self, function: Callable[[], object]) -> float:
         """Return the seconds that ``function`` takes on the device. The host waits for it."""
