@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
-    return _as_ours(policy, MixedPrecisionPolicy, "mp_policy must be a MixedPrecisionPolicy")
+    return _as_ours(policy, MixedPrecisionPolicy, "mp_policy", "a MixedPrecisionPolicy")
 
 
 def as_offload_policy(policy: object) -> OffloadPolicy:
@@ -51,16 +51,14 @@ def as_offload_policy(policy: object) -> OffloadPolicy:
     if policy is None:
         return OffloadPolicy()
     is_cpu = issubclass(policy if isinstance(policy, type) else type(policy), torch_fsdp.CPUOffloadPolicy)
-    return _as_ours(
-        policy, CPUOffloadPolicy if is_cpu else OffloadPolicy, "offload_policy must be an OffloadPolicy or None"
-    )
+    return _as_ours(policy, CPUOffloadPolicy if is_cpu else OffloadPolicy, "offload_policy", "an OffloadPolicy or None")
 
 
 def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
-    return None if dims is None else _as_ours(dims, DataParallelMeshDims, "dp_mesh_dims must be a DataParallelMeshDims")
+    return None if dims is None else _as_ours(dims, DataParallelMeshDims, "dp_mesh_dims", "a DataParallelMeshDims")
 
 
-def _as_ours(given: object, kind: type[T], expected: str) -> T:
+def _as_ours(given: object, kind: type[T], argument: str, expected: str) -> T:
     """Return a ``kind`` for an object of it or of torch's class with that name, or for either class (its defaults)."""
     torch_kind = getattr(torch_fsdp, kind.__name__, kind)  # torch 2.11 has no DataParallelMeshDims
     if isinstance(given, type) and issubclass(given, (kind, torch_kind)) and kind is not DataParallelMeshDims:
@@ -68,7 +66,7 @@ def _as_ours(given: object, kind: type[T], expected: str) -> T:
     if isinstance(given, kind):
         return given
     if not isinstance(given, torch_kind):
-        raise ArgumentTypeError(f"{expected}, not {type(given).__name__}.")
+        raise ArgumentTypeError(f"{argument} must be {expected}, not {type(given).__name__}.")
     names = (field.name for field in fields(cast(Any, kind)))
     return kind(**{name: getattr(given, name) for name in names if hasattr(given, name)})
 
