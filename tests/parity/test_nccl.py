@@ -25,7 +25,7 @@ from tests.stream_fuzz import problems_of
 
 NAMES = tuple(VARIANTS)
 ALL = os.environ.get("NCCL_VARIANTS") == "all"
-ONE_IN = 4
+ONE_IN = 8
 PROGRAMS = 3
 """The number of programs of the fuzzer for each variant."""
 
