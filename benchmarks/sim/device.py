@@ -153,7 +153,10 @@ class Device:
     def installed(self) -> Iterator[None]:
         """Replace the streams and events of ``torch.cpu`` by those of this device."""
         streams = {"Stream": partial(Stream, self), "Event": partial(Event, self), "stream": self.use}
-        with mock.patch.multiple(torch.cpu, **streams, current_stream=lambda device=None: self.current):
+        with (
+            mock.patch.multiple(torch.cpu, **streams, current_stream=lambda device=None: self.current),
+            mock.patch.object(torch, "empty", _pageable),
+        ):
             yield
 
     def finish(self) -> float:
@@ -164,6 +167,14 @@ class Device:
         for stream in self.streams:
             stream.end = 0.0
         return end
+
+
+_empty = torch.empty
+
+
+def _pageable(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    """Return ``torch.empty``: without an accelerator, torch has no page-locked memory."""
+    return _empty(*sizes, **options)
 
 
 class Charging(TorchDispatchMode):
