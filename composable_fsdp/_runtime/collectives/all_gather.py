@@ -110,8 +110,8 @@ class _AllGather:
     def launch(self) -> Work:
         if not self._messages:
             self.prepare()
-        works: list[Work] = []
-        for communicator, zero_copy, packed in self._messages:
+        works, messages, self._messages = list[Work](), self._messages, []  # ``finish`` may free what was received
+        for communicator, zero_copy, packed in messages:
             if communicator.traits.aliases and not zero_copy and not packed:
                 # Shards are in place once all ranks reach the barrier.
                 works.append(communicator.launch(Collective.BARRIER, (), self._label))
@@ -124,8 +124,8 @@ class _AllGather:
         """Block until no rank reads shared memory that this all-gather overwrites."""
         awaited = [bucket.pgs.axes.shard for bucket in self._buckets if bucket.awaits_readers]
         if awaited:
-            axes = dict.fromkeys(awaited)
-            for work in [axis.launch(Collective.BARRIER, (), "release before an all-gather") for axis in axes]:
+            label, axes = "release before an all-gather", dict.fromkeys(awaited)
+            for work in [axis.launch(Collective.BARRIER, (), label) for axis in axes]:
                 work.wait()
 
     def finish(self) -> None:
