@@ -35,12 +35,12 @@ def cut_pinned(sizes: Sequence[tuple[int, ...]]) -> list[range]:
     """
     columns = [(0, *accumulate(column)) for column in zip(*sizes, strict=True)]
     count, total = len(sizes), sum(ends[-1] for ends in columns)
+    if total < _UNCUT_BYTES or sum(pinned_bytes(ends[-1]) for ends in columns) <= (1 + MOST_WASTE) * total:
+        return [range(count)]
     taken = [
         [sum(pinned_bytes(ends[end] - ends[begin]) for ends in columns) for begin in range(end)]
         for end in range(count + 1)
     ]
-    if total < _UNCUT_BYTES or taken[count][0] <= (1 + MOST_WASTE) * total:
-        return [range(count)]
     least = [0.0] * (count + 1)
     for end in range(1, count + 1):
         least[end] = min(least[begin] + taken[end][begin] for begin in range(end))
