@@ -33,7 +33,7 @@ _STAGES_THROUGH_HOST = ("", "gloo")
 _WITHOUT_PROCESSES = ("fake", "threaded", "simulated_accelerator", "simulated_accelerator_alone")
 """Backends without other processes, or without a device that completes work by itself."""
 
-_AVERAGING = {"ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy", "ProcessGroupXCCL"}
+_AVERAGING = {"ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy"}
 _COALESCING = {"ProcessGroupNCCL"}
 """Classes of backends, since ``"nccl"`` names several: by release, an environment variable, and torchcomms. Other
 classes have neither ability. ``ProcessGroupNCCL2`` has the coalesced calls too, but they launch once per tensor.

@@ -71,7 +71,7 @@ def capabilities(monkeypatch: pytest.MonkeyPatch, backend: object, config: str =
         ("ProcessGroupNCCL", True, True),
         ("ProcessGroupNCCL2", True, False),
         ("ProcessGroupNCCLLazy", True, False),
-        ("ProcessGroupXCCL", True, False),
+        ("ProcessGroupXCCL", False, False),
         ("_BackendWrapper", False, False),  # of torchcomms
         ("ProcessGroupHCCL", False, False),
     ],
