@@ -485,7 +485,7 @@ class CallInputs:
 
 
 NO_INPUTS = CallInputs(None, None, watched=False)
-"""Those of a call whose inputs are left as they are. Nothing is written to it."""
+"""The inputs of all calls that get theirs unchanged. Nothing is written to it."""
 
 
 def _note(found: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

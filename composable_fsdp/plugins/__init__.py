@@ -2,8 +2,8 @@
 
 A plugin imports the core, and no other plugin. It attaches itself to a seam of the core. The code of a user may do so
 too (docs/plugins.md); the seams are provisional. Remove the line of a plugin from the lists below, and the library
-trains without it: ``make plugins`` does so for each, and runs the tests. Only ``watchdog`` has a thread of its own,
-which uses the store of the job and never a device: it is on for all of them.
+trains without it: ``make plugins`` does so for each, and runs the tests. Among those that
+are on for accelerators only ``watchdog`` has a thread: it uses the store of the job, and never a device.
 
 ======================= ================================================ ==================
 Plugin                  Does                                             On by default

@@ -126,7 +126,7 @@ def load_safetensors(
 
 
 _Fit = tuple[Mismatch, Path, str]
-"""What one rank found: the differences, the file or index, and a digest that is equal if ranks see the same files."""
+"""Findings of one rank: the differences, the file or index, and a digest that is equal if ranks see the same files."""
 
 
 class _Load:
