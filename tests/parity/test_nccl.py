@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import fully_shard
-from tests.helpers.nccl_page import LIBRARIES, MESHES, launches_of_a_step
+from tests.helpers.nccl_page import LIBRARIES, MESHES, PAGE, counts_of, launches_of_a_step, part_of
 from tests.helpers.stream_training import TRAININGS, Block, alone
 from tests.parity.test_fuzz import DrawnPrograms
 from tests.simulation import simulated_accelerator
@@ -61,8 +61,10 @@ def test_drawn_programs_break_no_rule(variant: str) -> None:
 @pytest.mark.parametrize("variant", NAMES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_launches_as_fsdp2_does_and_no_more_often(mesh: str, variant: str) -> None:
+    page = part_of(PAGE.read_text(), "counts")
     ours, unfused, theirs = (launches_of_a_step(library, mesh, variant) for library in LIBRARIES)
-    for launches in (ours, unfused, theirs):
+    for launches, name in zip((ours, unfused, theirs), LIBRARIES.values(), strict=True):
+        assert counts_of(launches, mesh, variant, name) in page, "python -m tests.helpers.nccl_page writes it anew"
         assert {launch.is_async for launch in launches} == {False}
         assert not any(launch.stream.startswith("stream 0 ") for launch in launches), "none is on the default stream"
     assert Counter(launch.operation for launch in unfused) <= Counter(launch.operation for launch in theirs)
