@@ -95,12 +95,10 @@ def test_a_backend_wrapped_for_debugging_averages_and_has_no_coalesced_calls(mon
 @pytest.mark.behaviour("E-01")
 @on_each_variant
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_by_default_collectives_run_on_streams_of_high_priority_of_their_root(
-    monkeypatch: pytest.MonkeyPatch, variant: str, blocks: int
-) -> None:
+def test_by_default_collectives_run_on_streams_of_high_priority_of_their_root(variant: str, blocks: int) -> None:
     """Torch has 32 streams per priority and device, and gives the next one to each who asks."""
     made: list[Any] = []
-    with job(variant) as contract:
+    with job(variant) as contract, pytest.MonkeyPatch.context() as patch:
         stream_class: Any = torch.cpu.Stream
 
         def make(**given: Any) -> Any:
@@ -108,7 +106,7 @@ def test_by_default_collectives_run_on_streams_of_high_priority_of_their_root(
             assert given == {"priority": -1}
             return made[-1]
 
-        monkeypatch.setattr(torch.cpu, "Stream", make)
+        patch.setattr(torch.cpu, "Stream", make)
         for root in range(2):
             model = nn.Sequential(*[nn.Sequential(nn.Linear(300, 600), nn.Linear(600, 300)) for _ in range(blocks)])
             for block in model:
