@@ -119,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "simulated"], default="cuda")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--minutes", type=float, help="time limit of all sections; 10 on one GPU, 15 on several")
+    parser.add_argument("--minutes", type=float, default=30, help="time limit of all sections")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the report")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -134,7 +134,7 @@ def main() -> int:
     folder = arguments.out / name
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    end = begin + 60 * (arguments.minutes or (15 if target.count > 1 else 10)) - 10
+    end = begin + 60 * arguments.minutes - 10
     outcomes: list[Outcome] = []
     for each in arguments.only.split(","):
         left = end - time.monotonic()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(1, str(Path(__file__).parents[1]))  # after this folder
 
+from composable_fsdp import CPUOffloadPolicy, fully_shard, plugins, unsharded_params
 from tests.helpers.run_ranks import run_ranks
 from tests.simulation import BACKEND, simulated_accelerator
+from tests.simulation.accelerator import active
+from tests.simulation.nccl import stands_in
 
 __all__ = ["SECTIONS", "CannotRun", "Result", "Section", "Target"]
 
@@ -58,15 +61,63 @@ class Target:
         """The device type of tensors."""
         return "cuda" if self.device == "cuda" else "cpu"
 
+    @property
+    def pair(self) -> int:
+        """Two ranks, or one on one GPU, since NCCL takes a GPU per rank."""
+        return 2 if self.device == "simulated" or self.count > 1 else 1
+
     @contextmanager
-    def mesh(self) -> Iterator[DeviceMesh]:
-        """Make a mesh of all ranks; with fewer GPUs than ranks they share them, over gloo."""
+    def mesh(self, stand_in: str = "", *, bound: bool = False) -> Iterator[DeviceMesh]:
+        """Make a mesh of all ranks; with fewer GPUs than ranks they share them, over gloo.
+
+        Args:
+            stand_in: on a simulated device, the variant of the stand-in for NCCL.
+            bound: bind the default process group to the device of this rank.
+        """
         if self.device == "simulated":
-            with simulated_accelerator():
-                yield DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
+            with ExitStack() as stack:
+                backend = BACKEND
+                if stand_in:
+                    backend = stack.enter_context(stands_in(stand_in, bound=bound)).backend
+                group = dist.new_group(backend=backend)
+                stack.enter_context(simulated_accelerator())
+                yield DeviceMesh.from_group(group, "cpu")
             return
-        torch.cuda.set_device(dist.get_rank() % self.count)
+        index = dist.get_rank() % self.count
+        torch.cuda.set_device(index)
+        if bound:
+            rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+            dist.barrier()
+            dist.destroy_process_group()
+            again = dist.PrefixStore("bound", store)
+            dist.init_process_group(
+                "nccl", store=again, rank=rank, world_size=size, device_id=torch.device("cuda", index)
+            )
         yield DeviceMesh.from_group(dist.new_group(backend=self.backend(dist.get_world_size())), "cuda")
+
+    def captured(self, run: Callable[[], torch.Tensor], times: int) -> list[float]:
+        """Capture ``run`` into a CUDA graph, replay it ``times``, and return the results.
+
+        A simulated device has no graphs: each time is a capture, which runs at once.
+        """
+        found = []
+        if self.device == "simulated":
+            for _ in range(times):
+                torch.cpu.synchronize()
+                side: Any = torch.cpu.Stream()
+                with torch.cpu.stream(side), active[-1].capture():
+                    result = run()
+                torch.cpu.synchronize()
+                found.append(float(result))
+            return found
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = run()
+        for _ in range(times):
+            graph.replay()
+            torch.cuda.synchronize()
+            found.append(float(result))
+        return found
 
     def backend(self, ranks: int) -> str:
         if self.device == "simulated":
@@ -185,6 +236,200 @@ def environment(target: Target, result: Result) -> None:
             "Devices are simulated on a CPU: `tests.simulation.simulated_accelerator`, and virtual time."
         )
     result.notes.append(f"```text\n{get_pretty_env_info()}\n```")
+
+
+# -- the first questions on a GPU
+
+
+def name_of(plugin: Any) -> str:
+    """Return the name of a plugin: of a function, a class, or the class of an observer."""
+    name: str = getattr(plugin, "__name__", type(plugin).__name__)
+    return name
+
+
+DEFAULT_NAMES = [name_of(each) for each in (*plugins.DEFAULT_TRANSPORTS, *plugins.DEFAULT_AROUND, *plugins.DEFAULT)]
+
+
+def rank_losses(target: Target, case: Case) -> list[float]:
+    """Return the losses of four steps of ours, with the attachments and settings of ``case``."""
+    width = width_of(target)
+    with case.attaching(), target.mesh(case.backend, bound=case.is_bound) as mesh:
+        model: Any = sharded(target, OURS, mesh, width)
+        optimizer = adam(model)
+        losses = []
+        for number in range(4):
+            if number == 2 and case.off == "calibrate":
+                model.calibrate(1)
+            if number == 2 and case.off == "unsharded_params":
+                with unsharded_params(model):
+                    assert all(p.isfinite().all() for p in model.parameters())
+            losses.append(step(model, optimizer, batch_of(target, dist.get_rank(), number, width)))
+        return [float(loss) for loss in losses]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training of :func:`rank_losses`.
+
+    Args:
+        name: its name in tables.
+        attached: the plugins, by name; ``None`` for all that are on by default.
+        off: a part that is off by default, which it uses.
+        backend: the name of the backend; an empty text for the default.
+        is_bound: pass ``device_id=`` to ``init_process_group``.
+        environment: variables of its processes, which end with it if the case is bound.
+    """
+
+    name: str
+    attached: tuple[str, ...] | None = None
+    off: str = ""
+    backend: str = ""
+    is_bound: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def attaching(self) -> Iterator[None]:
+        """Attach these plugins only, to what the core has itself. A process may serve several cases."""
+        lists: list[list[Any]] = [plugins.TRANSPORTS, plugins.AROUND, plugins.OBSERVERS]
+        before = [list(each) for each in lists]
+        for each in lists if self.attached is not None else ():
+            each[:] = [p for p in each if (name := name_of(p)) not in DEFAULT_NAMES or name in (self.attached or ())]
+        try:
+            yield
+        finally:
+            for each, former in zip(lists, before, strict=True):
+                each[:] = former
+
+
+def train_cases(target: Target, result: Result, title: str, cases: list[Case], seconds: float) -> None:
+    """Train each case, within ``seconds`` for all, and compare its losses with those of the first."""
+    rows, first = list[dict[str, Any]](), list[float]()
+    end = time.monotonic() + seconds
+    for case in cases:
+        begin = time.monotonic()
+        if end - begin < 5:
+            result.failures.append(f"{case.name}: no time was left for it")
+            continue
+        try:
+            losses = run_ranks(
+                rank_losses, target.pair, target, case, timeout=min(60, end - begin), environment=case.environment
+            )[0]
+        except AssertionError as error:
+            result.failures.append(f"{case.name}: {last_error(error)}")
+            rows.append({"case": case.name, "result": "failed", "seconds": time.monotonic() - begin})
+            continue
+        first = first or losses
+        is_equal = all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(losses, first, strict=True))
+        if not is_equal:
+            result.failures.append(f"{case.name}: losses {losses}, not {first}")
+        found = "equal" if is_equal else "differs"
+        rows.append({"case": case.name, "result": found, "seconds": time.monotonic() - begin})
+    result.add(title, ["case", "result", "seconds"], rows)
+
+
+def rank_contexts(target: Target) -> list[tuple[int, int]]:
+    """Train, and return the process and the GPU of each context on this machine, as ``nvidia-smi`` lists them."""
+    rank_losses(target, Case("contexts"))
+    time.sleep(2)  # for threads that look at operations in flight
+    if target.device == "simulated":
+        return [(os.getpid(), dist.get_rank())]
+    dist.barrier()
+    query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    uuids = sorted({line.split(", ")[1] for line in lines})
+    found = [(int(line.split(", ")[0]), uuids.index(line.split(", ")[1])) for line in lines]
+    dist.barrier()
+    return found
+
+
+def contexts(target: Target, result: Result) -> None:
+    """Count the contexts of each process. Devices are not split by ``CUDA_VISIBLE_DEVICES``."""
+    found = sorted(set(run_ranks(rank_contexts, target.pair, target, timeout=100)[0]))
+    result.add("Contexts", ["process", "GPU"], [{"process": pid, "GPU": gpu} for pid, gpu in found])
+    if target.device == "simulated":
+        result.notes.append("Threads that touch a simulated device without having set it raise in `tests/ranks`.")
+    elif len(found) != target.pair:
+        result.failures.append(f"{len(found)} contexts of {target.pair} processes: a thread has opened one on GPU 0")
+
+
+def attachments(target: Target, result: Result) -> None:
+    """Train with the core alone, then with each plugin that is on, then with each part that is off by default."""
+    cases = [Case("core alone", ())]
+    cases += [Case(name, (name,)) for name in DEFAULT_NAMES]
+    cases += [Case("all that are on by default")]
+    cases += [Case(off, off=off) for off in ("calibrate", "unsharded_params")]
+    train_cases(target, result, "Losses with one attachment at a time, beside those of the core alone", cases, 400)
+
+
+def backends(target: Target, result: Result) -> None:
+    """Train with both classes of NCCL, with and without a default group that is bound to its device."""
+    variants = {
+        f"TORCH_DIST_USE_NCCL2={value}": ("nccl2" if value else "nccl", {"TORCH_DIST_USE_NCCL2": str(value)})
+        for value in (0, 1)
+    }
+    cases = [
+        Case(
+            f"{name}, device_id= {'given' if bound else 'not given'}",
+            backend=backend,
+            is_bound=bound,
+            environment=environment | {"BOUND": str(bound)},  # processes of their own: the default group is another
+        )
+        for name, (backend, environment) in variants.items()
+        for bound in (False, True)
+    ]
+    train_cases(target, result, "Losses by the class of the backend", cases, 200)
+
+
+def rank_offload(target: Target) -> dict[str, float]:
+    """Train a group of 1.125 GB of shards, or a small one on a simulated device. Return times and pinned bytes."""
+    width = 4096 if target.device == "cuda" else 64
+    count = 18 * dist.get_world_size() if target.device == "cuda" else 3
+    with target.mesh() as mesh:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        begin = time.monotonic()
+        for number in range(3):
+            step(model, optimizer, batch_of(target, dist.get_rank(), number, width))
+        target.synchronize()
+        held = sum(4 * p.to_local().numel() for p in model.parameters())
+        row = {"shards MB": held / MB, "seconds of 3 steps": time.monotonic() - begin}
+        if target.device == "cuda":
+            row["pinned MB"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) / MB
+        return row
+
+
+def offload(target: Target, result: Result) -> None:
+    row = run_ranks(rank_offload, target.pair, target, timeout=150)[0]
+    result.add("Offload of one group, on rank 0", list(row), [row])
+    if row.get("pinned MB", 0) > 2.2 * row["shards MB"] + 64:  # shards and gradients, and a tenth
+        result.failures.append(f"{row['pinned MB']:.0f} MB are page-locked for {row['shards MB']:.0f} MB of shards")
+
+
+def rank_capture(target: Target, is_captured: bool) -> list[float]:
+    """Return the losses of three eager steps and of two more, which are captured with ``is_captured``."""
+    width = width_of(target)
+    with target.mesh() as mesh:
+        model: Any = sharded(target, OURS, mesh, width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        batch = batch_of(target, dist.get_rank(), 0, width)
+
+        def run() -> torch.Tensor:
+            return step(model, optimizer, batch)
+
+        losses = [float(run()) for _ in range(3)]
+        return losses + (target.captured(run, 2) if is_captured else [float(run()) for _ in range(2)])
+
+
+def capture(target: Target, result: Result) -> None:
+    if target.device == "cuda" and target.backend(target.pair) != "nccl":
+        raise CannotRun("gloo cannot be captured: it takes a GPU per rank")
+    eager, captured = (run_ranks(rank_capture, target.pair, target, each, timeout=55)[0] for each in (False, True))
+    differences = [abs(a - b) / max(abs(b), 1e-9) for a, b in zip(captured, eager, strict=True)]
+    result.add("A captured step beside eager ones", ["largest difference"], [{"largest difference": max(differences)}])
+    if max(differences) > TOLERANCE:
+        result.failures.append(f"losses of a captured step differ by {max(differences):.2g}")
 
 
 # -- tests
@@ -554,6 +799,9 @@ def profile(target: Target, result: Result) -> None:
                 "step ms": (until - kernels[0][0]) / 1e3,
                 "idle ms": (until - kernels[0][0] - busy) / 1e3,
                 "kernels": sum("Mem" not in n for n in names),
+                "collectives": sum("nccl" in n.lower() for n in names),
+                "their streams": len({row for row, _, _, n in events if row != "host" and "nccl" in n.lower()}),
+                "launches": sum(bool(re.match(r"cu(da)?Launch", n)) for n in calls),
                 **{f"copies {kind}": sum(f"Memcpy {kind}" in n for n in names) for kind in ("HtoD", "DtoH", "DtoD")},
                 "host waits": len(waits) - 1,  # the last is that of the benchmark
             }
@@ -605,10 +853,16 @@ class Section:
 
 SECTIONS = {
     "environment": Section("Devices, versions and settings.", environment, 60),
+    "contexts": Section("Contexts on each GPU: one per process.", contexts, 120),
+    "attachments": Section("The core alone, then one attachment at a time.", attachments, 450),
+    "backends": Section("Both classes of NCCL, with and without `device_id=`.", backends, 240),
     "parity": Section("Losses beside torch's FSDP2 and an unsharded model.", parity, 240),
-    "races": Section("Accesses to memory that streams do not order.", races, 200),
     "memory": Section("Peak memory of a step beside FSDP2.", memory, 120),
     "profile": Section("Copies, host waits, idle time and timeline of a step.", profile, 120),
+    "offload": Section("Offload of a group of 1.1 GB.", offload, 150),
+    "capture": Section("A step captured into a CUDA graph.", capture, 120),
+    "races": Section("Accesses to memory that streams do not order.", races, 200),
     "step-time": Section("Time of a step beside FSDP2.", step_time, 180),
     "tests": Section("The tests of the device.", tests, 600),
 }
+"""The sections, in the order of the first hour on a GPU: what tells most comes first."""

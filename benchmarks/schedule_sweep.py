@@ -101,7 +101,8 @@ class Model:
 
     @property
     def has_experts(self) -> bool:
-        return isinstance(self.block(), ExpertBlock)
+        with torch.device("meta"):
+            return isinstance(self.block(), ExpertBlock)
 
     def meshes(self, ranks: int) -> tuple[DeviceMesh, DeviceMesh | None]:
         """Return the mesh of the model, and that of its experts, if it has any."""
@@ -211,8 +212,7 @@ def cells_of(library: str, of: Model, ranks: int, cells: Sequence[Cell]) -> Iter
 def _chosen_step(steps: Steps, default: Recorded, known: dict[object, Recorded]) -> dict[str, Any]:
     """Return the milliseconds of a step with default settings, of the slower one that learns, and after that."""
     model = cast(Any, steps.model)
-    model.set_costs(None)
-    steps.run()  # with default settings again, so that the choice does not depend on the cells before
+    model.set_costs(None)  # the next step has default settings again, so the choice does not depend on cells before
     model.calibrate(1)
     learning = [steps.run(), steps.run()]
     choice = model.schedule_choice()

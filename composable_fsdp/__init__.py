@@ -67,7 +67,7 @@ from composable_fsdp.wrap.tied_weights import tie_groups
 if TYPE_CHECKING:
     from composable_fsdp._api.shard_from_rank0 import shard_from_rank0
     from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA, sharded_ema
-    from composable_fsdp.checkpoint._state_dict.rekey import rekey_optimizer
+    from composable_fsdp.checkpoint._state_dict.optimizer import rekey_optimizer
 
 __all__ = [
     "ArgumentTypeError",
@@ -141,7 +141,7 @@ __version__ = "0.1.0"
 # Imported on first use, because they import torch.distributed.checkpoint, which is slow.
 _WITH_CHECKPOINTS = {
     "ShardedEMA": "checkpoint._state_dict.ema",
-    "rekey_optimizer": "checkpoint._state_dict.rekey",
+    "rekey_optimizer": "checkpoint._state_dict.optimizer",
     "shard_from_rank0": "_api.shard_from_rank0",
     "sharded_ema": "checkpoint._state_dict.ema",
 }

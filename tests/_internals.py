@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         find,
         is_over_group,
     )
-    from composable_fsdp._comm.factory import communicator_over, duplicate
+    from composable_fsdp._comm.factory import communicator_over, part_of
     from composable_fsdp._comm.factory import timeout_of as timeout_of_group
     from composable_fsdp._comm.loopback import LoopbackCommunicator
     from composable_fsdp._comm.verify_ranks import difference_text, verify_same, verify_same_lines
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core.backward import ReductionQueue as NewReductionQueue
     from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot
     from composable_fsdp._core.root import Root
+    from composable_fsdp._layout import pinned
     from composable_fsdp._layout import plan as layout_plan
     from composable_fsdp._layout.block import Box, Cut, ShardExtent
     from composable_fsdp._layout.bucket_layout import (
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._layout.grad_scaling import ReduceOp, Reduction, divide, plan_reduction
     from composable_fsdp._layout.pack import pack_gradient, take_shard, unpack_parameter
-    from composable_fsdp._layout.placement import cuts, data_parallel_placements, shard_within
+    from composable_fsdp._layout.pinned import cut_pinned, pinned_bytes
     from composable_fsdp._layout.plan import (
         GradientMemory,
         GroupPlan,
@@ -78,7 +79,12 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.shard import ShardLayout, TensorShards, resolve_dim
     from composable_fsdp._memory import buffers
     from composable_fsdp._memory.buffers import OwnedBuffer, cast_and_move
-    from composable_fsdp._memory.device_capabilities import DeviceCapabilities, backend_capabilities
+    from composable_fsdp._memory.device_capabilities import (
+        BackendCapabilities,
+        DeviceCapabilities,
+        backend_capabilities,
+        device_capabilities,
+    )
     from composable_fsdp._memory.streams import CommStream, CommStreams, InFlight, without_grad
     from composable_fsdp._runtime import lazy_init
     from composable_fsdp._runtime.collectives import all_gather, bucket, reduce_scatter
@@ -124,10 +130,10 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
     from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
+    from composable_fsdp._runtime.root.unused_modules import UnusedGroups
     from composable_fsdp._runtime.schedule import passes, schedule
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
     from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions, ScheduleSettings
-    from composable_fsdp._runtime.schedule.unused_groups import UnusedGroups
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._sharding import mesh, process_groups
     from composable_fsdp._sharding.mesh import (
@@ -137,12 +143,20 @@ if TYPE_CHECKING:
         named_data_parallel_axes,
         warn_without_cpu_backend,
     )
-    from composable_fsdp._sharding.param_sharding import ModelParallel, ShardPlacementResult, shard_over_axes
+    from composable_fsdp._sharding.param_sharding import (
+        ModelParallel,
+        ShardPlacementResult,
+        cuts,
+        data_parallel_placements,
+        shard_over_axes,
+        shard_within,
+    )
     from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
     from composable_fsdp._sharding.strategy import StrategyName, resolve_strategy
     from composable_fsdp._torch_compat.fsdp_state import ClientState
     from composable_fsdp._torch_compat.torch_types import as_strategy, as_wrap_policy
     from composable_fsdp.checkpoint._coordination import rank_group
+    from composable_fsdp.checkpoint._coordination.arguments import progress_bar, wants_progress
     from composable_fsdp.checkpoint._coordination.mismatch import (
         Mismatch,
         join_rank_texts,
@@ -151,41 +165,38 @@ if TYPE_CHECKING:
         refuse,
         said,
     )
-    from composable_fsdp.checkpoint._coordination.pending_save import PendingSave
-    from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
-    from composable_fsdp.checkpoint._dcp import manifest, planner
+    from composable_fsdp.checkpoint._coordination.rank_group import PendingSave
+    from composable_fsdp.checkpoint._dcp import directory, storage
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint, complete
-    from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
-    from composable_fsdp.checkpoint._dcp.planner import SavePlanner
-    from composable_fsdp.checkpoint._safetensors import reader, save_safetensors
-    from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement
-    from composable_fsdp.checkpoint._safetensors.file_layout import DTYPES, TensorFiles, TensorSpec, dtype_code
-    from composable_fsdp.checkpoint._safetensors.reader import Reader, StoredTensors
-    from composable_fsdp.checkpoint._state_dict import model, owners, tensor
-    from composable_fsdp.checkpoint._state_dict.names import entries_of, parameter_names, plain_name
-    from composable_fsdp.checkpoint._state_dict.optimizer_params import lacking, restored
-    from composable_fsdp.checkpoint._state_dict.options import Form
+    from composable_fsdp.checkpoint._dcp.storage import SavePlanner, read_metadata
+    from composable_fsdp.checkpoint._safetensors import load_safetensors, save_safetensors
+    from composable_fsdp.checkpoint._safetensors.load_safetensors import DTYPES, Reader, StoredTensors
+    from composable_fsdp.checkpoint._safetensors.save_safetensors import Replacement, TensorSpec, dtype_code
+    from composable_fsdp.checkpoint._state_dict import forms, loader, model
+    from composable_fsdp.checkpoint._state_dict.forms import Form
+    from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
+    from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names, plain_name
     from composable_fsdp.checkpoint._tools.convert import convert
-    from composable_fsdp.checkpoint._tools.sources import Kind, open_source
-    from composable_fsdp.checkpoint._tools.verify import verify
+    from composable_fsdp.checkpoint._tools.sources import Kind, open_source, verify
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
-    from composable_fsdp.codecs._hadamard import hadamard_
+    from composable_fsdp.codecs.blockwise import hadamard_
     from composable_fsdp.diagnostics._compare import ABSENT, FORGOTTEN, Files, read, sequences, waits
     from composable_fsdp.diagnostics._recording import enable_from_environment
     from composable_fsdp.diagnostics._records import Dump, Fault, Header, decode, encode, file_name
     from composable_fsdp.diagnostics._timeline_files import merged, write_chrome_trace
     from composable_fsdp.optim import _local_step
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
+    from composable_fsdp.plugins.captured_passes import CapturedPasses
     from composable_fsdp.plugins.forward_order import ExecutionOrderWarning
     from composable_fsdp.plugins.gloo.connection import GlooConnection
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
     from composable_fsdp.plugins.recovery import disconnect, reconnect
     from composable_fsdp.plugins.shared_memory import connect, segment
+    from composable_fsdp.plugins.shared_memory.collective import StagedRange, plan_rounds
     from composable_fsdp.plugins.shared_memory.connect import SWITCH
     from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES
     from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
-    from composable_fsdp.plugins.shared_memory.staging import StagedRange, plan_rounds
     from composable_fsdp.plugins.tuning import tuning
     from composable_fsdp.plugins.tuning.calibration import Calibration, measure_collective
     from composable_fsdp.plugins.tuning.choose import (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.helpers.behaviour_report import Case, Result, check_ids, load_sections, render
@@ -22,6 +24,16 @@ settings.register_profile("default", deadline=None)
 # Background jobs of a shell ignore Ctrl-C, and child processes inherit that. Some tests send Ctrl-C to processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+STREAM_OF_TORCH = torch.cpu.Stream
+
+
+@pytest.fixture(autouse=True)
+def device_of_torch() -> Iterator[None]:
+    """Check that a test leaves no simulated device: patches that end in another order than they began do."""
+    yield
+    assert torch.cpu.Stream is STREAM_OF_TORCH
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,7 +1,8 @@
 """Run the tests without each plugin in turn, and print a table: ``python -m tests.plugin_table [PLUGIN ...]``.
 
 For each plugin, the project is copied, the plugin's line is removed from the lists in ``plugins/__init__.py`` of the
-copy, and the tests of the copy run, except those that :data:`OWN` has for the plugin. No other test may fail.
+copy, and the tests of the copy run, except those that :data:`OWN` has for the plugin. No other test may fail. With
+``--together``, the tests run once, without all these plugins: a test that fails then belongs to one of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 
@@ -22,17 +24,34 @@ __all__ = ["LISTED", "OWN", "PROJECT", "listed", "main", "without"]
 PROJECT = Path(__file__).parents[1]
 LISTED = Path("composable_fsdp/plugins/__init__.py")
 
+_OF_GLOBAL_HOOKS = "tests/unit/test_global_effects.py::test_global_hooks_live_as_long_as_sharded_models"
+_OF_SHARED_MEMORY = (
+    *("tests/unit/test_shared_memory.py", "tests/ranks/test_shared_memory_transport.py"),
+    *("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
+)
+
 OWN: Mapping[str, Sequence[str]] = {
+    "in_shared_memory": ("tests/contract/test_communicator.py::test_shared_memory", *_OF_SHARED_MEMORY),
+    "over_gloo": ("tests/ranks/test_gloo_reductions.py",),
+    "watched": ("tests/ranks/test_watchdog.py", "tests/ranks/test_wait_warning.py"),
+    "LateTies": ("tests/unit/test_dropped_models.py", "tests/ranks/test_shared_parameters.py"),
+    "Recovery": ("tests/ranks/test_recovery.py",),
     "PlainParameters": ("tests/ranks/test_module_kinds.py",),
     "ForwardOrder": ("tests/ranks/test_forward_order.py",),
-    "VersionCheck": ("tests/unit/test_usage_errors.py", "tests/ranks/test_deepcopy.py"),
-    "OptimizerChecks": ("tests/unit/test_usage_errors.py", "tests/unit/test_local_optimizer.py"),
+    "VersionCheck": ("tests/unit/test_usage_errors.py", "tests/ranks/test_deepcopy.py", _OF_GLOBAL_HOOKS),
+    "OptimizerChecks": (
+        *("tests/unit/test_usage_errors.py", "tests/unit/test_local_optimizer.py"),
+        _OF_GLOBAL_HOOKS,
+    ),
     "ModelCheck": ("tests/ranks/test_model_comparison.py", "tests/ranks/test_starting_values.py"),
+    "CapturedPasses": ("tests/unit/test_captured_passes.py",),
+    "CompiledCodecs": ("tests/unit/test_codec_fused.py",),
     "ProfilerLabels": ("tests/parity/test_profiler_labels.py",),
     "Residuals": ("tests/ranks/test_gradient_codecs.py", "tests/ranks/test_codec_combinations.py"),
     "Tuning": (
         *("tests/unit/test_schedule_learned.py", "tests/ranks/test_calibration.py"),
         *("tests/ranks/test_schedule_costs.py", "tests/ranks/test_races.py"),
+        "tests/unit/test_benchmark_sim.py::test_the_predicted_peak_of_memory_is_the_counted_one",
     ),
 }
 """The tests of each plugin: prefixes of the names of tests, as pytest's ``--deselect`` takes them."""
@@ -58,8 +77,8 @@ def without(text: str, plugin: str) -> str:
     return head + shorter
 
 
-def run(plugin: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Run pytest without ``plugin``. Return the last line of its output, and the tests that failed."""
+def run(plugins: Sequence[str], arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Run pytest without ``plugins``. Return the last line of its output, and the tests that failed."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in _COPIED:
@@ -67,8 +86,9 @@ def run(plugin: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
             ignored = shutil.ignore_patterns("__pycache__", "_build")
             shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
         changed = copy / LISTED
-        changed.write_text(without(changed.read_text(), plugin))
-        own = chain.from_iterable(("--deselect", test) for test in (_OF_THE_LISTS, *OWN.get(plugin, ())))
+        changed.write_text(reduce(without, plugins, changed.read_text()))
+        tests = (_OF_THE_LISTS, *chain.from_iterable(OWN.get(plugin, ()) for plugin in plugins))
+        own = chain.from_iterable(("--deselect", test) for test in tests)
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", *own, *arguments]
         environment = {**os.environ, "PYTHONPATH": str(copy)}
         result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
@@ -86,12 +106,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plugins", nargs="*", help="the plugins to leave out, one at a time; all without any")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="the folders or files of tests to run")
+    parser.add_argument("--together", action="store_true", help="run the tests once, without all of the plugins")
     arguments = parser.parse_args()
     names = arguments.plugins or listed((PROJECT / LISTED).read_text())
     _say(f"{'without':<18} result")
     has_failed = False
-    for name in names:
-        summary, failed = run(name, arguments.tests)
+    for name, plugins in [("all", names)] if arguments.together else [(name, [name]) for name in names]:
+        summary, failed = run(plugins, arguments.tests)
         has_failed |= bool(failed)
         _say("\n    ".join([f"{name:<18} {summary}", *failed]))
     sys.exit(has_failed)

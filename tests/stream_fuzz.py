@@ -6,6 +6,8 @@ Each program runs in one process as one of its 2 or 4 ranks. Collectives give th
 they had its data, so a program needs no other process. Results are compared with those of the host's order, not with
 the unsharded model's: ``tests/parity/test_fuzz.py`` does that with real ranks.
 
+``--variant nccl2`` communicates over that stand-in for NCCL instead, and a rule that a program breaks is a problem.
+
 The state file has a line for each program. A run with the same file leaves these out. Several runs at a time take a
 part each: ``--part 0/2`` and ``--part 1/2``, with a file each.
 """
@@ -19,19 +21,21 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.helpers.fuzz.programs import Program
 from tests.helpers.fuzz.run import mesh_of, train_sharded, training_factories
 from tests.parity.test_fuzz import DrawnPrograms
-from tests.simulation import ALONE, simulated_accelerator
+from tests.simulation import simulated_accelerator
+from tests.simulation.nccl import VARIANTS, alone_backend, stands_in
 
 __all__ = ["alone", "problems_of"]
 
@@ -46,7 +50,7 @@ Meshes = dict[tuple[object, ...], DeviceMesh]
 @contextmanager
 def alone(world_size: int, rank: int) -> Iterator[Meshes]:
     """Be one of ``world_size`` ranks, of which no other exists. Use it once in a process: ``DTensor`` caches meshes."""
-    dist.init_process_group(ALONE, store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(alone_backend(), store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield {}
     finally:
@@ -72,11 +76,18 @@ def problems_of(program: Program, meshes: Meshes, orders: int) -> list[str]:
     return found
 
 
-def run_draw(draw: int, numbers: Sequence[int], orders: int, state: Path, end: float) -> None:
-    """Run the programs of a draw with these numbers until a time, and write a line for each."""
+def run_draw(draw: int, numbers: Sequence[int], orders: int, state: Path, end: float, variant: str = "") -> None:
+    """Run the programs of a draw with these numbers until a time, and write a line for each.
+
+    Args:
+        variant: that of a stand-in for NCCL, or an empty text for the backend of the simulated accelerator.
+    """
+    settings.register_profile("default", deadline=None)  # as in tests/conftest.py: a busy machine draws slowly
+    settings.load_profile("default")
     world_size = 4 if draw % IN_FOUR == IN_FOUR - 1 else 2
     drawn = list(DrawnPrograms(DRAW_SIZE, world_size, seed=draw).map_drawn())
-    with alone(world_size, rank=draw % world_size) as meshes, state.open("a") as lines:
+    over = stands_in(variant, alone=True) if variant else nullcontext()
+    with over, alone(world_size, rank=draw % world_size) as meshes, state.open("a") as lines:
         for number in numbers:
             if time.monotonic() > end:
                 break
@@ -95,6 +106,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=5000)
     parser.add_argument("--orders", type=int, default=5, help="other orders for each program; 0: find races only")
     parser.add_argument("--state", type=Path, default=Path("runs/stream-fuzz.jsonl"))
+    parser.add_argument("--variant", default="", choices=["", *VARIANTS], help="over this stand-in for NCCL")
     parser.add_argument("--part", default="0/1", help="take one program in so many")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     options = parser.parse_args()
@@ -108,7 +120,9 @@ def main() -> None:
         numbers = range(draw * DRAW_SIZE, min((draw + 1) * DRAW_SIZE, options.programs))
         chosen = [number for number in numbers if number % parts == part and number not in known]
         if chosen and time.monotonic() < end:
-            process = context.Process(target=run_draw, args=(draw, chosen, options.orders, options.state, end))
+            process = context.Process(
+                target=run_draw, args=(draw, chosen, options.orders, options.state, end, options.variant)
+            )
             process.start()
             process.join()
     done = _lines(options.state)

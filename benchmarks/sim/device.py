@@ -40,12 +40,13 @@ class Event:
     def __init__(self, device: Device, **_: object) -> None:
         self._device = device
         self.time = 0.0
+        self._restarts = 0
 
     def record(self, stream: Stream | None = None) -> None:
         self._device.do(partial(self._record, stream or self._device.current))
 
     def _record(self, stream: Stream) -> None:
-        self.time = stream.end
+        self.time, self._restarts = stream.end, self._device.restarts
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._device.current).wait_event(self)
@@ -58,7 +59,7 @@ class Event:
         return (end.time - self.time) / 1e3
 
     def query(self) -> bool:
-        return self._device.host >= self.time
+        return self._device.restarts > self._restarts or self._device.host >= self.time
 
 
 class Stream:
@@ -106,11 +107,13 @@ class Device:
     Attributes:
         flops: the floating-point operations per microsecond of matrix products.
         bandwidth: the bytes per microsecond that every other operation reads and writes.
+        restarts: how often the clock has begun at 0 again. All earlier work is done.
     """
 
     flops: float
     bandwidth: float
     host: float = 0.0
+    restarts: int = 0
     streams: list[Stream] = field(default_factory=list)
     current: Stream = field(init=False)
 
@@ -150,16 +153,28 @@ class Device:
     def installed(self) -> Iterator[None]:
         """Replace the streams and events of ``torch.cpu`` by those of this device."""
         streams = {"Stream": partial(Stream, self), "Event": partial(Event, self), "stream": self.use}
-        with mock.patch.multiple(torch.cpu, **streams, current_stream=lambda device=None: self.current):
+        with (
+            mock.patch.multiple(torch.cpu, **streams, current_stream=lambda device=None: self.current),
+            mock.patch.object(torch, "empty", _pageable),
+        ):
             yield
 
     def finish(self) -> float:
         """Return the time at which all launched work is done, and restart the clock at 0."""
         end = max([self.host, *(stream.end for stream in self.streams)])
         self.host = 0.0
+        self.restarts += 1
         for stream in self.streams:
             stream.end = 0.0
         return end
+
+
+_empty = torch.empty
+
+
+def _pageable(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    """Return ``torch.empty``: without an accelerator, torch has no page-locked memory."""
+    return _empty(*sizes, **options)
 
 
 class Charging(TorchDispatchMode):

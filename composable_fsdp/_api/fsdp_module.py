@@ -583,6 +583,8 @@ class FSDPModule(TorchFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether communication buffers come from the allocator of the backend, if it has one (as NCCL has).
 
+        Such an allocator keeps its memory for itself, also where expandable segments are on: that is warned of once.
+
         Raises:
             ConflictError: after ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, whose ``allocate`` decides.
         """
@@ -592,6 +594,9 @@ class FSDPModule(TorchFSDPModule):
                 f"set_allocate_memory_from_process_group_for_comm on {state.name!r}, which has a custom collective: "
                 "its allocate() gives the memory of messages. Allocate there from the process group, or leave this out."
             )
+        settings: str = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
+        if enable and "expandable_segments:true" in settings.lower():
+            _note_separate_pool()
         for pgs in state.group.process_groups:
             pgs.pool(enable)
 
@@ -814,6 +819,15 @@ def _note_symmetric_memory() -> None:
     logger.warning(
         "set_symm_mem_for_comm has no effect in this version: messages are in ordinary memory. Results are the same. "
         "set_allocate_memory_from_process_group_for_comm() takes messages from memory that the backend has registered."
+    )
+
+
+@functools.cache
+def _note_separate_pool() -> None:
+    logger.warning(
+        "set_allocate_memory_from_process_group_for_comm(True) with expandable segments: the memory of messages is of "
+        "the backend's allocator, which has no expandable segments and shares no memory with the rest. Leave out one "
+        "of them if memory is short."
     )
 
 

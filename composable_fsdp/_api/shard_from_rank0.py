@@ -18,10 +18,9 @@ from composable_fsdp._runtime.params.sharded_param import has_grad_dtype
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
 from composable_fsdp._runtime.shard_extent import shardings_of, states_below
 from composable_fsdp.checkpoint._coordination.mismatch import tensor_text
-from composable_fsdp.checkpoint._state_dict.names import plain_name
-from composable_fsdp.checkpoint._state_dict.options import Full
-from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
-from composable_fsdp.checkpoint._state_dict.tensor import fill
+from composable_fsdp.checkpoint._state_dict.forms import Full, fill
+from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks
+from composable_fsdp.checkpoint._state_dict.tensors import plain_name
 from composable_fsdp.errors import ConfigurationError, ParameterError
 
 __all__ = ["shard_from_rank0"]

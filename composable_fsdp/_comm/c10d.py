@@ -29,8 +29,20 @@ _COLLECTIVES: dict[Collective, Callable[..., Any]] = {
     Collective.REDUCE_SCATTER: getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
     Collective.ALL_TO_ALL: dist.all_to_all_single,
 }
+_COALESCED: dict[Collective, tuple[str, type[Any]]] = {
+    Collective.ALL_GATHER: ("allgather_into_tensor_coalesced", dist.distributed_c10d.AllgatherOptions),
+    Collective.REDUCE_SCATTER: ("reduce_scatter_tensor_coalesced", dist.distributed_c10d.ReduceScatterOptions),
+}
+"""The method of process groups that launches several at once, and the class of its options. c10d's context manager for
+that leaves its process group open if it ends with an exception: nothing that is launched later starts.
+"""
 
 OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
+
+_DTYPES = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
+)
+"""The dtypes that NCCL and gloo both have. Others are sent as bytes, at the cost of a view."""
 
 _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES = 1 << 17, 3 << 20
 """For unknown backends: with gloo's own collectives, zero-copy and copied-in transfers cost the same at these sizes."""
@@ -57,6 +69,10 @@ class WorkList:
             work.wait()
 
 
+_ENQUEUED = WorkList(())
+"""The work of a collective on the current stream: what comes after it there runs after it."""
+
+
 class ProcessGroupCommunicator:
     """Collectives of ``group`` for tensors on ``device_type``. Final."""
 
@@ -65,8 +81,10 @@ class ProcessGroupCommunicator:
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self.name = GroupReference(group), group.group_name
-        self._device = torch.device(device_type)
+        self._has_streams = device_capabilities(torch.device(device_type)).has_streams
         self._backend = backend_capabilities(group, device_type)
+        self._async_op = not (self._has_streams and self._backend.is_native)
+        """False if a collective runs on the stream that launches it, with that stream's priority, as from FSDP2."""
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.traits = Traits(
@@ -90,7 +108,7 @@ class ProcessGroupCommunicator:
         return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
 
     def _grad_bucket_bytes(self) -> int:
-        if device_capabilities(self._device).has_streams:
+        if self._has_streams:
             return max(_GRAD_BUCKET_BYTES_ON_STREAMS, self.size * _GRAD_BUCKET_PART_BYTES_ON_STREAMS)
         return _GRAD_BUCKET_BYTES_ON_HOST
 
@@ -102,35 +120,25 @@ class ProcessGroupCommunicator:
 
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         self.check()
-        self.launched, group = self.launched + 1, self._group()
+        self.launched, group, async_op = self.launched + 1, self._group(), self._async_op
+        pairs = [pair if pair[1].dtype in _DTYPES else _in_known_dtype(kind, *pair) for pair in transfers]
+        started: list[Any] = []
         if kind is Collective.ALL_REDUCE:
-            return self._all_reduce(group, [transfer.output for transfer in transfers], op)
-        collective = _COLLECTIVES[kind]
-        options = {"op": OPERATIONS[op]} if kind is Collective.REDUCE_SCATTER else {}
-        if len(transfers) > 1 and self._backend.coalesces:
-            with dist._coalescing_manager(group=group, device=self._device, async_ops=True) as works:
-                for output, input in transfers:
-                    collective(output, input, group=group, **options)
-            return cast(Work, works)
-        started: list[Work] = []
-        for output, input in transfers:
-            started.append(collective(output, input, group=group, async_op=True, **options))
+            for output, _ in pairs:
+                started.append(dist.all_reduce(output, op=OPERATIONS[op], group=group, async_op=async_op))
+        elif len(pairs) > 1 and self._backend.coalesces and kind in _COALESCED:
+            by_dtype: dict[torch.dtype, list[Transfer]] = {}  # NCCL coalesces only tensors of one dtype
+            for pair in pairs:
+                by_dtype.setdefault(pair[1].dtype, []).append(pair)
+            started = [_launch_coalesced(group, kind, same, op, async_op) for same in by_dtype.values()]
+        else:
+            collective = _COLLECTIVES[kind]
+            options = {"op": OPERATIONS[op]} if kind is Collective.REDUCE_SCATTER else {}
+            for output, input in pairs:
+                started.append(collective(output, input, group=group, async_op=async_op, **options))
+        if not async_op:
+            return _ENQUEUED
         return started[0] if len(started) == 1 else WorkList(tuple(started))
-
-    def _all_reduce(self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
-        works: list[Work] = []
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL coalesces only tensors of one dtype
-            same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
-            if len(same_dtype) > 1 and self._backend.coalesces:
-                with dist._coalescing_manager(group=group, device=self._device, async_ops=True) as work:
-                    for tensor in same_dtype:
-                        dist.all_reduce(tensor, op=OPERATIONS[op], group=group)
-                works.append(cast(Work, work))
-            else:
-                for tensor in same_dtype:
-                    work = dist.all_reduce(tensor, op=OPERATIONS[op], group=group, async_op=True)
-                    works.append(cast(Work, work))
-        return WorkList(tuple(works))
 
     @property
     def is_broken(self) -> bool:
@@ -146,8 +154,21 @@ class ProcessGroupCommunicator:
             )
 
     def give_up(self, reason: str) -> None:
-        """Abort operations in flight, which ends a wait of the host."""
+        """Let later launches raise a ``PeerError``, and end a wait of the host by aborting operations in flight.
+
+        On streams, waits do not block the host, and only threads of the program may touch the device: nothing is
+        aborted before :meth:`abandon`.
+        """
         self._broken = self._broken or reason
+        if not self._has_streams:
+            self._abort()
+
+    def abandon(self) -> None:
+        """Abort operations in flight, before their memory is freed."""
+        self._broken = self._broken or "operations were given up after a failed pass."
+        self._abort()
+
+    def _abort(self) -> None:
         group: Any = self.group
         try:
             if hasattr(group, "abort"):
@@ -156,10 +177,6 @@ class ProcessGroupCommunicator:
                 group.shutdown()
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             logger.warning("the process group of ranks %s cannot be aborted: %s", list(self.ranks), error)
-
-    def abandon(self) -> None:
-        """Abort operations in flight, before their memory is freed."""
-        self.give_up("operations were given up after a failed pass.")
 
     def reopen(self) -> None:
         """Refuse to connect again, which only the owner of the process group can do.
@@ -171,6 +188,28 @@ class ProcessGroupCommunicator:
             f"ranks {list(self.ranks)} cannot connect again over the backend of their process group after they failed "
             "at different operations. End the job, and restart it from a checkpoint."
         )
+
+
+def _launch_coalesced(
+    group: dist.ProcessGroup, kind: Collective, pairs: Sequence[Transfer], op: ReduceOp, async_op: bool
+) -> Work | None:
+    method, options_class = _COALESCED[kind]
+    options = options_class()
+    options.asyncOp = async_op
+    if kind is Collective.REDUCE_SCATTER:
+        options.reduceOp = OPERATIONS[op]
+    work: Work | None = getattr(group, method)(*map(list, zip(*pairs, strict=True)), options)
+    if work is not None and not async_op:  # torch before 2.12 takes no note of asyncOp here
+        work.wait()
+    return work
+
+
+def _in_known_dtype(kind: Collective, output: torch.Tensor, input: torch.Tensor) -> Transfer:
+    """Return views of a transfer, in bytes or in the parts of complex numbers."""
+    dtype = input.dtype.to_real() if input.dtype.is_complex else torch.uint8
+    if dtype is torch.uint8 and kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE):
+        return Transfer(output, input)  # the backend tells what it cannot add up
+    return Transfer(output.view(dtype), input.view(dtype))
 
 
 class Pooled(Around):

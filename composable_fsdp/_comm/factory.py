@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from itertools import count
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from composable_fsdp._comm.c10d import ProcessGroupCommunicator, timeout_of_backend
@@ -20,9 +21,9 @@ __all__ = [
     "abandon",
     "communicator_over",
     "communicators",
-    "duplicate",
     "has_own_transports",
     "loopback",
+    "part_of",
     "position",
     "reopen",
     "timeout_of",
@@ -105,9 +106,22 @@ def reopen(groups: Collection[dist.ProcessGroup]) -> None:
             known.reopen()
 
 
-def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:
-    """Return a communicator of the same ranks on a new process group. All ranks must call it together."""
-    return communicator_over(dist.new_group(list(communicator.ranks), use_local_synchronization=True), device_type)
+def part_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """Return a new process group of ``size`` neighbouring ranks of ``group``, this one among them.
+
+    ``size`` divides the number of ranks. All ranks of ``group`` must call it together, and no other rank of the job.
+    ``new_group`` would wait for those where a device is bound to the default group; torchcomms has no other way.
+    """
+    world, known = cast(Any, dist.group.WORLD), cast(Any, group)
+    bound, number = world.bound_device_id, dist.get_world_size(group)
+    is_bound = bound is not None and torch.device(bound.type) in known._device_types
+    is_torchcomms = getattr(getattr(dist, "config", None), "use_torchcomms", False)
+    if is_torchcomms or (is_bound and known._get_backend(bound).supports_splitting):
+        parts = [list(range(first, first + size)) for first in range(0, number, size)]
+        return cast(dist.ProcessGroup, cast(Any, dist).split_group(group, parts))
+    first = dist.get_rank(group) // size * size
+    ranks = dist.get_process_group_ranks(group)[first : first + size]
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

@@ -8,8 +8,20 @@ from math import inf
 from composable_fsdp._consistency.rank_report import OperationId, RankReport, format_ranks
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["WarningTimes", "reports_with_places", "set_wait_warning", "wait_text", "wait_warning"]
+__all__ = [
+    "ENDED_AT",
+    "REPORTED_AT",
+    "WarningTimes",
+    "reports_with_places",
+    "set_wait_warning",
+    "wait_text",
+    "wait_warning",
+]
 
+REPORTED_AT, ENDED_AT = 0.5, 0.8
+"""The parts of the timeout of a process group at which a wait is warned of, and at which it ends with an error. At the
+timeout itself a backend may end the process, as NCCL does.
+"""
 _DEFAULT_SECONDS = 30.0
 _GROWTH = 2.0
 """The factor from one warning about a wait to the next."""
@@ -26,7 +38,8 @@ def set_wait_warning(seconds: float | None) -> None:
     in which operation, and the line of the program that each of them executes.
 
     Args:
-        seconds: the seconds of the first warning, in effect at least 1; ``None`` for no warnings.
+        seconds: the seconds of the first warning, in effect at least 1 and, where collectives do not block the host,
+            at most half the timeout of the process group; ``None`` for no warnings.
 
     Raises:
         ConfigurationError: ``seconds`` is not a positive, finite number.
@@ -46,6 +59,9 @@ def wait_warning() -> float | None:
 class WarningTimes:
     """The times at which one thing waited for is warned of. Final."""
 
+    latest = inf
+    """The seconds of the first warning, at most."""
+
     def __init__(self) -> None:
         self._wait: object = None
         self._last = 0.0
@@ -54,7 +70,7 @@ class WarningTimes:
         """Return whether to warn of ``wait`` after ``seconds``, and if so, count the warning as given."""
         if wait != self._wait:
             self._wait, self._last = wait, 0.0
-        if _seconds is None or seconds < max(_seconds, _GROWTH * self._last):
+        if _seconds is None or seconds < max(min(_seconds, self.latest), _GROWTH * self._last):
             return False
         self._last = seconds
         return True

@@ -127,6 +127,10 @@ class Watchdog:
         """Return the store of the job, for any thread. Each call may take ``seconds``, and raises after that."""
         return _StoreOnThread(self, seconds)
 
+    def warn_within(self, seconds: float) -> None:
+        """Warn of waits after ``seconds`` at the latest, if at all."""
+        self._warnings.latest = min(self._warnings.latest, seconds)
+
     def begin_wait(
         self, operation: OperationId, end: Callable[[str], None] | None = None, seconds: float = 0.0
     ) -> None:

@@ -151,6 +151,8 @@ class ReductionQueue:
     def __init__(self, launcher: Launcher, plans: Planner) -> None:
         self._launcher, self._plans = launcher, plans
         self._in_flight: deque[PendingReduction] = deque()
+        self._unread: list[PendingReduction] = []
+        """Reductions before those in flight, which hold no buffers any more. Flags of the first block the host."""
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
         self._waiting: set[FSDPState] = set()
@@ -217,7 +219,7 @@ class ReductionQueue:
 
     def send_held(self, states: Iterable[FSDPState]) -> None:
         """Launch the reductions of the gradients that ``states`` hold after backward, whatever their settings say."""
-        if any(each.launch.partial for each in self._in_flight):
+        if any(each.launch.partial for each in (*self._unread, *self._in_flight)):
             self.drain()  # the sums are held only then
         for state in states:
             state.group.gradients.notice()
@@ -234,17 +236,20 @@ class ReductionQueue:
     @property
     def are_in_flight(self) -> bool:
         """True if reduced gradients remain to be set."""
-        return bool(self._in_flight)
+        return bool(self._unread or self._in_flight)
 
     def drain(self) -> None:
         """Wait for all reductions and set their gradients."""
         self._start()
+        self._in_flight.extendleft(reversed(self._unread))
+        self._unread.clear()
         while self._in_flight:
             self._launcher.finish(self._in_flight.popleft())
 
     def abandon(self) -> None:
         """Forget all reductions in flight, which will not complete."""
         self._in_flight.clear()
+        self._unread.clear()
 
     def _find_fusion(self, state: FSDPState) -> Sequence[FSDPState]:
         """Return and note the states whose reductions are fused with those of ``state`` in this backward."""
@@ -256,9 +261,12 @@ class ReductionQueue:
         return fusion
 
     def _launch(self, launch: ReductionLaunch) -> None:
-        """Make room, before the launch takes memory; launch; then start the second stages of earlier reductions."""
+        """Make room, before the launch takes memory; launch; then start the second stages of earlier reductions.
+
+        The host does not wait for flags to make room.
+        """
         while self._in_flight and self._is_full(launch):
-            self._launcher.finish(self._in_flight.popleft())
+            self._launcher.finish(self._in_flight.popleft(), self._unread if self._launcher.has_streams else None)
         reduction = self._launcher.reduce(launch)
         self._start()
         self._in_flight.append(reduction)

@@ -378,7 +378,7 @@ class DryLauncher:
 
     def start(self, reduction: Any) -> None: ...
 
-    def finish(self, reduction: Any) -> None:
+    def finish(self, reduction: Any, unread: Any = None) -> None:
         launch: ReductionLaunch = reduction.launch
         for member in launch.members if launch.is_last else ():
             member.end_reduction(partial=launch.partial)

@@ -46,8 +46,11 @@ class Launcher(Protocol):
         """Launch the second stage of ``reduction``, if it has one and that is not launched yet."""
         ...
 
-    def finish(self, reduction: PendingReduction) -> None:
-        """Wait for ``reduction``, and set the sharded gradients."""
+    def finish(self, reduction: PendingReduction, unread: list[PendingReduction] | None = None) -> None:
+        """Wait for ``reduction``, and set the sharded gradients.
+
+        If the host would have to wait for flags, or ``unread`` has earlier reductions, it joins them instead.
+        """
         ...
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:

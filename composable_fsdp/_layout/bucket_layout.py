@@ -89,12 +89,14 @@ class ReduceLayout:
     zero_copy: tuple[int, ...]
     packed: tuple[int, ...]
     packed_widths: tuple[int, ...]
-    """Elements of each packed gradient, and last of the flags, in each rank's row of the message, alignment included.
-    """
+    """Elements of each packed gradient, and last of the flags, in each rank's row, alignment included."""
     packed_numel: int
-    has_padding: bool
+    gaps: tuple[tuple[int, int], ...]
+    """The gaps for alignment in each rank's row, last first: the packed gradients before it, and its elements."""
+    most_uneven: int
+    """The elements of the largest packed gradient with padded shards."""
     in_chunks: bool
-    """True if each rank's row is the ``torch.chunk`` of every packed gradient on dim 0. None is empty."""
+    """True if each rank's row is the ``torch.chunk`` of every packed gradient on dim 0, then zeros. None is empty."""
     num_flags: int
     flags_offset: int
     flags_width: int
@@ -104,6 +106,11 @@ class ReduceLayout:
     def gradient_numel(self) -> int:
         """The number of elements of packed gradients in each rank's row, without flags."""
         return self.packed_numel - self.flags_width
+
+    @property
+    def sharded_numel(self) -> int:
+        """The number of elements of the output without flags."""
+        return self.output.numel - self.flags_width
 
     @property
     def wire_numel(self) -> int:
@@ -170,14 +177,11 @@ def plan_reduce(
     lengths = [s.padded_numel for s in chosen] + ([num_flags] if num_flags else [])  # the flags are packed last
     output, packed, widths = _packed_first(lengths, zero_copy, itemsize)
     gradients = packed[:-1] if num_flags else packed
-    num_shards = chosen[0].num_shards if chosen else 1
-    flags_width = widths[-1] if num_flags else 0  # all of it is written, so it does not count as padding
-    payload = sum(chosen[k].numel for k in gradients) + num_shards * flags_width
-    padded = sum(widths) * num_shards != payload
-    in_chunks = all(
-        chosen[k].dim == 0 and chosen[k].numel > 0 and chosen[k].padded_numel == width
-        for k, width in zip(gradients, widths, strict=False)
-    )
+    flags_width = widths[-1] if num_flags else 0  # all of it is written, so it does not count as a gap
+    numbered = enumerate(zip(gradients, widths, strict=False), 1)
+    gaps = [(number, width - chosen[k].padded_numel) for number, (k, width) in numbered]
+    uneven = [chosen[k].numel for k in gradients if chosen[k].numel != chosen[k].padded_numel * chosen[k].num_shards]
+    in_chunks = all(chosen[k].dim == 0 and chosen[k].numel > 0 for k in gradients)
     offsets = output.offsets[: len(chosen)]
     flags_offset = output.offsets[-1] if num_flags else 0
     return ReduceLayout(
@@ -188,7 +192,8 @@ def plan_reduce(
         gradients,
         widths,
         sum(widths),
-        padded,
+        tuple((number, gap) for number, gap in reversed(gaps) if gap),
+        max(uneven, default=0),
         in_chunks,
         num_flags,
         flags_offset,

@@ -17,9 +17,11 @@ from composable_fsdp._layout.bucket_layout import (
     FlatLayout,
     GatherLayout,
     ReduceLayout,
+    aligned_bytes,
     plan_gather,
     plan_reduce,
 )
+from composable_fsdp._layout.pinned import cut_pinned, pinned_bytes
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp.codecs.communication_policy import PLAIN, GradientCodecs
 from composable_fsdp.codecs.protocol import Codec
@@ -242,7 +244,7 @@ class BucketPlan:
     @property
     def pins_memory(self) -> bool:
         """True if shards and reduced gradients are in page-locked memory."""
-        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+        return _is_pinned(self.offload)
 
     @property
     def aliased(self) -> bool:
@@ -300,6 +302,13 @@ class BucketPlan:
     @property
     def shard_bytes(self) -> int:
         return self.gather.store.numel * self.dtype.itemsize
+
+    @property
+    def pinned_waste(self) -> int:
+        """The page-locked memory in bytes that shards and reduced gradients take beyond their sizes."""
+        gradient_dtype = self.gradient_dtype or self.sum_dtype
+        sizes = (self.shard_bytes, self.reduce.sharded_numel * gradient_dtype.itemsize)
+        return sum(pinned_bytes(nbytes) - nbytes for nbytes in sizes) if self.pins_memory else 0
 
 
 @dataclass(frozen=True)
@@ -412,8 +421,9 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
     for grad_bucket, spec in zip(grad_bucket_of, specs, strict=True):
         grad_buckets[grad_bucket] += spec.trainable
     buckets = tuple(
-        _plan_bucket(specs, tuple(indices), options, grad_bucket, sum(grad_buckets))
+        _plan_bucket(specs, run, options, grad_bucket, sum(grad_buckets))
         for (grad_bucket, _), indices in members.items()
+        for run in _runs(specs, tuple(indices), options)
     )
     grad_bucket_bytes = [0] * len(grad_buckets)
     for bucket in buckets:
@@ -449,6 +459,29 @@ def _grad_buckets(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]
         if filled >= share and left >= max(least, share // 2):
             grad_bucket, filled = grad_bucket + 1, 0
     return [grad_bucket if small else of for small, of in zip(is_small, grad_bucket_of, strict=True)]
+
+
+def _is_pinned(offload: OffloadPolicy) -> bool:
+    return isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
+
+
+def _runs(
+    specs: Sequence[ParameterSpec], indices: tuple[int, ...], options: Sequence[PlanOptions]
+) -> list[tuple[int, ...]]:
+    """Cut the parameters ``indices``, which could share a bucket, where that saves page-locked memory.
+
+    Encoded parameters are not cut, because codecs encode whole messages. Those with hooks have memory of their own.
+    """
+    first = specs[indices[0]]
+    if not _is_pinned(first.offload) or first.extended or first.codec or first.gradient_codecs != PLAIN:
+        return [indices]
+    sizes = []
+    for spec in map(specs.__getitem__, indices):
+        numel = TensorShards(spec.shape, spec.dim, options[spec.axes].num_shards).padded_numel
+        gradient_dtype = spec.gradient_dtype or spec.reduce_dtype
+        gradient = aligned_bytes(numel * gradient_dtype.itemsize) if spec.trainable else 0
+        sizes.append((aligned_bytes(numel * spec.dtype.itemsize), gradient))
+    return [indices[run.start : run.stop] for run in cut_pinned(tuple(sizes))]
 
 
 def _wire_dtype(spec: ParameterSpec, axes: PlanOptions) -> torch.dtype:

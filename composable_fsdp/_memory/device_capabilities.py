@@ -1,12 +1,14 @@
 """The differences between devices, and between the backends of process groups.
 
-Only this module branches on the kind of a device or on the name of a backend, so that a new device has one place. Where
-communicators and streams are made, they ask for capabilities once, and buckets and groups get them from there.
+Only this module branches on the kind of a device, or on the name or class of a backend, so that a new device has one
+place. Where communicators and streams are made, they ask for capabilities once, and buckets and groups get them from
+there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
 
@@ -31,6 +33,12 @@ _STAGES_THROUGH_HOST = ("", "gloo")
 _WITHOUT_PROCESSES = ("fake", "threaded", "simulated_accelerator", "simulated_accelerator_alone")
 """Backends without other processes, or without a device that completes work by itself."""
 
+_AVERAGING = {"ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy"}
+_COALESCING = {"ProcessGroupNCCL"}
+"""Classes of backends, since ``"nccl"`` names several: by release, an environment variable, and torchcomms. Other
+classes have neither ability. ``ProcessGroupNCCL2`` has the coalesced calls too, but they launch once per tensor.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceCapabilities:
@@ -53,9 +61,15 @@ class DeviceCapabilities:
 
 
 def device_capabilities(device: torch.device) -> DeviceCapabilities:
-    """Return the capabilities of ``device``. They are not cached: streams can be simulated for a while."""
+    """Return the capabilities of ``device``. They are made once, and again where streams are simulated for a while."""
     module = torch.get_device_module(device)
-    has_streams = module.Stream().record_event() is not None
+    return _capabilities(module, module.Stream)
+
+
+@lru_cache(maxsize=4)
+def _capabilities(module: ModuleType, stream_class: object) -> DeviceCapabilities:
+    # Not a new stream: torch has 32 per priority, and each request takes the next one.
+    has_streams = module.current_stream().record_event() is not None
     return DeviceCapabilities(module, has_streams=has_streams, fuses_copies=has_streams)
 
 
@@ -66,7 +80,7 @@ class BackendCapabilities:
     Args:
         name: the name of the backend; an empty text if the process group has none for this kind of device.
         averages: reductions can compute averages.
-        coalesces: several collectives can be one launch.
+        coalesces: several all-gathers, or several reduce-scatters, can be one launch.
         is_watchable: operations run in processes with a store, and can be lost and aborted.
         has_own_transports: the library has transports of its own, in shared memory and over this backend.
     """
@@ -91,12 +105,18 @@ def backend_capabilities(group: dist.ProcessGroup, device_type: str) -> BackendC
     """
     backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
     name = backends.get(device_type, "")
+    backend: Any = group  # a process group in Python is its own backend
+    if type(group) is dist.ProcessGroup:
+        device = torch.device(device_type)
+        backend = group._get_backend(device) if device in group._device_types else None
+    wrapped = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL: has no coalesced calls
+    classes, wrapped_classes = (frozenset(each.__name__ for each in type(b).__mro__) for b in (backend, wrapped))
     return BackendCapabilities(
         name=name,
-        averages=name == "nccl",
-        coalesces=name == "nccl",
+        averages=bool(_AVERAGING & wrapped_classes),
+        coalesces=bool(_COALESCING & classes),
         is_watchable=name not in _WITHOUT_PROCESSES,
-        has_own_transports=device_type == "cpu" and name == "gloo",
+        has_own_transports=device_type == "cpu" and "ProcessGroupGloo" in wrapped_classes,
     )
 
 

@@ -20,8 +20,9 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 import torch
 
 from composable_fsdp._memory.device_capabilities import DeviceCapabilities, device_capabilities
+from composable_fsdp.errors import LifecycleError
 
-__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "without_grad"]
+__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "capture_error", "without_grad"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +45,11 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
             torch._C._set_grad_enabled(True)
 
     return run
+
+
+def capture_error(name: str, why: str, remedy: str) -> LifecycleError:
+    """Return the error for what a CUDA graph cannot capture."""
+    return LifecycleError(f"{name} is captured into a CUDA graph, but {why}. {remedy} See docs/how-to/cuda-graphs.md.")
 
 
 class Work(Protocol):
@@ -113,9 +119,17 @@ class InFlight(Generic[T]):
         return result
 
     def synchronize(self) -> T:
-        """Like :meth:`wait`, but block the host too, for results that it will read."""
+        """Like :meth:`wait`, but block the host too, for results that it will read.
+
+        Raises:
+            LifecycleError: the stream is captured into a CUDA graph.
+        """
         result = self.wait()
         if self._event is not None:
+            if self._stream.device.is_capturing():
+                why = "the host must read which unused parameters have a gradient on another rank"
+                remedy = "Use all parameters, or call set_reduce_scatter_unused_params(True)."
+                raise capture_error("a backward", why, remedy)
             self._event.synchronize()
         return result
 
@@ -157,12 +171,22 @@ class InFlight(Generic[T]):
 
 
 class CommStream:
-    """A named stream that collectives are launched on."""
+    """A named stream that collectives are launched on.
 
-    def __init__(self, name: str, device: DeviceCapabilities, priority: int) -> None:
+    Args:
+        name: its name.
+        device: the capabilities of the device.
+        priority: negative numbers are higher.
+        copies_ahead: what comes before a collective runs on a second stream, which does not wait for earlier ones.
+    """
+
+    def __init__(self, name: str, device: DeviceCapabilities, priority: int, *, copies_ahead: bool = False) -> None:
         self.name = name
+        self.device = device
         self._module = device.module
         self._stream = device.module.Stream(priority=priority)
+        self._first = device.module.Stream(priority=priority) if copies_ahead else self._stream
+        """The stream on which a run begins. The other one waits for it in each run, and so for what it has waited."""
         self._is_null = not device.has_streams
         self.seconds_waited = 0.0
         """The seconds for which the host was blocked by waits for collectives, on a null stream."""
@@ -170,7 +194,7 @@ class CommStream:
     def wait_event(self, event: Any) -> None:
         """Order everything that runs on this stream from now on after ``event``."""
         if not self._is_null:
-            self._stream.wait_event(event)
+            self._first.wait_event(event)
 
     def wait_for_current(self) -> tuple[Any, Callable[[], Any]]:
         """Order everything that runs on this stream from now on after what the current stream runs until now.
@@ -181,13 +205,14 @@ class CommStream:
         event = None
         if not self._is_null:
             event = self._module.current_stream().record_event()
-            self._stream.wait_event(event)
+            self._first.wait_event(event)
         return event, self._module.current_stream
 
     def join(self) -> None:
         """Order the current stream after everything that runs on this stream until now."""
         if not self._is_null:
-            self._module.current_stream().wait_stream(self._stream)
+            for stream in dict.fromkeys((self._first, self._stream)):
+                self._module.current_stream().wait_stream(stream)
 
     def run(
         self,
@@ -195,6 +220,7 @@ class CommStream:
         finish: Callable[[], T],
         *,
         allocate: Callable[[], None] | None = None,
+        prepare: Callable[[], None] | None = None,
         after: InFlight[Any] | None = None,
         finish_in_wait: bool = False,
     ) -> InFlight[T]:
@@ -206,6 +232,8 @@ class CommStream:
             finish: makes the result from the outputs of the collective.
             allocate: allocates buffers of ``launch`` on the current stream. Not called on null streams, where
                 ``launch`` allocates them.
+            prepare: copies and encodes what ``launch`` sends, ahead of earlier collectives if the stream does so. Not
+                called on null streams, where ``launch`` does it.
             after: work on another stream that must be done first. What is in its closure must be in those of ``launch``
                 or ``finish`` too: it stays alive until this work has been waited for.
             finish_in_wait: run ``finish`` on the stream that waits. On null streams it always does.
@@ -215,8 +243,13 @@ class CommStream:
             if allocate is not None:
                 allocate()
             current = self._module.current_stream()
-            self._stream.wait_stream(current)
+            self._first.wait_stream(current)
             try:
+                if prepare is not None:
+                    with self._module.stream(self._first):
+                        without_grad(prepare)()
+                if self._first is not self._stream:
+                    self._stream.wait_stream(self._first)
                 with self._module.stream(self._stream):
                     pending.enqueue(self._stream, self._module.current_stream, current, finishes=not finish_in_wait)
             except BaseException:
@@ -233,13 +266,16 @@ class CommStream:
 
 
 class CommStreams:
-    """The communication streams of one device: all-gather, reduce-scatter, and all-reduce over the replicate axis."""
+    """The communication streams of one device: all-gather, reduce-scatter, and all-reduce over the replicate axis.
+
+    Shards of the next all-gather are copied, also from the host, beside the all-gather in flight, as in FSDP2.
+    """
 
     __slots__ = ("device", "gather", "reduce", "replicate")  # torch's clients would set other attributes without effect
 
     def __init__(self, device: torch.device) -> None:
         self.device = device_capabilities(device)
-        self.gather = CommStream("gather", self.device, priority=-1)
+        self.gather = CommStream("gather", self.device, priority=-1, copies_ahead=True)
         self.reduce = CommStream("reduce", self.device, priority=-1)
         self.replicate = CommStream("replicate", self.device, priority=-1)
 

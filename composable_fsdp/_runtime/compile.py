@@ -55,7 +55,8 @@ class DynamoDisabled(Generic[P, R]):
 # once for all hooks and mistake one hook for another, so it must skip the frame. ``set_code_exec_strategy`` does that
 # without importing Dynamo, which takes seconds.
 cast(Any, DynamoDisabled.__call__)._torchdynamo_disable = True
-set_code_exec_strategy(DynamoDisabled.__call__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+_CODE = DynamoDisabled.__call__.__code__
+set_code_exec_strategy(_CODE, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 def mark_managed(modules: Iterable[nn.Module]) -> None:
@@ -67,9 +68,7 @@ def mark_managed(modules: Iterable[nn.Module]) -> None:
 def calling_frame(depth: int = 2) -> FrameType:
     """Return the frame that called the caller's hook, skipping the frames of :class:`DynamoDisabled` and Dynamo."""
     frame = sys._getframe(depth)
-    while frame.f_back is not None and (
-        frame.f_code is DynamoDisabled.__call__.__code__ or "_dynamo" in frame.f_code.co_filename
-    ):
+    while frame.f_back is not None and (frame.f_code is _CODE or "_dynamo" in frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 

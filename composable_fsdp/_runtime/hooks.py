@@ -210,15 +210,16 @@ class _ModuleHooks:
     def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Unshard the parameters, and move and cast the inputs."""
         state, call = self._state, self._state.calls_under_way[-1]
+        group, watched = state.group, False
         if not call.is_inner:
             call.iteration.pre_forward(state)
-            if state.group.typed:
-                state.group.restore_types()
-            if state.group.tensors.registration.keeps_given:
-                call.given = state.group.tensors.gather_given()
+            if group.typed:
+                group.restore_types()
+            if group.tensors.registration.keeps_given:
+                call.given = group.tensors.gather_given()
+            watched = torch.is_grad_enabled()
         dtype = state.input_dtype
-        device = state.group.axes.device if state is call.iteration.root else None
-        watched = torch.is_grad_enabled() and not call.is_inner
+        device = group.axes.device if state is call.iteration.root else None
         if watched:
             call.in_transform = in_transform() or dual_numbers._current_level >= 0
         if watched or dtype is not None or device is not None or state.precision.output_dtype is not None:
@@ -232,7 +233,7 @@ class _ModuleHooks:
         """End a call that returned: reshard, and register hooks for backward."""
         state, call = self._state, self._state.calls_under_way.pop()
         inputs, dtype = call.end(), state.precision.output_dtype
-        if inputs is not None and inputs.containers:
+        if inputs.containers:
             output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
         elif dtype is not None:
             output = map_tensors(_cast_to(dtype), output)
@@ -299,7 +300,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -> Any:
+def _watch_backward(call: ForwardCall, inputs: CallInputs, output: Any) -> Any:
     """Register hooks on the nodes where gradients enter ``call`` and leave it, and return the output to use.
 
     Gradients also enter through what the module wrote into tensors and containers of the caller. If an input was
@@ -307,7 +308,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -
     gradients, no hook shows the end. In a transform none does either: the backwards of its levels end apart. The hooks
     own the call, and it owns the FSDP state and the iteration, so that backward works after the model was dropped.
     """
-    views: Sequence[InputView] = () if inputs is None or inputs.views is None else inputs.views
+    views: Sequence[InputView] = inputs.views
     if call.in_transform:
         for view, _ in views:
             for layer in layers_of(view):
@@ -317,7 +318,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -
     input_nodes = [node for view, version in views if view._version == version and (node := view.grad_fn) is not None]
     if len(input_nodes) < len(views):
         input_nodes.clear()
-    if inputs is not None and inputs.containers:
+    if inputs.containers:
         output = inputs.map_output(_with_grad_fn, output, and_written=True)
         nodes, bases = _nodes_of(inputs.outputs(output), in_transform=call.in_transform)
     else:
@@ -325,7 +326,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -
         if None in nodes:
             output = map_tensors(_with_grad_fn, output)
             nodes, bases = _nodes_of(output, in_transform=call.in_transform)
-    if inputs is not None and len(inputs.mapped) != len(input_nodes) and (written := inputs.written()):
+    if len(inputs.mapped) != len(input_nodes) and (written := inputs.written()):
         more, bases_of_more = _nodes_of(written, in_transform=call.in_transform)
         nodes, bases = nodes | more, bases | bases_of_more
     if not nodes and not input_nodes:
@@ -343,9 +344,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs | None, output: Any) -
             node.register_hook(counter.on_input)
         for node in nodes.difference(input_nodes, bases):
             node.register_prehook(counter.expecting(input_nodes))
-    for node in nodes:
-        node.register_prehook(call.on_output_gradient)
-    for node in bases - nodes if bases else ():
+    for node in nodes | bases if bases else nodes:
         node.register_prehook(call.on_output_gradient)
     return output
 

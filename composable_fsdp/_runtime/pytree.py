@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["CallInputs", "InputView", "map_tensors", "tensors_in"]
+__all__ = ["NO_INPUTS", "CallInputs", "InputView", "map_tensors", "tensors_in"]
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Items = dict[Any, Any]
@@ -285,39 +285,27 @@ class CallInputs:
     cast; then its tensors are not watched, and no hook shows the end of the call's backward.
     """
 
-    __slots__ = (
-        "_casts",
-        "_device",
-        "_dtype",
-        "_known",
-        "_originals",
-        "_untouched",
-        "_watches_all",
-        "containers",
-        "mapped",
-        "views",
-    )
+    # Of calls without containers. An assignment to each in ``__init__`` would take host time in every call.
+    containers: list[_Passed] = _NONE
+    """The mutable containers, inner ones first."""
+    _known: dict[int, _Passed] = _NOTHING
+    """The containers by the ids of those of the caller and of those that the module got."""
+    _casts: dict[int, InputView] = _NOTHING
+    """The casts in containers, and their versions."""
+    _untouched: dict[int, InputView] = _NOTHING
+    """The caller's tensors in containers, and their versions."""
 
     def __init__(
         self, device: torch.device | None, dtype: torch.dtype | None, *, watched: bool, watches_all: bool = False
     ) -> None:
+        self._device, self._dtype, self._watched = device, dtype, watched
         self._watches_all = watches_all
         """True in a transform, where an input hides the gradients that other levels need."""
-        self._device = device
-        self._dtype = dtype
         self.mapped: dict[int, torch.Tensor] = {}
         """The tensor that the module gets, by the id of the tensor of the caller."""
         self._originals: dict[int, torch.Tensor] = {}
         """The caller's tensors, by the id of the view, or of the cast in a container, that stands for them."""
-        self.views: list[InputView] | None = [] if watched else None
-        self.containers: list[_Passed] = _NONE
-        """The mutable containers, inner ones first."""
-        self._known: dict[int, _Passed] = _NOTHING
-        """The containers by the ids of those of the caller and of those that the module got."""
-        self._casts: dict[int, InputView] = _NOTHING
-        """The casts in containers, and their versions."""
-        self._untouched: dict[int, InputView] = _NOTHING
-        """The caller's tensors in containers, and their versions."""
+        self.views: list[InputView] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the module gets for ``tensor``, each time the same."""
@@ -329,7 +317,7 @@ class CallInputs:
             mapped = mapped.to(self._device, non_blocking=True)
         if self._dtype is not None and tensor.is_floating_point():
             mapped = mapped.to(self._dtype)
-        if self.views is not None and (mapped.requires_grad or self._watches_all):
+        if self._watched and (mapped.requires_grad or self._watches_all):
             if mapped is tensor:
                 mapped = mapped.view_as(mapped)
                 self._originals[id(mapped)] = tensor
@@ -364,7 +352,7 @@ class CallInputs:
         tensors = tensors_in(tree)
         if given is tree or not _is_cast(tree, given):
             given = tree
-            if self.views is not None:
+            if self._watched:
                 self.views.extend((tensor, -1) for tensor in tensors if tensor.requires_grad)
         items = {} if given is tree else dict(enumerate(_leaves(given)))
         return self._pass(_Passed(None, tree, given, {}, items)) if _children(tree) or tensors else tree
@@ -387,7 +375,7 @@ class CallInputs:
     def written(self) -> list[torch.Tensor]:
         """Return the caller's tensors that need a gradient since the module changed them in place."""
         tensors = [self._originals.get(id(mapped), mapped) for mapped in self.mapped.values()]
-        changed = {id(view) for view, version in self.views or () if view._version != version} - self._casts.keys()
+        changed = {id(view) for view, version in self.views if view._version != version} - self._casts.keys()
         return [
             tensor
             for tensor, mapped in zip(tensors, self.mapped.values(), strict=True)
@@ -494,6 +482,10 @@ class CallInputs:
         if untouched is None or (tensor.requires_grad and tensor._version != untouched[1]):
             found.append(tensor)
         return tensor
+
+
+NO_INPUTS = CallInputs(None, None, watched=False)
+"""The inputs of all calls that get theirs unchanged. Nothing is written to it."""
 
 
 def _note(found: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp._comm.communicator import Communicator
-from composable_fsdp._comm.factory import communicator_over, loopback
+from composable_fsdp._comm.factory import communicator_over, loopback, part_of
 from composable_fsdp._memory.device_capabilities import (
     backend_capabilities,
     current_accelerator,
@@ -107,7 +107,7 @@ class DataParallelAxes:
     def smaller_shard_axis(self, size: int) -> Communicator:
         """Return the communicator of the ``size`` neighbouring shard ranks around this one, or of the shard axis.
 
-        The shard axis is returned if it has no more than ``size`` ranks. The neighbouring ranks must call it together.
+        The shard axis is returned if it has no more than ``size`` ranks. All shard ranks must call it together.
 
         Raises:
             MeshError: ``size`` does not divide the shard axis.
@@ -123,9 +123,7 @@ class DataParallelAxes:
         known = _smaller_axes.setdefault(shard_group, {})
         key = self.mesh.device_type, size
         if key not in known:
-            ranks = dist.get_process_group_ranks(shard_group)
-            first = self.shard.rank - self.shard.rank % size
-            known[key] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+            known[key] = part_of(shard_group, size)
         return communicator_over(known[key], self.mesh.device_type)
 
 

@@ -14,11 +14,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._comm.factory import communicator_over
-from composable_fsdp._layout.placement import data_parallel_placements, shard_within
 from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp._sharding.mesh import DataParallelAxes, join_meshes
 from composable_fsdp._sharding.typed_params import SpmdTypes, read_types
@@ -32,8 +31,11 @@ __all__ = [
     "ShardPlacementResult",
     "as_dtensor",
     "as_dtensor_at_zero",
+    "cuts",
+    "data_parallel_placements",
     "shard_over_axes",
     "shard_over_full_mesh",
+    "shard_within",
 ]
 
 
@@ -277,3 +279,36 @@ def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim
         cut = [placements[shard_axes[0]]] if shard_axes else []
         placements = [*(placements[a] for a in before), *replicated, *cut, *(placements[a] for a in after)]
     return ParameterSharding(full.axes, dim, inner.shape, mesh, tuple(placements), inner)
+
+
+def cuts(placement: Placement, dim: int) -> bool:
+    """Return True if ``placement`` shards tensor dim ``dim``. In some torch releases a strided shard is not a
+    ``Shard``.
+    """
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def shard_within(dim: int, later: Sequence[Placement], later_sizes: Sequence[int]) -> Placement:
+    """Return the placement of a mesh axis that shards ``dim`` of a tensor already sharded by the axes ``later`` to its
+    right.
+
+    DTensor reads a mesh from left to right, so a plain ``Shard`` means that the left axis sharded first. If an axis to
+    the right was first, the shards interleave. A strided shard records into how many parts the dim was split by then.
+    """
+    split = prod(size for placement, size in zip(later, later_sizes, strict=True) if cuts(placement, dim))
+    return Shard(dim) if split == 1 else _StridedShard(dim, split_factor=split)
+
+
+def data_parallel_placements(
+    mesh_ndim: int, dim: int, inner: Sequence[Placement] = (), inner_sizes: Sequence[int] = ()
+) -> tuple[Placement, ...]:
+    """Return the placements on a data-parallel mesh followed by the ``inner`` mesh of an already distributed parameter.
+
+    Args:
+        mesh_ndim: 1 for ``(shard,)``, 2 for ``(replicate, shard)``: the last data-parallel axis shards.
+        dim: the tensor dim that the data-parallel axis shards.
+        inner: placements on the other mesh, none for a plain tensor.
+        inner_sizes: ranks along each axis of the other mesh.
+    """
+    replicated = (Replicate() for _ in range(mesh_ndim - 1))
+    return (*replicated, shard_within(dim, inner, inner_sizes), *inner)

@@ -10,7 +10,7 @@ import torch
 from composable_fsdp._comm.c10d import Pooled
 from composable_fsdp._comm.communicator import AliasingCommunicator, Collective, Communicator, is_over_group
 from composable_fsdp._comm.custom import customize
-from composable_fsdp._comm.factory import duplicate
+from composable_fsdp._comm.factory import communicator_over, part_of
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.plan import MessageSizes, PlanOptions
 from composable_fsdp._memory.device_capabilities import device_capabilities
@@ -141,7 +141,7 @@ class ProcessGroups:
             self._separate = None
         elif self._separate is None and is_over_group(shard):
             if shard.group not in known:
-                known[shard.group] = duplicate(shard, self.axes.device.type)
+                known[shard.group] = communicator_over(part_of(shard.group, shard.size), self.axes.device.type)
             self._separate = known[shard.group]
         self._combine()
 

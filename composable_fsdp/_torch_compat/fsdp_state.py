@@ -1,146 +1,111 @@
-"""Views of FSDP states and groups under the private names of torch's FSDP2, for torch's tools and other libraries.
+"""Views of FSDP states and parameters with the private names of torch's FSDP2 that libraries use.
 
 Pipelining ends gradient accumulation itself, and the memory tracker wraps our hooks. Both find a module's state with
-torch's ``fully_shard.state(module)`` or ``module._get_fsdp_state()``; other libraries use torch's
+torch's ``fully_shard.state(module)`` or ``module._get_fsdp_state()``; verl and TransformerEngine use torch's
 ``_get_module_fsdp_state(module)`` too. These functions return a view that reads everything from the FSDP state and
-stores only the handles of hooks that clients replace. It has the names that ``torch.distributed.pipelining``,
-``FSDPMemTracker``, torch's ``register_fsdp_forward_method`` and ``share_comm_ctx``, verl and TransformerEngine use.
-Reading or setting any other name is an error that says what to use instead.
+stores only the handles of hooks that clients replace.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 from torch.utils.hooks import RemovableHandle
 
-from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, ModuleReference
 from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
 from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._torch_compat.torch_types import (
-    TorchFSDPMeshInfo,
-    TorchFSDPState,
-    TrainingState,
-    find_state,
-    mesh_info_of,
-    register_state,
-    set_torch_state,
-)
-from composable_fsdp.errors import ConfigurationError, UnsupportedError
-from composable_fsdp.policies import AUTO_RESHARD, Reshard, ReshardKind
+from composable_fsdp._torch_compat.torch_types import find_state, register_state, set_torch_state
+from composable_fsdp.errors import UnsupportedError
+from composable_fsdp.policies import Reshard, ReshardKind
 
 __all__ = ["ClientState", "client_state", "register_client_states"]
 
 
-_POLICY = "the mp_policy that was passed to fully_shard"
-_SHARD = "the DTensor of the module: its shape, dtype and to_local()"
-_INSTEAD = {
-    "_all_gather_process_group": "get_group() of the mesh that was passed to fully_shard",
-    "_all_gather_result": "reshard() of the module frees what was gathered too early",
-    "_all_reduce_hook": "set_all_reduce_hook() of the module",
-    "_init_mp_dtypes": "nothing: a change of requires_grad is noticed",
-    "_is_hsdp": "the mesh that was passed to fully_shard",
-    "_lazy_init": "a forward of the model",
+_REMEDIES = {
+    "_is_root": (
+        "one fully_shard for a whole model: torch's own reads this name where a module around ours is sharded by it; "
+        "composable_fsdp.interop.patch_torch(), called before, makes its callers use ours"
+    ),
+    "_comm_ctx comm_ctx": "composable_fsdp.share_comm_ctx(modules)",
+    "_module_fqn": "named_modules() of the model",
+    "_module_info _param_fqn": "named_parameters() of the model",
     "_modules_to_run_forward": "forward hooks of the modules",
-    "_mp_policy": _POLICY,
-    "_orig_dtype": _SHARD,
-    "_orig_size": _SHARD,
-    "_param_fqn": "named_parameters() of the model",
-    "_module_info": "named_parameters() of the model",
-    "_reduce_dtype": _POLICY,
-    "_reduce_scatter_process_group": "get_group() of the mesh that was passed to fully_shard",
-    "_sharded_param_data": _SHARD,
-    "_sharded_state": "parameters() of the module, which are DTensors while it is sharded",
-    "_states_to_backward_prefetch": "set_modules_to_backward_prefetch(modules) of the module; "
-    "set_prefetch_limit(0) of the model prefetches nothing",
-    "_states_to_forward_prefetch": "set_modules_to_forward_prefetch(modules) of the module",
-    "accumulate_unsharded_grad_if_needed": "nothing: post_backward() finds the gradients",
+    "_mp_policy _reduce_dtype mp_policy param_dtype": "the mp_policy that was passed to fully_shard",
+    "_all_gather_process_group _reduce_scatter_process_group": "get_group() of the mesh that was passed to fully_shard",
+    "_orig_dtype _orig_size _sharded_param_data orig_dtype padded_sharded_param_size sharded_size": (
+        "the DTensor of the module: its shape, dtype and to_local()"
+    ),
+    "_sharded_state is_sharded is_unsharded": "parameters() of the module, which are DTensors while it is sharded",
     "all_gather_outputs": "unsharded_param of the parameter, while the module is unsharded",
-    "all_reduce_grads": "set_requires_all_reduce() of the module",
-    "finalize_backward": "finalize_backward() of the model",
-    "force_sum_reduction_for_comms": "set_force_sum_reduction_for_comms() of the module",
-    "gradient_divide_factor": "set_gradient_divide_factor() of the module",
-    "is_last_backward": "set_is_last_backward() of the model",
-    "is_sharded": "parameters() of the module, which are DTensors while it is sharded",
-    "is_sharded_post_forward": "parameters() of the module, which are DTensors while it is sharded",
-    "is_unsharded": "parameters() of the module, which are DTensors while it is sharded",
-    "lazy_hsdp_allreduce": "set_requires_all_reduce(False) of the module, until the last microbatch",
-    "lazy_init": "a forward of the model",
-    "mp_policy": _POLICY,
-    "orig_dtype": _SHARD,
-    "padded_sharded_param_size": _SHARD,
-    "param_dtype": _POLICY,
-    "reduce_grads": "set_requires_gradient_sync() of the module",
-    "reshard": "reshard() of the module",
-    "reshard_after_backward": "set_reshard_after_backward() of the module",
-    "sharded_size": _SHARD,
-    "to_accumulated_grad_if_needed": "nothing: post_backward() finds the gradients",
-    "to_sharded": "reshard() of the module",
-    "to_unsharded": "unshard() of the module",
-    "unshard": "unshard() of the module",
+    "to_unsharded unshard wait_for_unshard": "unshard() of the module",
+    "reshard to_sharded": "reshard() of the module",
+    "_all_gather_result": "reshard() of the module frees what was gathered too early",
+    "_states_to_forward_prefetch": "set_modules_to_forward_prefetch(modules) of the module",
+    "_states_to_backward_prefetch": "set_modules_to_backward_prefetch(modules), or set_prefetch_limit(0) for none",
+    "accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed": "nothing: post_backward() finds the gradients",
     "unsharded_accumulated_grad": "get_pending_gradients() and zero_grad() of the module",
-    "wait_for_unshard": "wait() of the handle that unshard(async_op=True) of the module returns",
+    "lazy_hsdp_allreduce": "set_requires_all_reduce(False) of the module, until the last microbatch",
+    "reduce_grads": "set_requires_gradient_sync() of the module",
+    "force_sum_reduction_for_comms gradient_divide_factor is_last_backward": "set_{}() of the module",
+    "finalize_backward": "finalize_backward() of the model",
 }
 """The remedies for names of torch's states, groups and parameters that public code uses and these views lack."""
+
+_REMEDY_OF = {name: remedy for names, remedy in _REMEDIES.items() for name in names.split()}
 
 
 class _MissingNameError(UnsupportedError, AttributeError):
     """A name of torch's private classes that a view lacks. ``getattr`` with a default gives the default."""
 
 
-def _missing(view: object, name: str) -> _MissingNameError:
-    torch_name = f"FSDP{type(view).__name__.removeprefix('Client')}.{name}".replace("FSDPGroup", "FSDPParamGroup")
-    instead = _INSTEAD.get(name, "the methods of the module, see docs/upstream-main.md")
-    return _MissingNameError(f"{torch_name.replace('FSDPParameter', 'FSDPParam')} does not exist here. Use {instead}.")
-
-
-def _get_other(view: object, name: str) -> Any:
-    """Raise for a name that ``view`` lacks, or again what a property of this name raised."""
-    if name.startswith("__") or hasattr(type(view), name):
-        return object.__getattribute__(view, name)
-    raise _missing(view, name)
+def _refuse(view: object, name: str) -> Any:
+    remedy = _REMEDY_OF.get(name, "the methods of the module, see docs/upstream-main.md")
+    raise _MissingNameError(f"{name} of torch's FSDP2 does not exist here. Use {remedy.format(name)}.")
 
 
 def _set_known(view: object, name: str, value: object) -> None:
-    """Set an attribute of a view, but none that only torch's objects have: it would have no effect.
-
-    A library may keep marks of its own on the view of a state, but not on those of groups and parameters: they are made
-    anew for each access.
-    """
-    is_mark = isinstance(view, ClientState) and name not in _INSTEAD and name not in _NAMES_OF_TORCH
-    if not is_mark and not hasattr(type(view), name) and name not in _STORED:
-        raise _missing(view, name)
+    """Set an attribute of a view, but none that only torch's objects have: it would have no effect."""
+    if not hasattr(type(view), name):
+        _refuse(view, name)
     object.__setattr__(view, name, value)
 
 
-_STORED = ("_state", "_reference", "_pre_forward_hook_handle", "_post_forward_handle")
-"""The attributes of ``ClientState`` that are not properties."""
+def _replaceable(name: str) -> Any:
+    """Return a property of a view: its method ``_name``, or the function that a client set in its place."""
 
-_NAMES_OF_TORCH = frozenset(TorchFSDPState.__init__.__code__.co_names)
-"""The names that the constructor of torch's ``FSDPState`` uses, among them those of all its attributes."""
+    def is_of_first(view: ClientState) -> bool:
+        return view._reference() is view._state.modules[0]
 
+    def read(view: ClientState) -> Any:
+        return (is_of_first(view) and getattr(view._state.client, name)) or getattr(view, f"_{name}")
 
-def _set_streams(view: ClientState | ClientGroup, streams: CommStreams) -> None:
-    iteration_of(view._state).streams = streams
+    def replace(view: ClientState, function: Callable[..., None]) -> None:
+        if is_of_first(view):
+            view._state.client = view._state.client._replace(**{name: function})
 
-
-_streams_view: Any = property(lambda view: iteration_of(view._state).streams, _set_streams)
+    return property(read, replace)
 
 
 class ClientState:
-    """View of the FSDP state of ``module`` with the attributes of torch's ``FSDPState``.
+    """View of the FSDP state of ``module`` with the attributes of torch's ``FSDPState`` and ``FSDPParamGroup``.
 
-    It passes ``isinstance`` for torch's class without being a subclass, so it inherits no code from torch. All modules
-    of a list have equal views and one group, as they share one state in torch.
+    It passes ``isinstance`` for torch's state without being a subclass, so it inherits no code from torch.
+
+    A function set as ``pre_backward`` or ``post_backward`` runs in place of the original and calls it with the
+    arguments it got. For a list of modules, setting them has an effect only through the first module: a client that
+    visits every module would otherwise have its function called once per module.
     """
+
+    __slots__ = ("__weakref__", "_post_forward_handle", "_pre_forward_hook_handle", "_reference", "_state")
 
     def __init__(self, state: FSDPState, module: nn.Module, handles: HookHandles | None) -> None:
         self._state = state
@@ -153,53 +118,21 @@ class ClientState:
     def __class__(self) -> type[Any]:
         return TorchFSDPState
 
-    __getattr__ = _get_other
+    __getattr__ = _refuse
     __setattr__ = _set_known
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is ClientState and other._state is self._state
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Give a deep copy its attributes, and register it."""
+        for name, value in state[1].items():
+            setattr(self, name, value)
+        register_state(self._reference(), self)
 
-    def __hash__(self) -> int:
-        return hash(self._state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ClientState:
-        clone = object.__new__(ClientState)
-        memo[id(self)] = clone
-        vars(clone).update(copy.deepcopy(vars(self), memo))
-        register_state(clone._module, clone)
-        return clone
-
-    _comm_ctx = _streams_view
-
-    @property
-    def _is_root(self) -> bool | None:
-        """``None`` before the first forward, as with torch."""
-        iteration = known_iteration(self._state)
-        return None if iteration is None else iteration.root is self._state
-
-    @_is_root.setter
-    def _is_root(self, value: bool) -> None:
-        raise ConfigurationError(
-            f"torch's own fully_shard has sharded a module around {self._state.class_name}, which ours has sharded. "
-            "Shard all of a model by one of them; composable_fsdp.interop.patch_torch(), called before, makes callers "
-            "of torch's use ours."
-        )
-
-    @property
-    def _auto_reshard_after_forward(self) -> bool:
-        """True if the user passed no ``reshard_after_forward``."""
-        return self._state.reshard.kind is ReshardKind.AUTO
-
-    @_auto_reshard_after_forward.setter
-    def _auto_reshard_after_forward(self, auto: bool) -> None:
+    def _set_auto_reshard(self, auto: bool) -> None:
+        """Accept ``False``, which clients set before ``post_forward_mesh_info``, without effect: that is enough."""
         if auto:
-            self._state.reshard = AUTO_RESHARD
-        elif self._auto_reshard_after_forward:
-            self._state.reshard = Reshard(ReshardKind.ALWAYS)
+            raise UnsupportedError("_auto_reshard_after_forward cannot be set here; use set_reshard_after_forward().")
 
-    @property
-    def _module(self) -> nn.Module:
-        return self._reference()
+    _auto_reshard_after_forward = property(None, _set_auto_reshard)
 
     @property
     def _state_ctx(self) -> ClientState:
@@ -207,19 +140,18 @@ class ClientState:
         return self
 
     @property
-    def all_states(self) -> list[ClientState]:
+    def all_states(self) -> list[Any]:
         """The views of all FSDP states of the root, in the order of its modules."""
         states = iteration_of(self._state).states.values()
-        found = [client_state(module) for state in states for module in state.modules[:1]]
-        return [each for each in found if each is not None]
+        return [find_state(module) for state in states for module in state.modules[:1]]
 
     @property
-    def _fsdp_param_groups(self) -> list[ClientGroup]:
-        return [ClientGroup(self._state, self._module)] if self._state.group.parameters else []
+    def _fsdp_param_group(self) -> ClientState | None:
+        return self if self._state.group.parameters else None
 
     @property
-    def _fsdp_param_group(self) -> ClientGroup | None:
-        return next(iter(self._fsdp_param_groups), None)
+    def _fsdp_param_groups(self) -> list[ClientState]:
+        return [self] if self._state.group.parameters else []
 
     def _root_post_backward_final_callback(self) -> None:
         """End a backward: reduce remaining gradients, and wait for the reductions if it is the last backward."""
@@ -236,66 +168,35 @@ class ClientState:
     def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
         """Replace our hook by a client's, which must also be called after a forward that raised, as ours is."""
         self._post_forward_handle = handle
-        if handle.id in self._module._forward_hooks:
-            self._module._forward_hooks_always_called[handle.id] = True
+        module = self._reference()
+        if handle.id in module._forward_hooks:
+            module._forward_hooks_always_called[handle.id] = True
 
+    # -- names of the parameter group
 
-class ClientGroup:
-    """View of the parameter group of ``state`` with the attributes of torch's ``FSDPParamGroup``.
-
-    Views of one state are equal. A function set as ``pre_backward`` or ``post_backward`` runs in place of the original
-    and calls it with the arguments it got. For a list of modules, setting them has an effect only through the first
-    module: a client that visits every module would otherwise have its function called once per module.
-    """
-
-    __slots__ = ("_is_of_first", "_state")
-
-    def __init__(self, state: FSDPState, module: nn.Module) -> None:
-        self._state = state
-        self._is_of_first = module is state.modules[0]
-
-    __getattr__ = _get_other
-    __setattr__ = _set_known
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClientGroup) and other._state is self._state
-
-    def __hash__(self) -> int:
-        return hash(self._state)
-
-    comm_ctx = _streams_view
+    pre_backward = _replaceable("pre_backward")
+    post_backward = _replaceable("post_backward")
 
     @property
-    def _module_fqn(self) -> str | None:
-        """The names of the modules from the root, "" for the root; ``None`` before the first forward, as with torch."""
-        iteration = known_iteration(self._state)
-        if iteration is None:
-            return None
-        return "" if iteration.root is self._state else self._state.name
+    def fsdp_params(self) -> list[ClientParam]:
+        return [ClientParam(parameter) for parameter in self._state.group.parameters]
 
     @property
     def mesh_info(self) -> Any:
         """Torch's ``FSDPMeshInfo``, ``HSDPMeshInfo`` or ``DDPMeshInfo``."""
-        return mesh_info_of(self._state.group.axes)
+        axes = self._state.group.axes
+        if axes.mesh.ndim > 1:
+            return HSDPMeshInfo(axes.mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        if axes.shard.size == axes.mesh.size():
+            return FSDPMeshInfo(axes.mesh, shard_mesh_dim=0)
+        return DDPMeshInfo(axes.mesh, replicate_mesh_dim=0)
 
-    @property
-    def _training_state(self) -> TrainingState:
-        """The current pass in torch's terms, without the ends of a module's own forward and backward."""
-        state, iteration = self._state, known_iteration(self._state)
-        if iteration is None or iteration.current_pass is Pass.IDLE:
-            return TrainingState.IDLE
-        computes = bool(state.calls_under_way)  # includes recomputation in backward under activation checkpointing
-        return (
-            TrainingState.FORWARD if computes or iteration.current_pass is Pass.FORWARD else TrainingState.PRE_BACKWARD
-        )
+    def _set_post_forward_mesh(self, info: FSDPMeshInfo | None) -> None:
+        shards = self._state.group.axes.shard.size
+        size = info is not None and (info.shard_mesh_size == shards or info.shard_mesh_size)
+        self._state.reshard = Reshard.parse(size, shards)
 
-    @_training_state.setter
-    def _training_state(self, state: TrainingState) -> None:
-        """Accept ``IDLE``, which clients set before ``reshard()``, without effect: ``reshard()`` needs no state."""
-        if state is not TrainingState.IDLE:
-            raise UnsupportedError(f"_training_state cannot be set to {state.name} here; it follows the passes.")
-
-    # -- options
+    post_forward_mesh_info = property(None, _set_post_forward_mesh)
 
     @property
     def _reshard_after_forward(self) -> bool:
@@ -311,89 +212,53 @@ class ClientGroup:
         return iteration is None or (iteration.root is not self._state and not iteration.streams.device.has_streams)
 
     @property
-    def post_forward_mesh_info(self) -> Any:
-        """The mesh from which backward gathers the parameters, or ``None`` if they stay unsharded after forward."""
-        if self._state.reshard.kind is ReshardKind.SMALLER:
-            raise UnsupportedError(
-                f"post_forward_mesh_info of {self._state.name!r}: the mesh of reshard_after_forward="
-                f"{self._state.reshard.mesh_size} has no DeviceMesh in this version."
-            )
-        return self.mesh_info if self._reshard_after_forward else None
+    def _training_state(self) -> TrainingState:
+        """The current pass in torch's terms, without the ends of a module's own forward and backward."""
+        iteration = known_iteration(self._state)
+        if iteration is None or iteration.current_pass is Pass.IDLE:
+            return TrainingState.IDLE
+        computes = bool(self._state.calls_under_way)  # also recomputation in backward under activation checkpointing
+        is_forward = computes or iteration.current_pass is Pass.FORWARD
+        return TrainingState.FORWARD if is_forward else TrainingState.PRE_BACKWARD
 
-    @post_forward_mesh_info.setter
-    def post_forward_mesh_info(self, info: TorchFSDPMeshInfo | None) -> None:
-        shard_size = self._state.group.axes.shard.size
-        if info is None:
-            self._state.reshard = Reshard(ReshardKind.NEVER)
-        elif info.shard_mesh_size == shard_size:
-            self._state.reshard = Reshard(ReshardKind.ALWAYS)
-        else:
-            self._state.reshard = Reshard.parse(info.shard_mesh_size, shard_size)
-
-    # -- passes
-
-    @property
-    def fsdp_params(self) -> list[ClientParameter]:
-        return [ClientParameter(self._state, parameter) for parameter in self._state.group.parameters]
-
-    @property
-    def pre_backward(self) -> Callable[..., None]:
-        return (self._is_of_first and self._state.client.pre_backward) or self._pre_backward
-
-    @pre_backward.setter
-    def pre_backward(self, function: Callable[..., None]) -> None:
-        if self._is_of_first:
-            self._state.client = self._state.client._replace(pre_backward=function)
-
-    @property
-    def post_backward(self) -> Callable[..., None]:
-        return (self._is_of_first and self._state.client.post_backward) or self._post_backward
-
-    @post_backward.setter
-    def post_backward(self, function: Callable[..., None]) -> None:
-        if self._is_of_first:
-            self._state.client = self._state.client._replace(post_backward=function)
+    @_training_state.setter
+    def _training_state(self, state: TrainingState) -> None:
+        """Accept ``IDLE``, which clients set before ``reshard()``, without effect: ``reshard()`` needs no state."""
+        if state is not TrainingState.IDLE:
+            raise UnsupportedError(f"_training_state cannot be set to {state.name} here; it follows the passes.")
 
     def _pre_backward(self, call: ForwardCall) -> None:
         iteration_of(self._state).pre_backward(call)
 
     def _post_backward(self, deliver: Callable[[], None] | None = None) -> None:
-        """Reduce accumulated gradients, and reshard if the options say so.
-
-        Args:
-            deliver: the reduction that the iteration is about to launch; if given, only this is called.
-        """
-        if deliver is not None:
+        if deliver is not None:  # the reduction that the iteration is about to launch
             deliver()
             return
         state, iteration = self._state, iteration_of(self._state)
         gradients = state.group.gradients
         gradients.notice()  # zero-bubble schedules accumulate weight gradients themselves
         if gradients.were_summed and gradients.state not in HELD_GRADIENTS and iteration.was_reached(state):
-            warnings.warn(_lost_gradients(state), stacklevel=2)
+            warnings.warn(
+                f"backward went through {state.name!r}, but left no gradient on any of its parameters. Pipeline "
+                "schedules that compute the gradients of weights apart from those of inputs, such as zero bubble, look "
+                "for the parameters before backward brings them into memory: shard their stages with "
+                "reshard_after_forward=False.",
+                stacklevel=2,
+            )
         iteration.reduce_gradients(state, at_end=True)
         if state.reshard_after_backward:
             state.group.reshard()
 
 
-def _lost_gradients(state: FSDPState) -> str:
-    return (
-        f"backward went through {state.name!r}, but left no gradient on any of its parameters. Pipeline schedules that "
-        "compute the gradients of weights apart from those of inputs, such as zero bubble, look for the parameters "
-        "before backward brings them into memory: shard their stages with reshard_after_forward=False."
-    )
-
-
-class ClientParameter:
+class ClientParam:
     """View of a sharded parameter with the attributes of torch's ``FSDPParam``."""
 
-    __slots__ = ("_parameter", "_state")
+    __slots__ = ("_parameter",)
 
-    def __init__(self, state: FSDPState, parameter: ShardedParameter) -> None:
-        self._state = state
+    def __init__(self, parameter: ShardedParameter) -> None:
         self._parameter = parameter
 
-    __getattr__ = _get_other
+    __getattr__ = _refuse
     __setattr__ = _set_known
 
     sharded_param = property(attrgetter("_parameter.sharded"))

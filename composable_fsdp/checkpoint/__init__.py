@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from composable_fsdp.checkpoint._coordination.pending_save import PendingSave
-from composable_fsdp.checkpoint._dcp.manifest import latest
-from composable_fsdp.checkpoint._dcp.save_and_load import load, save
+from composable_fsdp.checkpoint._coordination.rank_group import PendingSave
+from composable_fsdp.checkpoint._dcp.directory import latest
+from composable_fsdp.checkpoint._dcp.load import load
+from composable_fsdp.checkpoint._dcp.save import save
 from composable_fsdp.checkpoint._safetensors.load_safetensors import load_safetensors
 from composable_fsdp.checkpoint._safetensors.save_safetensors import save_safetensors
+from composable_fsdp.checkpoint._state_dict.forms import Full, Local, Sharded
 from composable_fsdp.checkpoint._state_dict.model import load_state_dict, state_dict, state_dict_form
-from composable_fsdp.checkpoint._state_dict.optimizer_load import load_optimizer_state_dict
-from composable_fsdp.checkpoint._state_dict.optimizer_save import optimizer_state_dict
-from composable_fsdp.checkpoint._state_dict.options import Full, Local, Sharded
-from composable_fsdp.checkpoint._state_dict.rekey import rekey_optimizer, rekey_optimizer_state_dict
+from composable_fsdp.checkpoint._state_dict.optimizer import (
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    rekey_optimizer,
+    rekey_optimizer_state_dict,
+)
 
 __all__ = [
     "Full",

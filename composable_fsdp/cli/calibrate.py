@@ -17,7 +17,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp._comm.communicator import Communicator, is_over_group
-from composable_fsdp._comm.factory import communicator_over
+from composable_fsdp._comm.factory import communicator_over, part_of
 from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
 from composable_fsdp._sharding.mesh import data_parallel_axes
@@ -29,8 +29,9 @@ from composable_fsdp.plugins.tuning.calibration import (
     collectives_of,
     measure_collective,
     measure_copies,
-    median_over_ranks,
+    medians,
     message_sizes,
+    over_ranks,
 )
 from composable_fsdp.plugins.tuning.clock import Clock
 
@@ -111,11 +112,10 @@ def measure_costs(mesh: DeviceMesh, names: Sequence[str], rounds: int) -> Costs:
     }
     own = [measure_copies(sizes[-1], clock)]
     own += [each for cost in costs.values() for each in (cost.latency, cost.bandwidth, cost.per_rank)]
-    agreed = iter(median_over_ranks(own, (axes.shard, axes.replicate), axes.device))
+    agreed = iter(over_ranks(medians, own, (axes.shard, axes.replicate), axes.device))
     copy_bandwidth = next(agreed)
     for key in costs:
-        latency, bandwidth, per_rank = next(agreed), next(agreed), next(agreed)
-        costs[key] = CollectiveCost(latency, bandwidth, per_rank)
+        costs[key] = CollectiveCost(next(agreed), next(agreed), next(agreed))
     shape = "x".join(map(str, mesh.shape))
     source = f"composable-fsdp calibrate on a mesh of {shape} ranks on {axes.device.type}"
     return Costs(axes_costs(costs), copy_bandwidth=copy_bandwidth, source=source)
@@ -144,10 +144,7 @@ def _neighbours(communicator: Communicator, device_type: str) -> Communicator | 
     """Return the communicator of this rank and its neighbour, or ``None`` if not all of more than 2 ranks have one."""
     if not is_over_group(communicator) or communicator.size == 2 or communicator.size % 2:
         return None
-    ranks = dist.get_process_group_ranks(communicator.group)
-    first = communicator.rank - communicator.rank % 2
-    group = dist.new_group(ranks[first : first + 2], use_local_synchronization=True)
-    return communicator_over(group, device_type)
+    return communicator_over(part_of(communicator.group, 2), device_type)
 
 
 def _table(costs: Costs, ranks: dict[str, int]) -> Table:

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from composable_fsdp.checkpoint._tools.convert import MAX_FILE_BYTES, convert
 from composable_fsdp.checkpoint._tools.inspect import Description, FolderDescription, describe, describe_folder
 from composable_fsdp.checkpoint._tools.sources import Kind, kind_of
-from composable_fsdp.checkpoint._tools.verify import verify as verify_files
+from composable_fsdp.checkpoint._tools.sources import verify as verify_files
 from composable_fsdp.cli.printing import Json, console, count, print_error, print_json, table_of
 from composable_fsdp.errors import ConfigurationError
 
@@ -41,7 +41,7 @@ def _inspect(
     is_folder = kind_of(path) is Kind.FOLDER
     found = describe_folder(path, verify=verify) if is_folder else describe(path, verify=verify)
     if as_json:
-        print_json(found.as_json())
+        print_json(asdict(found))
     elif isinstance(found, FolderDescription):
         _show_folder(console(), found)
     else:

@@ -11,7 +11,7 @@ from torch.utils._triton import has_triton
 
 from composable_fsdp._memory.device_capabilities import is_accelerator
 
-__all__ = ["fused"]
+__all__ = ["fused", "is_compiled"]
 
 Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
 
@@ -19,17 +19,30 @@ Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
 def fused(method: Method) -> Method:
     """Compile a codec's ``encode`` or ``decode`` on accelerators with Triton; run it eagerly elsewhere.
 
-    The first message of a codec on an accelerator waits for the compiler. Compiled code may differ from eager mode in
-    the last bit of a division, equally on all ranks. ``TORCHDYNAMO_DISABLE=1`` turns it off, like all of compilation. A
-    codec whose attribute ``compiles`` is false always runs eagerly.
+    The first forward compiles what messages need, before any collective (``plugins/compiled_codecs.py``). Compiled
+    code may differ from eager mode in the last bit of a division, equally on all ranks. ``TORCHDYNAMO_DISABLE=1``
+    turns it off, like all of compilation. A codec whose attribute ``compiles`` is false always runs eagerly.
     """
 
     @wraps(method)
     def call(codec: object, tensor: torch.Tensor, *rest: object) -> torch.Tensor:
         compiles = getattr(codec, "compiles", True) and _is_compiled_for(tensor.device)
-        return (_compiled(method) if compiles else method)(codec, tensor, *rest)
+        if not compiles:
+            return method(codec, tensor, *rest)
+        return _compiled(method)(codec, tensor.data, *rest)  # code for a view is compiled for the form of its base
 
+    _fused.add(call)
     return cast(Method, call)
+
+
+_fused: set[object] = set()
+"""The methods that may be compiled."""
+
+
+def is_compiled(codec: object, device: torch.device) -> bool:
+    """Return True if methods of ``codec`` are compiled for ``device``."""
+    method = getattr(type(codec), "encode", None)
+    return method in _fused and getattr(codec, "compiles", True) and _is_compiled_for(device)
 
 
 @lru_cache(maxsize=1)

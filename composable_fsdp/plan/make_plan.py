@@ -93,7 +93,10 @@ def plan(
     rehearsal = run(build_named)
     uncached = run(partial(without_cache, build)) if rehearsal.keeps_cache else None
     peak, timeline = rehearsal.peak, rehearsal.timeline
+    offload = options.get("offload_policy")
     on_host = sum(peak.largest[kind] for kind in PERSISTENT) if offloads else 0
+    if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory:
+        on_host += rehearsal.pinned_waste
     rows = [
         Row(kind, 0 if offloads and kind in PERSISTENT else peak.nbytes[kind], peak.largest[kind]) for kind in KINDS
     ]

@@ -55,7 +55,7 @@ class Plan:
         rows: the memory by kind. The last row is fragmentation: what torch's caching allocator needs beside the peak.
         peak_bytes: the most bytes of tensors on the device at any time.
         peak_place: where that is.
-        host_bytes: the bytes of offloaded shards, gradients and optimizer state in host memory.
+        host_bytes: the bytes of offloaded shards, gradients and optimizer state in host memory, rounded up as pinned.
         seconds: the time of a step: forward, backward and optimizer.
         exposed: the part of it in which only collectives run.
         mfu: the share of the device's peak speed that the model's own operations use, recomputation included.

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import fully_shard, to_empty
+from composable_fsdp._layout.plan import GroupPlan, plan_group
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import local_part
@@ -28,6 +29,7 @@ from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.schedule.costs import AxisCosts, Costs
 from composable_fsdp._runtime.schedule.passes import GroupSpec
 from composable_fsdp._runtime.schedule.schedule import Hook
+from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import ConfigurationError, FSDPError
 from composable_fsdp.plan.known_accelerators import Accelerator
 from composable_fsdp.plan.memory_ledger import MemoryLedger, Peak, peak_of
@@ -38,6 +40,7 @@ from composable_fsdp.plugins.tuning.clock import Clock
 from composable_fsdp.plugins.tuning.predict import predicted
 from composable_fsdp.plugins.tuning.simulate import Timeline
 from composable_fsdp.plugins.tuning.tuning import tuning_of
+from composable_fsdp.policies import CPUOffloadPolicy
 
 __all__ = ["GroupActivations", "Rehearsal", "rehearse"]
 
@@ -67,6 +70,7 @@ class Rehearsal:
         forward: the seconds of the forward of each group.
         dtypes: those of the shards, of the computation and of the optimizer state, as text.
         keeps_cache: the model returns a key/value cache, as those of transformers do.
+        pinned_waste: the bytes by which page-locked memory would be larger than offloaded shards and gradients.
         variants: the timelines with other settings of the groups, by the name of the change.
     """
 
@@ -80,6 +84,7 @@ class Rehearsal:
     forward: Mapping[str, float]
     dtypes: Mapping[str, str]
     keeps_cache: bool
+    pinned_waste: int
     variants: Mapping[str, Timeline] = field(default_factory=dict)
 
 
@@ -192,6 +197,7 @@ def rehearse(
                 costs.forward,
                 dtypes,
                 observer.keeps_cache,
+                sum(_pinned_waste(state.group.plan, state.group.process_groups) for state in iteration.states.values()),
                 {name: predicted(iteration, costs, change) for name, change in changes.items()},
             )
 
@@ -319,6 +325,13 @@ def _update(
     optimizer.zero_grad()
     model.zero_grad()
     return list(optimizer.state.values()), ledger.seconds - begin
+
+
+def _pinned_waste(plan: GroupPlan, process_groups: Sequence[ProcessGroups]) -> int:
+    """Return the bytes that page-locked memory would take beyond the shards and gradients of a group."""
+    specs = tuple(replace(spec, offload=CPUOffloadPolicy()) for spec in plan.specs)
+    buckets = plan_group(specs, tuple(pgs.plan_options() for pgs in process_groups)).buckets
+    return sum(bucket.pinned_waste for bucket in buckets)
 
 
 def _axes(shape: tuple[int, ...], accelerator: Accelerator) -> dict[str, AxisCosts]:

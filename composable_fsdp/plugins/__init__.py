@@ -2,7 +2,8 @@
 
 A plugin imports the core, and no other plugin. It attaches itself to a seam of the core. The code of a user may do so
 too (docs/plugins.md); the seams are provisional. Remove the line of a plugin from the lists below, and the library
-trains without it: ``make plugins`` does so for each, and runs the tests.
+trains without it: ``make plugins`` does so for each, and runs the tests. Among those that
+are on for accelerators only ``watchdog`` has a thread: it uses the store of the job, and never a device.
 
 ======================= ================================================ ==================
 Plugin                  Does                                             On by default
@@ -22,6 +23,8 @@ Plugin                  Does                                             On by d
 ``forward_order``       warns of a changed order of modules              all devices
 ``version_check``       finds parameters changed before their backward   all devices
 ``residuals``           commits and restores those of error feedback     all devices
+``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
+``compiled_codecs``     compiles codecs before the first step            accelerators
 ``profiler_labels``     labels hooks in profiles and in torch's log      all devices
 ``tuning``              measures costs, and chooses settings by them     no: opt-in by
                                                                          ``calibrate()``,
@@ -35,6 +38,8 @@ from __future__ import annotations
 from composable_fsdp._comm.communicator import SUM, Around, Collective, Communicator, Transfer
 from composable_fsdp._comm.factory import AROUND, TRANSPORTS
 from composable_fsdp._runtime.root.observer import OBSERVERS, Observer, Root
+from composable_fsdp.plugins.captured_passes import CapturedPasses
+from composable_fsdp.plugins.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.forward_order import ForwardOrder
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
@@ -46,7 +51,7 @@ from composable_fsdp.plugins.profiler_labels import ProfilerLabels
 from composable_fsdp.plugins.recovery import Recovery
 from composable_fsdp.plugins.residuals import Residuals
 from composable_fsdp.plugins.shared_memory.epochs import Epochs
-from composable_fsdp.plugins.shared_memory.transport import in_shared_memory
+from composable_fsdp.plugins.shared_memory.shm_communicator import in_shared_memory
 from composable_fsdp.plugins.skipped_modules import SkippedModules
 from composable_fsdp.plugins.tuning.tuning import Tuning
 from composable_fsdp.plugins.version_check import VersionCheck
@@ -90,6 +95,8 @@ DEFAULT: tuple[type[Observer], ...] = (
     PlainParameters,
     LateTies,
     OptimizerChecks,
+    CapturedPasses,  # before those that wait
+    CompiledCodecs,  # before ModelCheck, which communicates
     ModelCheck,
     ForwardOrder,
     VersionCheck,

@@ -15,7 +15,7 @@ from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._runtime.groups.state import FSDPState, connections
 from composable_fsdp._runtime.params.optimizer_steps import sharded_steps
 from composable_fsdp._runtime.root.observer import Observer, Root
-from composable_fsdp.errors import DivergenceError
+from composable_fsdp.errors import DivergenceError, PeerError
 
 __all__ = ["Recovery", "Rendezvous", "disconnect", "has_failed", "reconnect", "rendezvous"]
 
@@ -40,7 +40,12 @@ class Recovery(Observer):
         if not result.is_in_sync:
             disconnect(states)
             root.abandon()
-            reconnect(states)
+            try:
+                reconnect(states)
+            except PeerError as error:
+                places = "".join(f"\n  rank {rank}: {place}" for rank, place in result.places.items())
+                text = f"{error}\nNumbers of operations that ranks launched over each process group:{places}"
+                raise PeerError(text, error.ranks) from error
         return True
 
     def after_reset(self, root: Root) -> None:
@@ -57,10 +62,12 @@ class Rendezvous:
         is_in_sync: all ranks are at the same place, so the work in flight will complete. Otherwise call
             :func:`reconnect`.
         steps: by rank, the number of its optimizer steps since the last rendezvous.
+        places: by rank, the number of operations that it has launched over each process group, or ``broken``.
     """
 
     is_in_sync: bool = True
     steps: Mapping[int, int] = field(default_factory=dict)
+    places: Mapping[int, str] = field(default_factory=dict)
 
     def check_steps(self) -> None:
         """Check that all ranks took the same number of optimizer steps.
@@ -106,8 +113,10 @@ def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
     occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
     notes = watchdog.meet(_ranks(states), f"{steps} {here}", seconds, occasion)
     watchdog.go_on()
-    is_in_sync = "broken" not in here and len({note.partition(" ")[2] for note in notes}) == 1
-    return Rendezvous(is_in_sync, {rank: int(note.split(" ")[0]) for note, who in notes.items() for rank in who})
+    by_rank = {rank: note.partition(" ") for note, who in notes.items() for rank in who}
+    places = {rank: place for rank, (_, _, place) in sorted(by_rank.items())}
+    is_in_sync = "broken" not in here and len(set(places.values())) == 1
+    return Rendezvous(is_in_sync, {rank: int(taken) for rank, (taken, _, _) in by_rank.items()}, places)
 
 
 def disconnect(states: Iterable[FSDPState]) -> None:

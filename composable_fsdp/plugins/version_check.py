@@ -32,8 +32,13 @@ _reads_shards: WeakKeyDictionary[FSDPState, bool | None] = WeakKeyDictionary()
 """For states of which the user has set it: the sums of all shards are compared too; ``None`` compares nothing."""
 
 
+_is_set = False  # True once the user has set any: a truth test of the dictionary takes three calls
+
+
 def set_version_check(state: FSDPState, enable: bool) -> None:
     """Compare the values of the shards of ``state`` too, or nothing."""
+    global _is_set
+    _is_set = True
     _reads_shards[state] = True if enable else None
 
 
@@ -50,10 +55,8 @@ class VersionCheck(Observer):
             _reads_shards[clone] = _reads_shards[state]
 
     def enter_forward(self, root: Root, call: ForwardCall) -> None:
-        if not root.leads_to_backward:
-            return
-        reads = reads_shards(call.state) if _reads_shards else False
-        if reads is not None:
+        reads = reads_shards(call.state) if _is_set else False
+        if reads is not None and torch.is_grad_enabled():
             group = call.state.group
             registration = group.tensors.registration
             call.seen = registration, registration.versions, _sums(group) if reads else None

@@ -22,10 +22,10 @@ from composable_fsdp.testing.faults import (
     Fault,
     FaultyCommunicator,
     Kill,
+    PartitionableStore,
     Raise,
     inject_faults,
 )
-from composable_fsdp.testing.partition import PartitionableStore
 from composable_fsdp.testing.ranks import RanksError, run_ranks
 
 __all__ = [

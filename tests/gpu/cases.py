@@ -242,7 +242,7 @@ def states_between_devices(device: str) -> None:
 
     def trained(where: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = shard_layers(task.build(), fully_shard, mesh=meshes[where])
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
         for step in range(steps):
             task.loss(model, tuple(t.to(where) for t in task.batch_of(step, 0))).backward()
             optimizer.step()

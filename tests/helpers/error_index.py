@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "errors.md"
 
 SECTIONS = {
     "Sharding a model": ("_api", "_layout", "_sharding", "_torch_compat", "policies.py", "wrap", "interop"),
-    "Running and training it": ("_runtime", "plugins", "optim"),
+    "Running and training it": ("_memory", "_runtime", "plugins", "optim"),
     "Between ranks": ("_comm", "_consistency", "plugins/gloo", "plugins/shared_memory", "plugins/watchdog"),
     "State dicts and checkpoints": ("checkpoint",),
     "Codecs": ("codecs", "communication_state.py"),

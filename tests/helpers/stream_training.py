@@ -28,10 +28,10 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import Full, save, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
-from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout_plan, planner, tuning
+from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout_plan, storage, tuning
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
-from tests.simulation import ALONE
+from tests.simulation.nccl import alone_backend
 
 __all__ = [
     "BF16",
@@ -43,6 +43,7 @@ __all__ = [
     "give_costs",
     "train",
     "train_alone",
+    "with_unused",
 ]
 
 WIDTH, STEPS = 64, 3
@@ -52,7 +53,7 @@ SECOND_STEP_TWICE = {1: 1}
 @contextmanager
 def alone(shards: int = 4) -> Iterator[DeviceMesh]:
     """Make a mesh of 2 replicas of ``shards``, of which only this process exists."""
-    dist.init_process_group(ALONE, store=FakeStore(), rank=0, world_size=2 * shards)
+    dist.init_process_group(alone_backend(), store=FakeStore(), rank=0, world_size=2 * shards)
     try:
         yield init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
     finally:
@@ -75,6 +76,13 @@ class Block(nn.Module):
         if self.recomputes:
             return checkpoint(self.layers, x, use_reentrant=False)  # type: ignore[no-any-return]
         return self.layers(x)  # type: ignore[no-any-return]
+
+
+def with_unused(*blocks: nn.Module) -> nn.Sequential:
+    """Return a model of ``blocks``, each with a layer that no forward uses."""
+    for block in blocks:
+        block.unused = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(*blocks)
 
 
 class Branches(nn.Sequential):
@@ -165,6 +173,13 @@ def _hook(model: Any) -> None:
         module.set_all_reduce_hook(lambda output: output.mul_(2))
 
 
+def _adding_hook(model: Any) -> None:
+    """Give each parameter a gradient, as a hook does that adds those of ranks outside of the mesh."""
+    _unfuse(model)
+    for block in model:
+        block.set_all_reduce_hook(lambda output: output.add_(1))
+
+
 def _fail(model: Any) -> None:
     """Fail in forward and in backward, with prefetched all-gathers and reductions in flight."""
     model[1].fails = True
@@ -238,7 +253,7 @@ def _on_host(block: torch.Tensor) -> torch.Tensor:
 
 def _save(model: Any) -> None:
     """Save in the background. The thread runs at once, since only this thread is simulated."""
-    resolve = planner.SavePlanner.resolve_data
+    resolve = storage.SavePlanner.resolve_data
 
     def read(self: Any, item: Any) -> Any:
         """Read the block by an operation, since writers of files read from its address."""
@@ -248,8 +263,8 @@ def _save(model: Any) -> None:
 
     with (
         TemporaryDirectory() as folder,
-        mock.patch.object(planner, "_on_host", _on_host),
-        mock.patch.object(planner.SavePlanner, "resolve_data", read),
+        mock.patch.object(storage, "_on_host", _on_host),
+        mock.patch.object(storage.SavePlanner, "resolve_data", read),
         mock.patch.object(PendingSave, "start", lambda _, action: action()),
     ):
         save(folder, model, asynchronous=True)
@@ -292,6 +307,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "prepare": _unfuse,
     },
     "offload of weights only": {"library": _shard_with_weights_on_the_host},
+    "unused parameters": {"build": with_unused, "prepare": _unfuse},
+    "unused parameters and a hook": {"build": with_unused, "prepare": _adding_hook},
     "unused parameters reduced": {"prepare": lambda model: model.set_reduce_scatter_unused_params(True)},
     "sums held unsharded": {"hold": "set_requires_all_reduce", "prepare": _unfuse},
     "values of rank 0": {"sync_module_states": True},
@@ -332,7 +349,7 @@ def chosen(settings: ScheduleSettings) -> Iterator[None]:
     with (
         mock.patch.multiple(c10d, **sizes),
         mock.patch.object(layout_plan, "SMALL_BYTES", 1 << 10),
-        mock.patch.object(tuning, "choose_by", return_value=choice),
+        mock.patch.object(tuning, "choose", return_value=choice),
     ):
         yield
 
@@ -361,7 +378,7 @@ def _change_shards_after_forward(model: Any) -> None:
 
 
 def _train_on_one_rank() -> None:
-    dist.init_process_group(ALONE, store=FakeStore(), rank=0, world_size=1)
+    dist.init_process_group(alone_backend(), store=FakeStore(), rank=0, world_size=1)
     try:
         train(init_device_mesh("cpu", (1,)), between=_save)
     finally:

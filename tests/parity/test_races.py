@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from itertools import count
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -13,13 +16,27 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
-from tests._internals import NewReductionQueue, ReductionQueue, lazy_init
-from tests.helpers.stream_training import BF16, IN_BUCKETS, TRAININGS, WIDTH, Block, alone, chosen, give_costs, train
+from composable_fsdp.trace import TraceEvent, listeners
+from tests._internals import NewReductionQueue, ReductionQueue, lazy_init, pinned, pinned_bytes
+from tests.helpers.stream_training import (
+    BF16,
+    IN_BUCKETS,
+    TRAININGS,
+    WIDTH,
+    Block,
+    alone,
+    chosen,
+    give_costs,
+    train,
+    with_unused,
+)
 from tests.parity.test_fuzz import DrawnPrograms
 from tests.planted_faults import EXPLAINED, reached_by, sites, try_fault
-from tests.simulation import simulated_accelerator
+from tests.simulation import SimulatedEvent, SimulatedStream, simulated_accelerator
+from tests.simulation.nccl import stands_in
+from tests.simulation.stream_group import StreamWork
 from tests.stream_fuzz import alone as one_of
 from tests.stream_fuzz import problems_of
 
@@ -55,6 +72,32 @@ def test_drawn_programs_have_neither() -> None:
         assert [problems_of(program, meshes, orders=2) for program in drawn] == [[]] * len(drawn)
 
 
+@pytest.mark.parametrize("name", ["unfused, hybrid", "after exceptions, hybrid", "calibrated, hybrid"])
+def test_events_and_works_are_freed_without_the_garbage_collector(name: str) -> None:
+    """It runs in any thread, also in that of the watchdog, where the end of an event makes a context on device 0."""
+    made, alive = count(), WeakSet[object]()
+    gc.collect()
+
+    def noting(kind: type[Any]) -> Any:
+        original = kind.__init__
+
+        def initialize(self: object, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            alive.add(self)
+            next(made)
+
+        return mock.patch.object(kind, "__init__", initialize)
+
+    gc.disable()
+    try:
+        with noting(SimulatedEvent), noting(StreamWork), stands_in("nccl2", alone=True), simulated_accelerator():
+            TRAININGS[name]()
+        assert list(alive) == []
+    finally:
+        gc.enable()
+    assert next(made) > 50
+
+
 @pytest.mark.parametrize("limit", [None, 2])
 def test_backwards_that_leave_reductions_in_flight_have_neither(limit: int | None) -> None:
     seen: list[bool] = []
@@ -83,6 +126,78 @@ def test_backwards_that_leave_reductions_in_flight_have_neither(limit: int | Non
         train(mesh["shard"], prepare=prepare, earlier=earlier, hold="set_is_last_backward", mp_policy=precision)
     assert {True, False} == set(seen)
     assert (device.races, device.run_late(seed=1)) == ([], [])
+
+
+@pytest.mark.parametrize("how", ["flags", "a hook", "hooks of parameters"])
+def test_the_host_waits_for_flags_of_unused_parameters_only_after_the_last_launch(how: str) -> None:
+    order = list[str]()
+
+    def note(event: TraceEvent) -> None:
+        order.append(event.operation.name)
+
+    def noting_waits(owner: Any) -> Any:
+        wait = owner.synchronize
+
+        def synchronize(self: Any) -> None:
+            order.append("wait")
+            wait(self)
+
+        return mock.patch.object(owner, "synchronize", synchronize)
+
+    with alone() as mesh, simulated_accelerator() as device:
+        model: Any = with_unused(*(Block() for _ in range(4)))
+        for block in model:
+            fully_shard(block, mesh=mesh["shard"])
+            if how == "a hook":
+                block.set_all_reduce_hook(lambda output: output.add_(1))
+            if how == "hooks of parameters":
+                for parameter in block.parameters():
+                    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+        fully_shard(model, mesh=mesh["shard"])
+        model.set_max_fused_bytes(0)
+        model.set_reduce_scatter_max_input_buffers(1)
+        with noting_waits(SimulatedEvent), noting_waits(SimulatedStream):
+            for _ in range(2):
+                order.clear()
+                listeners.append(note)
+                model(torch.randn(8, WIDTH)).square().sum().backward()
+                listeners.remove(note)
+        gradients = [parameter.grad is not None for parameter in model[0].unused.parameters()]
+    assert gradients == [how == "a hook"] * 2
+    last_launch = max(index for index, each in enumerate(order) if each in ("REDUCE", "UNSHARD"))
+    waits = [index for index, each in enumerate(order) if each == "wait"]
+    assert waits, "the flags are read"
+    assert (waits[0] > last_launch) == (how != "hooks of parameters"), order
+    assert device.races == []
+
+
+def test_pinned_memory_in_several_flats_has_neither_and_wastes_a_tenth() -> None:
+    sizes = list[int]()
+
+    def noting(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, pin_memory=pin_memory, **kwargs)
+        if pin_memory:
+            sizes.append(made.nbytes)
+        return made
+
+    empty = torch.empty
+    with (
+        mock.patch.object(pinned, "_UNCUT_BYTES", 0),
+        alone() as mesh,
+        simulated_accelerator(records=True) as device,
+        mock.patch.object(torch, "empty", noting),
+    ):
+        # Plans are cached: no other test has this width.
+        train(mesh["shard"], build=with_wide, offload_policy=CPUOffloadPolicy(), make_optimizer=torch.optim.SGD)
+    assert (device.races, device.run_late(seed=1)) == ([], [])
+    assert sum(map(pinned_bytes, sizes)) <= 1.1 * sum(sizes)
+
+
+def with_wide(*blocks: Any) -> nn.Sequential:
+    """Return a model of ``blocks`` twice as wide inside: with its biases, a block is just above a power of two."""
+    for block in blocks:
+        block.layers = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
+    return nn.Sequential(*blocks)
 
 
 @pytest.mark.behaviour("F-06")

@@ -25,9 +25,9 @@ from composable_fsdp import (
     to_empty,
 )
 from composable_fsdp.checkpoint import Full, Local, Sharded, load_state_dict, state_dict
+from tests._internals import forms as tensor_forms
+from tests._internals import loader as holders
 from tests._internals import model as forms
-from tests._internals import owners as holders
-from tests._internals import tensor as tensor_forms
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, expected_shard
 from tests.helpers.state_dicts import (

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.errors import CheckpointError
-from tests._internals import reader as stored
+from tests._internals import load_safetensors as stored
 from tests._internals import save_safetensors as safetensors_save
 from tests.helpers.checkpoint_worlds import all_ranks_raise, local
 from tests.helpers.experts import MIXTURE, place_experts

@@ -6,8 +6,12 @@ The faults are some of those of ``test_faults.py``. The host waits for nothing b
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +30,7 @@ from tests.helpers.faults import (
     is_last,
     step,
 )
-from tests.helpers.hanging_backend import HANGING, hanging_device
+from tests.helpers.hanging_backend import HANGING, HangingGroup, hanging_device
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.slack import slack
 
@@ -124,36 +128,96 @@ def test_training_compares_only_new_operations_and_equals_the_unsharded_model() 
     run_ranks(train_well, 2)
 
 
-def recover(fault: str) -> None:
-    with hanging_device() as device:
-        model = build(backend=HANGING)
+@contextmanager
+def watched_aborts() -> Iterator[list[str]]:
+    """Yield the names of the threads that abort a process group."""
+    threads: list[str] = []
+    abort = HangingGroup.abort
+
+    def noting(group: HangingGroup) -> None:
+        threads.append(threading.current_thread().name)
+        abort(group)
+
+    with mock.patch.object(HangingGroup, "abort", noting):
+        yield threads
+
+
+def recover(fault: str) -> RaisedError:
+    """Train after ``fault`` of the last rank, or of all, in a step whose operations are compared."""
+    with hanging_device() as device, watched_aborts() as aborts:
+        model = build(LONG_TIMEOUT, HANGING)
+        full = Layers()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if fault == "has other gradients":  # at "first", a step like an earlier one is launched without a comparison
-            model.set_order_check("always")
+        model.set_order_check("always")  # at "first", a step like an earlier one is launched without a comparison
+        for _ in range(2):
+            step(model)
+        device.synchronize()
+        with ExitStack() as stack:
+            if fault == "raises on all ranks":
+                stack.callback(model.layers[1].register_forward_pre_hook(fail).remove)
+            else:
+                stack.enter_context(inject_fault(fault, model))
+            error = error_of(lambda: step(model))
+        model.reset_iter_state()
+        optimizer.zero_grad()
+        step(model)
+        device.synchronize()
+        for rank in range(dist.get_world_size()):
+            (full(torch.ones(2, 16) + rank).square().mean() / dist.get_world_size()).backward()
+        for ours, theirs in zip(model.parameters(), full.parameters(), strict=True):
+            assert theirs.grad is not None
+            torch.testing.assert_close(ours.grad.to_local(), theirs.grad.chunk(2)[dist.get_rank()])
+        assert aborts == [], "nothing was launched that another rank did not launch"
+        return error
+
+
+def fail(*_: object) -> None:
+    raise ArithmeticError("test failure")
+
+
+@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.parametrize("fault", ["has other gradients", "raises in forward", "raises in backward"])
+def test_training_goes_on_after_a_fault_that_is_found_before_a_launch(fault: str) -> None:
+    first, last = run_ranks(recover, 2, fault)
+    check(first)
+    if fault == "has other gradients":
+        assert first.kind == last.kind == "DivergenceError"
+    else:
+        assert (first.kind, last.kind) == ("PeerError", "ArithmeticError")
+        assert re.search(r"cannot be done: rank 1 raised .*in the (forward|backward) of", first.text), first.text
+
+
+@pytest.mark.behaviour("H-01")
+def test_training_goes_on_after_all_ranks_raised_at_the_same_operation() -> None:
+    assert {error.kind for error in run_ranks(recover, 2, "raises on all ranks")} == {"ArithmeticError"}
+
+
+def stop_at_different_operations() -> tuple[str, list[str]]:
+    """Raise in forward on the last rank, and after the step on the others. Return the error of the reset."""
+    with hanging_device() as device, watched_aborts() as aborts:
+        model = build(LONG_TIMEOUT, HANGING)
         for _ in range(4):
             step(model)
         device.synchronize()
         device.grace = GRACE
-
-        def steps() -> None:
-            for _ in range(2):
-                step(model)
-                device.synchronize()
-
-        with inject_fault(fault, model):
-            assert error_of(steps).text
-        if fault == "has other gradients":
-            model.reset_iter_state()
-            device.grace = 30.0
-            step(model, optimizer)
-            return
-        with pytest.raises(PeerError, match=r"cannot connect again .* restart it from a checkpoint"):
-            model.reset_iter_state()
+        with inject_fault("raises in forward", model):
+            failed = error_of(lambda: step(model))
         if not is_last():
-            with pytest.raises(PeerError, match="were aborted, so their results are undefined"):
-                optimizer.step()
+            assert failed.text == ""
+            model.layers[0].register_forward_pre_hook(fail)
+            assert error_of(lambda: step(model)).kind == "ArithmeticError"
+        error = error_of(model.reset_iter_state)
+        model.layers[0]._forward_pre_hooks.clear()
+        with pytest.raises(PeerError, match="were aborted, so their results are undefined"):
+            step(model)
+        return error.text, aborts
 
 
 @pytest.mark.behaviour("H-01")
-def test_training_goes_on_after_a_difference_that_was_found_before_the_launch() -> None:
-    run_ranks(recover, 2, "has other gradients")
+def test_ranks_that_stopped_at_different_operations_end_the_job_with_the_reason() -> None:
+    for text, aborts in run_ranks(stop_at_different_operations, 2):
+        assert re.search(r"cannot connect again .* restart it from a checkpoint", text), text
+        places = re.search(r"over each process group:\n  rank 0: (\d+)\n  rank 1: (\d+)$", text)
+        assert places, text
+        assert int(places[1]) > int(places[2])
+        assert aborts == ["MainThread"], "only a thread of the program touches the device"

@@ -189,8 +189,9 @@ def close_connections_before_raising() -> None:
     with mock.patch.object(GlooConnection, "_close", watched):
         waiting = GlooCommunicator(dist.new_group())
         work = GlooWork(waiting.connection, 1, "all-gather", [Interrupted()])
+        decorated = Watched(waiting, None)
         with pytest.raises(KeyboardInterrupt):
-            _WatchedWork(Watched(waiting, None), OperationId(waiting.ranks, 1, "all-gather"), work).wait()
+            _WatchedWork(decorated, OperationId(waiting.ranks, 1, "all-gather"), work, decorated.end_wait).wait()
         assert waiting.is_broken
         launching = GlooCommunicator(dist.new_group())
         no_memory = mock.patch.object(launching.connection, "exchange", side_effect=MemoryError)

@@ -32,9 +32,9 @@ from tests._internals import (
     communicator_over,
     connect,
     data_parallel_axes,
-    duplicate,
     find,
     is_over_group,
+    part_of,
 )
 from tests._internals import segment as memory
 from tests.helpers.run_ranks import run_ranks
@@ -307,7 +307,7 @@ def choose_in_a_mesh() -> None:
     assert find(axes.shard, SharedMemoryCommunicator) is not None
     assert is_over_group(axes.shard)
     assert find(smaller, SharedMemoryCommunicator) is not None
-    double = duplicate(axes.shard, "cpu")
+    double = communicator_over(part_of(axes.shard.group, 4), "cpu")
     assert find(double, SharedMemoryCommunicator) is not None
     assert double.group is not axes.shard.group
     again = data_parallel_axes(axes.mesh).shard

@@ -195,6 +195,7 @@ def check_device(folder: str) -> dict[str, int]:
         initialize_offloaded(mesh)
         offload_a_part(mesh)
         assign_to_offloaded(mesh)
+        cases.states_between_devices(DEVICE)
         cases.compare_with_peer(DEVICE, {"param_dtype": torch.bfloat16})
         before = device.counts()["pinned_copies"]
         cases.train_offloaded(DEVICE, False)
@@ -203,13 +204,13 @@ def check_device(folder: str) -> dict[str, int]:
     return cast(dict[str, int], device.counts())
 
 
-@pytest.mark.behaviour("D-02")
+@pytest.mark.behaviour("D-02", "F-06")
 @pytest.mark.skipif("TRUE_DEVICE" not in os.environ, reason="the device takes a minute to build: make true-device")
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="written for the headers of torch 2.13")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler g++ for a device of tests")
 def test_training_on_a_true_device_equals_training_on_cpu(tmp_path: Path) -> None:
     true_device.build()
     # The variable gives these ranks processes of their own: torch keeps the device until they end.
-    for counts in run_ranks(check_device, 2, str(tmp_path), environment={"TEST_DEVICE": DEVICE}, timeout=120):
+    for counts in run_ranks(check_device, 2, str(tmp_path), environment={"TEST_DEVICE": DEVICE}, timeout=240):
         assert counts["pinned_copies"] > 0
         assert counts["streams"] > 0

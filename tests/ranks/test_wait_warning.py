@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import time
+from contextlib import suppress
+from datetime import timedelta
 from itertools import pairwise
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from composable_fsdp import PeerError, shutdown
-from tests._internals import missing_ranks, watchdog
+from tests._internals import (
+    Collective,
+    OrderCheck,
+    Transfer,
+    communicator_over,
+    compare,
+    missing_ranks,
+    watchdog,
+)
 from tests.helpers.faults import build, is_last, step
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 from tests.helpers.warned import find_warning, release_after, wait_for_release, warned
+from tests.simulation import simulated_accelerator
+from tests.simulation.nccl import VARIANTS, stands_in
+from tests.simulation.rules import ContractViolation
 
 STANDS_STILL = r' in wait_for_release: world_store\(\)\.wait\(\["released"\]\)'
 LATE = (
@@ -112,3 +127,43 @@ def shut_down_together() -> bool:
 @pytest.mark.behaviour("H-07")
 def test_ranks_that_end_together_destroy_their_process_groups() -> None:
     assert run_ranks(shut_down_together, 2) == [False, False]
+
+
+TIMEOUT = 8.0
+LATE_COMPARISON = r"rank 1 has waited \d+\.\d s for rank 0 in a new one [^\n]*\.\n  rank 0 [^\n]*"
+
+
+def compare_while_another_rank_launches(variant: str) -> tuple[float, str, list[str]]:
+    """Wait for a comparison on rank 1, while rank 0 launches an operation without comparing it.
+
+    Returns:
+        the time at which rank 1 raises an error, or at which NCCL ends the process of rank 0; the error; the warnings.
+    """
+    with warned(30.0) as records, suppress(ContractViolation), stands_in(variant) as contract, simulated_accelerator():
+        group = dist.new_group(backend=contract.backend, timeout=timedelta(seconds=TIMEOUT))
+        communicator = communicator_over(group, "cpu")
+
+        def gather(label: str) -> None:
+            communicator.launch(Collective.ALL_GATHER, [Transfer(torch.zeros(4), torch.ones(2))], label).wait()
+
+        gather("first")
+        compare([group], OrderCheck("always" if is_last() else "off"))
+        try:
+            gather("a new one" if is_last() else "as before")
+        except PeerError as error:
+            return time.monotonic(), str(error), records
+        except RuntimeError:  # rank 1 has ended the connection
+            return time.monotonic(), "", records
+    assert contract.ended_at is not None
+    return contract.ended_at, "", records
+
+
+@pytest.mark.behaviour("H-03", "H-07")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_waits_are_warned_of_and_end_with_an_error_before_nccl_ends_the_process(variant: str) -> None:
+    launched, waited = run_ranks(compare_while_another_rank_launches, 2, variant, environment=SOCKETS)
+    at, error, (warning,) = waited
+    assert re.fullmatch(LATE_COMPARISON, warning), warning
+    assert 0.5 * TIMEOUT <= float(warning.split()[4]) < 0.8 * TIMEOUT
+    assert "a new one" in error
+    assert at < launched[0]

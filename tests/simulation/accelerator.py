@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,6 +44,7 @@ from torch.utils._python_dispatch import (
 )
 
 from tests.simulation.late_execution import Action, Recording, fill, leaves
+from tests.simulation.rules import break_rule, note_violation, reported
 
 __all__ = [
     "Race",
@@ -61,6 +63,8 @@ _COPIES = ("copy_", "_foreach_copy_", "_to_copy", "_pin_memory", "clone")
 """Operations that may copy between host and device."""
 _NOTED_ELSEWHERE = ("prim", "profiler", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operations that access no memory, or that the process group notes."""
+ASYNCHRONOUS, SYNCHRONOUS = "asynchronous ", "synchronous "
+"""The first word of an operation of a stand-in for NCCL."""
 _MOST_RUNS = 64
 """A tensor with more contiguous parts than this counts as everything from its first to its last byte."""
 _FRAMES = 8
@@ -95,6 +99,11 @@ class _CallSite:
     operation: str
     label: str
     frames: tuple[tuple[CodeType, int], ...]
+
+    @property
+    def is_collective(self) -> bool:
+        """True for an operation of a stand-in for NCCL."""
+        return self.operation.startswith((ASYNCHRONOUS, SYNCHRONOUS))
 
     def __str__(self) -> str:
         label = f" after {self.label}" if self.label else ""
@@ -171,23 +180,41 @@ class SimulatedEvent:
         self._accelerator = accelerator
         self._clock: _Clock = {}
         self._is_recorded = False
+        self._capture = 0
 
     def record(self, stream: SimulatedStream | None = None) -> None:
+        stream = stream or self._accelerator.current
+        self._accelerator.check_thread("Event.record()")
         self._is_recorded = True
-        self._clock = dict((stream or self._accelerator.current).clock)
+        self._capture = stream.capture
+        self._clock = dict(stream.clock)
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
-        _join((stream or self._accelerator.current).clock, self._clock)
+        stream = stream or self._accelerator.current
+        self._accelerator.check_thread("Event.wait()")
+        if self._is_recorded:
+            stream.follow(self._capture, "an event")
+        _join(stream.clock, self._clock)
 
     def synchronize(self) -> None:
+        self._accelerator.check_host("Event.synchronize()")
         _join(self._accelerator.host.clock, self._clock)
 
     def query(self) -> bool:
+        self._accelerator.check_host("Event.query()")
+        return self.is_done
+
+    @property
+    def is_done(self) -> bool:
+        """What :meth:`query` returns, for the simulation itself."""
         return all(self._accelerator.host.clock.get(stream, 0) >= number for stream, number in self._clock.items())
+
+    def __del__(self) -> None:
+        self._accelerator.check_destructor("an event")
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
         """Return 0: operations take no time. As on CUDA, the host must have waited for both events."""
-        if not (self._is_recorded and end._is_recorded and self.query() and end.query()):
+        if not (self._is_recorded and end._is_recorded and self.is_done and end.is_done):
             raise RuntimeError("Both events must be recorded and completed before calculating elapsed time.")
         return 0.0
 
@@ -200,6 +227,8 @@ class SimulatedStream:
         self.number = next(accelerator.numbers)
         self.name = name
         self.clock: _Clock = {}
+        self.capture = 0
+        """The number of the capture that has this stream; 0 for none."""
         accelerator.streams.append(self)
 
     def __str__(self) -> str:
@@ -207,11 +236,24 @@ class SimulatedStream:
 
     def advance(self) -> int:
         """Begin an operation, after all that the host has waited for. Return its number."""
+        if self.accelerator.capture_number != self.capture and self is not self.accelerator.host:
+            break_rule("capture: fork", f"{self} works outside of the capture.")
         _join(self.clock, self.accelerator.host.clock)
         number = self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return number
 
+    def follow(self, capture: int, what: str) -> None:
+        """Take part in the capture in which what this stream waits for was recorded."""
+        if self.capture and capture != self.capture:
+            break_rule("capture: isolation", f"{self}, which is captured, waits for {what} outside of the capture.")
+        if capture and capture != self.accelerator.capture_number:
+            break_rule("capture: isolation", f"{self} waits for {what} of a capture that has ended.")
+        if capture == self.accelerator.capture_number:
+            self.capture = capture
+
     def wait_stream(self, stream: SimulatedStream) -> None:
+        self.accelerator.check_thread("Stream.wait_stream()")
+        self.follow(stream.capture, str(stream))
         _join(self.clock, stream.clock)
 
     def wait_event(self, event: SimulatedEvent) -> None:
@@ -223,6 +265,7 @@ class SimulatedStream:
         return event
 
     def synchronize(self) -> None:
+        self.accelerator.check_host("a wait of the host for a stream")
         _join(self.accelerator.host.clock, self.clock)
 
     def query(self) -> bool:
@@ -235,6 +278,13 @@ class SimulatedAccelerator:
     def __init__(self, recording: Recording | None = None) -> None:
         self.numbers = count(-1)
         self.recording = recording
+        self.capture_number = 0
+        """The number of the capture that is going on; 0 for none."""
+        self._captures = count(1)
+        self._thread = threading.local()
+        self.set_device()
+        self.keeps_contract = False
+        """True once a stand-in for NCCL has run here: its races are violations of rules."""
         self.streams: list[SimulatedStream] = []
         self.host = SimulatedStream(self, name="host")
         """The operations of the host. Its clock has those of streams for which the host has waited."""
@@ -259,8 +309,49 @@ class SimulatedAccelerator:
         finally:
             self.current = previous
 
+    def set_device(self, device: object = None) -> None:
+        """Set the device of this thread. The thread that opens the accelerator has done so."""
+        self._thread.has_device = True
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is captured."""
+        return bool(self.current.capture)
+
+    def check_thread(self, what: str, rule: str = "device of the thread") -> None:
+        """Raise a violation if the calling thread has not set its device."""
+        if not getattr(self._thread, "has_device", False):
+            break_rule(rule, f"{what} in the thread {threading.current_thread().name!r}.")
+
+    def check_host(self, what: str) -> None:
+        """Raise a violation if the host may not wait or query now, in this thread."""
+        self.check_thread(what)
+        if self.capture_number:
+            break_rule("capture: host", f"{what} while a stream is captured.")
+
+    def check_destructor(self, what: str) -> None:
+        """Note a violation if the calling thread has not set its device. Destructors cannot raise."""
+        if self in active and not getattr(self._thread, "has_device", False):
+            name = threading.current_thread().name
+            note_violation("device of a destructor", f"{what} is destroyed in the thread {name!r}.")
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture the current stream, as ``torch.cuda.graph`` does. Operations run once, as on any stream."""
+        origin, self.capture_number = self.current, next(self._captures)
+        origin.capture = self.capture_number
+        try:
+            yield
+            for stream in self.streams:
+                if stream.capture and origin.clock.get(stream.number, 0) < stream.clock.get(stream.number, 0):
+                    break_rule("capture: join", f"{origin} has not waited for the end of {stream}.")
+        finally:
+            self.capture_number = 0
+            for stream in self.streams:
+                stream.capture = 0
+
     def synchronize(self, device: object = None) -> None:
         """Block the host until all work is done."""
+        self.check_host("synchronize()")
         for stream in self.streams:
             _join(self.host.clock, stream.clock)
 
@@ -311,7 +402,8 @@ class SimulatedAccelerator:
         for block in self._freed.pop(stream.number, ()):
             late = next((a for a in block.accesses if self._may_run(a, block, stream)), None)
             if late is not None:
-                self._report(Race("reuse", str(block.what), str(late), f"{what} on {stream}"))
+                rule = "held" if late.what.is_collective else ""
+                self._report(Race("reuse", str(block.what), str(late), f"{what} on {stream}"), rule)
             if self.recording is not None:
                 stream.advance()
                 after = {a.stream.number: a.number for a in block.accesses if a.stream.number in block.recorded}
@@ -381,15 +473,18 @@ class SimulatedAccelerator:
             conflicts = (new.is_write or old.is_write) and old.stream is not new.stream and old.overlaps(new.runs)
             is_before = old.stream is new.stream or old.is_before(new.stream.clock)
             if conflicts and not is_before:
-                self._report(Race("write" if new.is_write else "read", str(block.what), str(old), str(new)))
+                race = Race("write" if new.is_write else "read", str(block.what), str(old), str(new))
+                self._report(race, _rule_of(old.what, new.what))
             is_covered = old.runs == new.runs and (new.is_write or (old.stream is new.stream and not old.is_write))
             if not (is_before and is_covered):
                 kept.append(old)
         block.accesses = [*kept, new]
 
-    def _report(self, race: Race) -> None:
+    def _report(self, race: Race, rule: str) -> None:
         if race not in self.races:
             self.races.append(race)
+            if rule and self.keeps_contract:
+                note_violation(rule, str(race))
 
     def _here(self, operation: str) -> _CallSite:
         """Return ``operation`` with the last label and the stack."""
@@ -403,6 +498,15 @@ class SimulatedAccelerator:
 
 
 _CPU = torch.device("cpu")
+
+
+def _rule_of(first: _CallSite, second: _CallSite) -> str:
+    """Return the rule of a stand-in for NCCL that an unordered pair of accesses breaks, or an empty text."""
+    if first.is_collective:
+        return "wait" if first.operation.startswith(ASYNCHRONOUS) else "current stream"
+    if second.is_collective:
+        return "own stream" if second.operation.startswith(ASYNCHRONOUS) else "current stream"
+    return ""
 
 
 def _runs(tensor: torch.Tensor) -> _Runs:
@@ -582,14 +686,18 @@ def simulated_accelerator(*, records: bool = False) -> Iterator[SimulatedAcceler
         "stream": accelerator.use,
         "current_stream": lambda device=None: accelerator.current,
         "synchronize": accelerator.synchronize,
+        "set_device": accelerator.set_device,
     }
     accesses = _Accesses(accelerator)
     active.append(accelerator)
     try:
         with (
+            reported(),
             mock.patch.multiple(_LABELS, handlers=[_Labels(accelerator)], propagate=False, level=logging.DEBUG),
             mock.patch.object(_LABELS, "_cache", {}),
             mock.patch.multiple(torch.cpu, **names),
+            mock.patch.object(torch.cpu, "is_current_stream_capturing", accelerator.is_capturing, create=True),
+            mock.patch.object(torch.accelerator, "set_device_index", accelerator.set_device),
             mock.patch.object(torch.accelerator, "current_stream", names["current_stream"]),
             mock.patch.object(torch.accelerator, "synchronize", accelerator.synchronize),
             mock.patch.object(torch.UntypedStorage, "resize_", _noting_resize(accelerator)),

@@ -1,6 +1,7 @@
-"""The backend ``"simulated_accelerator"``: collectives over gloo, on a stream of the process group's own, as with NCCL.
+"""The backend ``"simulated_accelerator"``: collectives over gloo, on streams as with NCCL.
 
-A launch waits for the current stream, and ``wait`` makes the current stream wait, but not the host. The tensors of a
+With ``async_op=False``, a collective runs on the current stream. Otherwise it runs on a stream of its process group,
+which waits for the current stream, and ``wait`` makes the current stream wait, but not the host. The tensors of a
 collective are kept until then.
 """
 
@@ -86,12 +87,23 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         run: Callable[[], object],
-    ) -> StreamWork:
+        options: Any = None,
+    ) -> Any:
+        """Run a collective on a stream, and return its work, if it has one.
+
+        Args:
+            operation: its name.
+            reads: its inputs.
+            writes: its outputs.
+            run: runs it on the host.
+            options: those of c10d.
+        """
         accelerator = active[-1] if active else None
         if accelerator is None:
             run()
             return StreamWork(None, None, None)
-        stream = self._stream
+        is_asynchronous = getattr(options, "asyncOp", True)
+        stream = self._stream if is_asynchronous else accelerator.current
         if stream is None or stream.accelerator is not accelerator:
             stream = self._stream = SimulatedStream(accelerator, name=f"of {self.group_name}")
         stream.wait_stream(accelerator.current)
@@ -103,18 +115,18 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
                 run()
             action = partial(Recording.exchange, sent=reads, received=writes, digests=before)
             accelerator.access(operation, reads, writes, action)
-        return StreamWork(accelerator, stream.record_event(), (reads, writes))
+        return StreamWork(accelerator, stream.record_event(), (reads, writes)) if is_asynchronous else None
 
-    def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, options: Any = None) -> StreamWork:
+    def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, options: Any = None) -> Any:
         def run() -> None:
             if self._inner is None:
                 output.view(self._size, -1).copy_(shard.reshape(1, -1).expand(self._size, -1))
             else:
                 self._inner._allgather_base(output, shard).wait()
 
-        return self._launch("all_gather", [shard], [output], run)
+        return self._launch("all_gather", [shard], [output], run, options)
 
-    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, options: Any = None) -> StreamWork:
+    def reduce_scatter_single(self, output: torch.Tensor, full: torch.Tensor, options: Any = None) -> Any:
         operation = options.reduceOp if options is not None else dist.ReduceOp.SUM
 
         def run() -> None:
@@ -128,18 +140,18 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
             if average:
                 output.div_(self._size)
 
-        return self._launch("reduce_scatter", [full], [output], run)
+        return self._launch("reduce_scatter", [full], [output], run, options)
 
-    def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, *sizes: Any) -> StreamWork:
+    def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, *sizes: Any) -> Any:
         def run() -> None:
             if self._inner is None:
                 output.copy_(given)
             else:
                 self._inner.alltoall_base(output, given, *sizes).wait()
 
-        return self._launch("all_to_all", [given], [output], run)
+        return self._launch("all_to_all", [given], [output], run, sizes[-1] if sizes else None)
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> StreamWork:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         operation = options.reduceOp if options is not None else dist.ReduceOp.SUM
 
         def run() -> None:
@@ -154,16 +166,16 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
                 if average:
                     tensor.div_(self._size)
 
-        return self._launch("all_reduce", tensors, tensors, run)
+        return self._launch("all_reduce", tensors, tensors, run, options)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> StreamWork:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         def run() -> None:
             if self._inner is not None:
                 self._inner.broadcast(tensors, options).wait()
 
-        return self._launch("broadcast", tensors, tensors, run)
+        return self._launch("broadcast", tensors, tensors, run, options)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], _: Any = None) -> StreamWork:
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Any:
         def run() -> None:
             if self._inner is None:
                 for each in outputs[0]:
@@ -171,14 +183,14 @@ class StreamGroup(_ProcessGroup):  # type: ignore[misc]
             else:
                 self._inner.allgather(outputs, inputs).wait()
 
-        return self._launch("all_gather", inputs, outputs[0], run)
+        return self._launch("all_gather", inputs, outputs[0], run, options)
 
-    def barrier(self, options: Any = None) -> StreamWork:
+    def barrier(self, opts: Any = None) -> Any:
         def run() -> None:
             if self._inner is not None:
-                self._inner.barrier(options or dist.BarrierOptions()).wait()
+                self._inner.barrier(opts or dist.BarrierOptions()).wait()
 
-        return self._launch("barrier", [], [], run)
+        return self._launch("barrier", [], [], run, opts)
 
     # The names of these methods before torch 2.13.
     _allgather_base = all_gather_single

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import fully_shard
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -212,15 +216,56 @@ def test_a_recorded_step_takes_the_times_of_another_network(sim: ModuleType, net
     assert link.repeat(work) == step() == 125.0
 
 
-def test_a_small_sweep_of_networks_is_not_slower_than_fsdp2() -> None:
+@pytest.mark.parametrize("ranks", [64, pytest.param(4096, id="4096 ranks, with shards of odd sizes")])
+def test_a_small_sweep_of_networks_is_not_slower_than_fsdp2(ranks: int) -> None:
     sweep = importlib.import_module("schedule_sweep")
     cells = [sweep.Cell(20, 400), sweep.Cell(2000, 1600)]
-    rows = sweep.sweep("8 blocks of 4096, batch 2", 64, cells)
+    rows = sweep.sweep("8 blocks of 4096, batch 2", ranks, cells)
     assert [row["latency us"] for row in rows] == [20, 2000]
     for row in rows:
         assert row["bound ms"] < row["ours ms"] < row["fsdp2 ms"]
+        assert row["default ms"] < row["fsdp2 ms"]
         assert row["ours peak MB"] < 1.02 * row["fsdp2 peak MB"]
         assert row["predicted ms"] == pytest.approx(row["ours ms"], rel=0.01)
+
+
+def train_on(wires: Any, network: ModuleType, calibrates: bool) -> tuple[list[int], str]:
+    """Train some steps, whose operations and messages take the time of ``wires``. Return bytes and schedule."""
+    sent: list[int] = []
+    launch = network.SimulatedGroup._launch
+
+    def noting(group: Any, full: Any, *args: Any) -> Any:
+        sent.append(sum(tensor.nbytes for tensor in full))
+        return launch(group, full, *args)
+
+    with (
+        network.simulated_ranks(wires, 64) as mesh,
+        wires.device.installed(),
+        mock.patch.object(network.SimulatedGroup, "_launch", noting),
+    ):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for step in range(8):
+            if calibrates and step == 2:
+                model.calibrate(1)
+            with importlib.import_module("sim.device").Charging(wires.device):
+                model(torch.ones(2, 512)).sum().backward()
+            wires.finish()
+        return sent, str(model.schedule())
+
+
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_times_decide_about_messages_only_if_they_are_measured_on_request(
+    sim: ModuleType, network: ModuleType, calibrates: bool
+) -> None:
+    def wires(latency: float, bandwidth: float) -> Any:
+        return network.Network(sim.Device(flops=1e3, bandwidth=1e6), bandwidth=bandwidth, latency=latency)
+
+    slow, fast = (train_on(each, network, calibrates) for each in (wires(2000.0, 1e3), wires(1.0, 1e6)))
+    assert (slow == fast) == (not calibrates)
 
 
 @pytest.mark.parametrize("waits", ["streams", "host"])

@@ -24,16 +24,16 @@ from tests._internals import (
     Replacement,
     ShardExtent,
     StoredTensors,
-    TensorFiles,
     TensorSpec,
     dtype_code,
 )
-from tests._internals import reader as stored
+from tests._internals import load_safetensors as stored
 from tests.helpers.small_model import Small, assert_alike, filled
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 pytestmark = pytest.mark.behaviour("F-11")
 
+NOWHERE = Path("/nowhere")
 NAMES = st.text(min_size=1, max_size=5).filter(lambda name: name != "__metadata__")
 
 
@@ -49,7 +49,7 @@ def specs(draw: st.DrawFn) -> list[TensorSpec]:
 
 @given(specs(), st.integers(1, 200))
 def test_files_are_no_larger_than_asked_and_aligned_and_keep_the_order(tensors, limit: int) -> None:
-    files = TensorFiles.of(tensors, {}, limit).files
+    files = Replacement.of(NOWHERE, tensors, {}, limit).files
     for file in files:
         assert len(file.tensors) <= 1 or sum(spec.nbytes for spec in file.tensors) <= limit
         assert all(file.offsets[spec.name] % spec.dtype.itemsize == 0 for spec in file.tensors)
@@ -60,7 +60,7 @@ def test_files_are_no_larger_than_asked_and_aligned_and_keep_the_order(tensors, 
 
 @given(specs())
 def test_the_safetensors_library_reads_files_of_this_layout(tmp_path_factory, tensors) -> None:
-    (file,) = TensorFiles.of(tensors, {"other": tensors[0].name} if tensors else {}, 10**6).files
+    (file,) = Replacement.of(NOWHERE, tensors, {"other": tensors[0].name} if tensors else {}, 10**6).files
     data = bytes(i % 251 for i in range(file.nbytes - len(file.header)))
     path = tmp_path_factory.mktemp("layout") / file.name
     path.write_bytes(file.header + data)
@@ -73,10 +73,10 @@ def test_the_safetensors_library_reads_files_of_this_layout(tmp_path_factory, te
         assert bytes(content.tolist()) == data[begin : begin + spec.nbytes]
 
 
-def test_several_files_have_an_index_and_one_has_none() -> None:
+def test_several_files_have_an_index_and_one_has_none(tmp_path: Path) -> None:
     tensors = [TensorSpec(name, torch.bfloat16, (3,)) for name in "abc"]
-    assert [f.name for f in TensorFiles.of(tensors, {}, 18).files] == ["model.safetensors"]
-    files = TensorFiles.of(tensors, {"tied": "a"}, 12)
+    assert [f.name for f in Replacement.of(tmp_path, tensors, {}, 18).files] == ["model.safetensors"]
+    files = Replacement.of(tmp_path, tensors, {"tied": "a"}, 12)
     assert json.loads(files.index) == {
         "metadata": {"total_size": 18, "aliases": {"tied": "a"}},
         "weight_map": {
@@ -86,7 +86,9 @@ def test_several_files_have_an_index_and_one_has_none() -> None:
         },
     }
     assert [f.metadata for f in files.files] == [{"format": "pt", "tied": "a"}, {"format": "pt"}]
-    assert TensorFiles.of(tensors, {}, 12, "e5").files[0].name == "model-e5-00001-of-00002.safetensors"
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    beside = Replacement.of(tmp_path, tensors, {}, 12)
+    assert beside.files[0].name == f"model-{beside.token}-00001-of-00002.safetensors"
 
 
 def test_a_dtype_without_a_name_is_refused() -> None:

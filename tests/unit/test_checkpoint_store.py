@@ -27,7 +27,7 @@ from composable_fsdp.checkpoint import (
     save,
     save_safetensors,
 )
-from tests._internals import PartialCheckpoint, SavePlanner, manifest, read_metadata
+from tests._internals import PartialCheckpoint, SavePlanner, directory, read_metadata
 from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate
 
 
@@ -141,7 +141,7 @@ def test_a_folder_without_an_intact_checkpoint_is_an_error(tmp_path: Path) -> No
 
 def test_a_newer_format_is_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_steps(tmp_path, 1.0)
-    monkeypatch.setattr(manifest, "FORMAT", 2)
+    monkeypatch.setattr(directory, "FORMAT", 2)
     save(tmp_path, *trained(), step=2)
     monkeypatch.undo()
     assert "has format version 2, written by " in refused(tmp_path, fallback=True)
@@ -196,7 +196,7 @@ def test_an_expanded_buffer_gets_memory_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "FORMAT", 2)
+    monkeypatch.setattr(directory, "FORMAT", 2)
     save(tmp_path, *trained())
     monkeypatch.undo()
     text = refused(tmp_path)

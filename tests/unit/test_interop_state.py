@@ -18,14 +18,13 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
-import composable_fsdp
-from composable_fsdp import ConfigurationError, FSDPModule, UnsupportedError, fully_shard
+from composable_fsdp import FSDPModule, UnsupportedError, fully_shard
 from composable_fsdp.policies import ReshardKind
-from tests._internals import ClientState, ParameterState, iteration_of, state_of
+from tests._internals import ClientState, ParameterState, state_of
 from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
@@ -169,35 +168,6 @@ def test_torchs_own_registration_of_forward_methods_works_on_ours() -> None:
         model.zero_grad()
 
 
-def test_the_name_of_the_root_is_empty_as_in_torch() -> None:
-    names = []
-    for library in (torch_fsdp, composable_fsdp):
-        model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        library.fully_shard(model[0])
-        library.fully_shard(model)
-        groups = [module._get_fsdp_state()._fsdp_param_group for module in (model, model[0])]
-        before = [group._module_fqn for group in groups]
-        model(torch.ones(2, 3))
-        names.append((before, [group._module_fqn for group in groups]))
-    assert names == [([None, None], ["", "0"])] * 2
-
-
-def test_the_number_of_buffers_in_flight_is_no_setting_of_the_streams() -> None:
-    model = chain()
-    model(torch.ones(2, 3))
-    streams = torch_state(model)._comm_ctx
-    with pytest.raises(AttributeError, match="reduce_scatter_max_input_buffers"):
-        _ = streams.reduce_scatter_max_input_buffers
-    with pytest.raises(AttributeError, match="reduce_scatter_max_input_buffers"):
-        streams.reduce_scatter_max_input_buffers = 2
-
-
-def test_torchs_own_share_comm_ctx_works_on_ours() -> None:
-    first, second = chain(), chain()
-    torch_fsdp.share_comm_ctx([first, second])
-    assert iteration_of(state_of(first)).streams is iteration_of(state_of(second)).streams
-
-
 def test_a_copy_has_a_state_of_its_own() -> None:
     model = chain()
     clone = copy.deepcopy(model)
@@ -228,7 +198,7 @@ def test_dynamo_finds_its_marks_on_all_modules() -> None:
 
 
 def test_a_state_is_an_instance_of_torchs_class_and_inherits_nothing_from_it() -> None:
-    """Torchtnt and DINOv3 recognize sharded modules by this class."""
+    """Torch's ``_get_module_fsdp_state`` finds states by this class."""
     model = chain()
     state = _get_module_state(model[0])
     assert isinstance(state, FSDPState)
@@ -254,13 +224,10 @@ def test_torchs_own_lookup_finds_the_states_of_all_modules_and_of_copies_and_kee
     assert all(isinstance(module, nn.Module) for module in _module_state_mapping)
 
 
-def test_every_module_of_a_list_has_the_state_and_the_group_of_the_list() -> None:
-    model = chain()
-    first, second = (module._get_fsdp_state() for module in model[1])
-    assert first == second
-    assert len({first, second, torch_state(model)}) == 2
-    assert first._fsdp_param_group is not None
-    assert len({first._fsdp_param_group, second._fsdp_param_group}) == 1
+def test_every_module_of_a_list_has_the_group_of_the_list() -> None:
+    first, second = (module._get_fsdp_state()._fsdp_param_group.fsdp_params for module in chain()[1])
+    assert len(first) == 4
+    assert all(a.sharded_param is b.sharded_param for a, b in zip(first, second, strict=True))
 
 
 def test_a_model_is_moved_to_the_host_between_rollouts() -> None:
@@ -289,25 +256,20 @@ def test_reshard_after_forward_can_be_set_through_mesh_infos() -> None:
                 state._auto_reshard_after_forward = False
                 if group := state._fsdp_param_group:
                     group.post_forward_mesh_info = _get_post_forward_mesh_info(not stays, group.mesh_info)
-        group = torch_state(model[0])._fsdp_param_group
-        assert group._reshard_after_forward is not stays
-        assert (group.post_forward_mesh_info is None) is stays
+        assert torch_state(model[0])._fsdp_param_group._reshard_after_forward is not stays
         model(torch.ones(2, 3)).sum().backward()
         assert state_of(model[0]).reshard.kind is (ReshardKind.NEVER if stays else ReshardKind.ALWAYS)
 
     root: Any = fully_shard(nn.Sequential(nn.Linear(3, 3)))
-    state = root._get_fsdp_state()
-    before = state._fsdp_param_group.post_forward_mesh_info
-    assert isinstance(before, FSDPMeshInfo)
-    assert getattr(state, "_is_root") is None  # noqa: B009 (mypy takes it to stay so)
+    group = root._get_fsdp_state()._fsdp_param_group
     root(torch.ones(2, 3)).sum()  # by default only the root's parameters stay unsharded
     root.reshard()
-    assert state._is_root is True
-    assert state._fsdp_param_group.post_forward_mesh_info is None
-    assert not state._fsdp_param_group._reshard_after_forward
-    state._fsdp_param_group.post_forward_mesh_info = before
+    assert not group._reshard_after_forward
+    group.post_forward_mesh_info = group.mesh_info
     root(torch.ones(2, 3)).sum()
     assert state_of(root).group.parameter_state is ParameterState.SHARDED
+    with pytest.raises(UnsupportedError, match="use set_reshard_after_forward"):
+        root._get_fsdp_state()._auto_reshard_after_forward = True
 
 
 def test_meshes_are_described_in_torchs_words() -> None:
@@ -368,7 +330,11 @@ def test_hooks_of_tensors_see_the_pass_for_which_they_gather() -> None:
         ("State", "_modules_to_run_forward", "forward hooks of the modules"),
         ("Param", "to_sharded", r"reshard\(\) of the module"),
         ("Param", "to_unsharded", r"unshard\(\) of the module"),
+        ("State", "_comm_ctx", r"composable_fsdp.share_comm_ctx\(modules\)"),
+        ("ParamGroup", "comm_ctx", r"composable_fsdp.share_comm_ctx\(modules\)"),
+        ("ParamGroup", "_module_fqn", r"named_modules\(\) of the model"),
         ("State", "FSDPCommContext", "methods of the module, see docs/upstream-main.md"),
+        ("State", "_a_mark_of_a_library", "methods of the module, see docs/upstream-main.md"),
         ("ParamGroup", "a_name_of_next_year", "methods of the module, see docs/upstream-main.md"),
     ],
 )
@@ -379,19 +345,11 @@ def test_other_private_names_are_refused_with_a_remedy_also_when_they_are_set(
     state = torch_state(model)
     group = state._fsdp_param_group
     view = {"State": state, "ParamGroup": group, "Param": group.fsdp_params[0]}[place]
-    with pytest.raises(UnsupportedError, match=f"FSDP{place}.{name} does not exist here. Use .*{instead}"):
+    with pytest.raises(UnsupportedError, match=f"{name} of torch's FSDP2 does not exist here. Use .*{instead}"):
         getattr(view, name)
-    with pytest.raises(AttributeError, match=f"FSDP{place}.{name} does not exist here. Use .*{instead}"):
+    with pytest.raises(AttributeError, match=f"{name} of torch's FSDP2 does not exist here. Use .*{instead}"):
         setattr(view, name, [])
     assert getattr(view, name, None) is None
-
-
-def test_a_library_may_keep_a_mark_of_its_own_on_a_state() -> None:
-    model = fully_shard(nn.Linear(3, 3))
-    assert getattr(torch_state(model), "_has_been_compiled_by_us", None) is None
-    torch_state(model)._has_been_compiled_by_us = True
-    assert torch_state(model)._has_been_compiled_by_us
-    assert torch_state(copy.deepcopy(model))._has_been_compiled_by_us
 
 
 def test_a_model_that_is_an_abstract_class_can_be_sharded() -> None:
@@ -415,5 +373,5 @@ def test_a_model_that_is_an_abstract_class_can_be_sharded() -> None:
 def test_torchs_fully_shard_around_ours_is_refused_when_it_begins() -> None:
     model = nn.Sequential(fully_shard(nn.Linear(3, 3)), nn.Linear(3, 3))
     torch_fsdp.fully_shard(model)
-    with pytest.raises(ConfigurationError, match=r"torch's own fully_shard has sharded a module around Linear, which"):
+    with pytest.raises(UnsupportedError, match=r"Use one fully_shard for a whole model: torch's own.*patch_torch\(\)"):
         model(torch.ones(2, 3))

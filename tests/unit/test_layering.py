@@ -249,7 +249,7 @@ def test_no_folder_has_too_many_files() -> None:
         ("_layout/__init__.py", "from .plan import GroupPlan"),
         ("plugins/gloo/connection.py", "from composable_fsdp._comm.communicator import Communicator"),
         (
-            "_layout/placement.py",
+            "_layout/shard.py",
             "from torch.distributed.tensor.placement_types import Shard\nimport torch\ntorch.nonzero",
         ),
         (

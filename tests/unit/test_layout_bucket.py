@@ -127,7 +127,7 @@ def test_a_message_has_padding_exactly_where_it_is_longer_than_the_gradients_in_
 ) -> None:
     layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     message_numel = shards[0].num_shards * layout.packed_numel
-    assert layout.has_padding == (message_numel > sum(shards[k].numel for k in layout.packed))
+    assert bool(layout.gaps or layout.most_uneven) == (message_numel > sum(shards[k].numel for k in layout.packed))
 
 
 def aligned(numel: int, itemsize: int) -> int:
@@ -152,22 +152,19 @@ def test_flags_are_the_last_segment_of_the_packed_message(
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.booleans())
-def test_a_message_in_chunks_has_no_other_padding_than_that_of_the_shards(
+def test_a_message_is_in_chunks_if_all_its_gradients_have_elements_and_are_sharded_on_the_first_dim(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, flags: bool
 ) -> None:
     layout = plan_reduce(
         shards, range(len(shards)), itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes, flags=flags
     )
-    packed = [shards[k] for k in layout.packed]
-    assert layout.in_chunks == (
-        all(s.dim == 0 and s.numel for s in packed) and layout.gradient_numel == sum(s.padded_numel for s in packed)
-    )
+    assert layout.in_chunks == all(shards[k].dim == 0 and shards[k].numel for k in layout.packed)
 
 
 def test_a_reduction_without_gradients_is_empty() -> None:
     layout = plan_reduce([TensorShards((4,), 0, 2)], [], itemsize=4, zero_copy_min_bytes=0)
     assert (layout.zero_copy, layout.packed, layout.packed_numel, layout.output.numel) == ((), (), 0, 0)
-    assert not layout.has_padding
+    assert (layout.gaps, layout.most_uneven) == ((), 0)
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])

@@ -1,11 +1,19 @@
-"""Packing of several buckets' payloads into one message. Every all-gather gets its rows, for all dtypes."""
+"""Packing of the payloads of several buckets into the message of an all-gather, and of gradients into messages."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from composable_fsdp import fully_shard
 from composable_fsdp.testing import FakeWorld
 from tests._internals import AllGatherBuffers, Collective, group_by_key, pack_messages
 
@@ -54,3 +62,54 @@ def test_items_with_equal_keys_are_grouped_in_order_of_first_occurrence(keys: li
     assert [key for key, _ in found] == list(dict.fromkeys(keys))
     for key, members in found:
         assert members == [place for place, each in enumerate(keys) if each == key]
+
+
+class ChunkCats(TorchDispatchMode):
+    """Keeps the results of the operation that copies gradients to the rows of all ranks, each time that it is called.
+
+    Memory that is allocated holds NaN, to show what is not written.
+    """
+
+    observes_sharding = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.empty and result.is_floating_point():
+            result.fill_(float("nan"))
+        if func.overloadpacket is torch.ops.aten._chunk_cat:
+            self.rows.append(result.clone())
+        return result
+
+
+def rows_of_gradients(rows: int, columns: int) -> list[torch.Tensor]:
+    """Train a linear layer on the first of 4 ranks, and return the rows that one operation writes, with NaN before."""
+    cats = ChunkCats()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        model = nn.Linear(columns, rows)
+        fully_shard(model)
+        with cats:
+            (model(torch.ones(1, columns)) * torch.arange(1.0, rows + 1)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    return cats.rows
+
+
+def test_one_operation_writes_gradients_and_the_zeros_between_them() -> None:
+    (rows,) = rows_of_gradients(10, 3)
+    values = torch.cat([torch.arange(1.0, 11), torch.zeros(2)]).view(4, 3)  # three rows of the weight for each rank
+    weight, bias, flags = rows.split([12, 4, rows.size(1) - 16], dim=1)
+    assert torch.equal(weight[:, :9], values.repeat_interleave(3, dim=1))
+    assert torch.equal(bias[:, :3], values)
+    assert weight[:, 9:].eq(0).all()
+    assert bias[:, 3:].eq(0).all()
+    assert flags.eq(1).all()
+
+
+@pytest.mark.parametrize(("rows", "fused"), [(512, True), (511, False)])
+def test_a_large_gradient_is_not_padded_by_a_further_copy_on_a_host(rows: int, fused: bool) -> None:
+    assert bool(rows_of_gradients(rows, 300)) == fused

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from composable_fsdp import ConfigurationError, CPUOffloadPolicy, LifecycleError, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.plan import ACCELERATORS, Accelerator, Plan, plan, sweep
 from composable_fsdp.wrap import transformer_blocks
+from tests._internals import pinned_bytes
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DIM, LAYERS, RANKS, TOKENS = 64, 4, 8, 16
@@ -180,6 +181,15 @@ def test_offload_moves_shards_to_the_host(made: Plan) -> None:
         ConfigurationError, match="the offload of all parameters or of none, and no offload_policy by name"
     ):
         planned(offload_policy={"0.weight": CPUOffloadPolicy()})
+
+
+def test_page_locked_memory_is_rounded_up_to_powers_of_two() -> None:
+    held = [
+        plan(partial(nn.Linear, 96, 96, bias=False), "8x96:float32", mesh="1", offload_policy=policy)
+        for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False))
+    ]
+    flat = 4 * 96 * 96
+    assert held[0].host_bytes - held[1].host_bytes == 2 * (pinned_bytes(flat) - flat)  # shards and gradients
 
 
 def test_replicas_multiply_the_shards() -> None:

@@ -202,6 +202,51 @@ def test_memory_of_a_failed_launch_is_not_used_again_before_its_copies_are_done(
     assert device.races == []
 
 
+def test_memory_of_failed_copies_is_not_used_again_before_they_are_done() -> None:
+    with simulated_accelerator() as device:
+        stream, rows = CommStreams(torch.device("cpu")).gather, list[torch.Tensor]()
+
+        def copy() -> None:
+            rows.pop().zero_()
+            raise ArithmeticError("a codec failed")
+
+        with pytest.raises(ArithmeticError, match="a codec failed"):
+            stream.run(
+                lambda: LoggedWork([], "a"), lambda: None, allocate=lambda: rows.append(torch.empty(4)), prepare=copy
+            )
+        torch.empty(4)
+    assert device.races == []
+
+
+def test_copies_of_the_next_collective_wait_for_none_in_flight() -> None:
+    device = SimulatedDevice()
+    stream = CommStream(
+        "gather", DeviceCapabilities(device, has_streams=True, fuses_copies=False), 0, copies_ahead=True
+    )
+    log = device.log
+
+    def start(name: str) -> Any:
+        def prepare() -> None:
+            log.append(f"copy {name} on {device.current.name}")
+
+        def launched() -> LoggedWork:
+            log.append(f"launch {name} on {device.current.name}")
+            return LoggedWork([], name)
+
+        return stream.run(launched, lambda: None, prepare=prepare, finish_in_wait=True)
+
+    works = [start(name) for name in "ab"]
+    assert log == [
+        *("second waits for compute", "copy a on second", "first waits for second", "launch a on first"),
+        *("second waits for compute", "copy b on second", "first waits for second", "launch b on first"),
+    ]
+    log.clear()
+    works[0].wait()
+    assert log == ["compute waits for event of first", "second waits for event of compute"], "memory of copies is free"
+    stream.join()
+    assert log[2:] == ["compute waits for second", "compute waits for first"]
+
+
 def test_a_stream_can_be_joined() -> None:
     device = SimulatedDevice()
     stream_of(device, "first").join()

@@ -257,8 +257,10 @@ def test_a_wait_is_warned_of_after_the_set_time_and_then_at_growing_intervals(
     assert [second for second in range(40) if times.is_due("another", second)] == [30]
     first_warning(2.5)
     assert [second for second in range(20) if times.is_due("a third", second)] == [3, 6, 12]
+    times.latest = 2.0
+    assert [second for second in range(20) if times.is_due("a fourth", second)] == [2, 4, 8, 16]
     first_warning(None)
-    assert not times.is_due("a fourth", 1e6)
+    assert not times.is_due("a fifth", 1e6)
 
 
 @pytest.mark.behaviour("H-07")

@@ -65,7 +65,13 @@ def launch_gather(
     gathering = _AllGather(buckets, device, label) if cached is None else CachedLaunch(cached, label)
     try:
         # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
-        return streams.gather.run(gathering.launch, gathering.finish, allocate=gathering.allocate, finish_in_wait=True)
+        return streams.gather.run(
+            gathering.launch,
+            gathering.finish,
+            allocate=gathering.allocate,
+            prepare=gathering.prepare,
+            finish_in_wait=True,
+        )
     except BaseException:
         if not gathering.writes_to_places:
             for bucket in buckets:
@@ -82,6 +88,8 @@ class _AllGather:
         self._device = device
         self._casts: list[torch.Tensor | None] = [None] * len(buckets)
         self._gathers: list[AllGatherBuffers] = []
+        self._messages: list[tuple[Communicator, list[Transfer], list[Transfer]]] = []
+        """The zero-copy and the packed transfers over each communicator."""
         self.writes_to_places = False
         """True while collectives in flight write directly into the unsharded memory."""
 
@@ -89,29 +97,36 @@ class _AllGather:
         """Allocate all but packed messages, which are small, or of a size that is not known yet."""
         self._casts = [bucket.allocate_gather() for bucket in self._buckets]
 
-    def launch(self) -> Work:
+    def prepare(self) -> None:
+        """Pack the messages."""
         self._await_readers()
         self._gathers = [bucket.prepare_gather(cast) for bucket, cast in zip(self._buckets, self._casts, strict=True)]
         self._casts = []
-        works: list[Work] = []
         communicators = [bucket.pgs.smaller or bucket.pgs.gather for bucket in self._buckets]
         for communicator, gathers in group_by_key(communicators, self._gathers):
-            transfers = [transfer for gather in gathers for transfer in gather.zero_copy]
-            writes_to_places = bool(transfers)
-            transfers += pack_messages(gathers, communicator, self._device)
-            if communicator.traits.aliases and not transfers:  # shards are in place once all ranks reach the barrier
+            zero_copy = [transfer for gather in gathers for transfer in gather.zero_copy]
+            self._messages.append((communicator, zero_copy, pack_messages(gathers, communicator, self._device)))
+
+    def launch(self) -> Work:
+        if not self._messages:
+            self.prepare()
+        works, messages, self._messages = list[Work](), self._messages, []  # ``finish`` may free what was received
+        for communicator, zero_copy, packed in messages:
+            if communicator.traits.aliases and not zero_copy and not packed:
+                # Shards are in place once all ranks reach the barrier.
                 works.append(communicator.launch(Collective.BARRIER, (), self._label))
             else:
-                works.append(communicator.launch(Collective.ALL_GATHER, transfers, self._label))
-            self.writes_to_places = self.writes_to_places or writes_to_places
+                works.append(communicator.launch(Collective.ALL_GATHER, zero_copy + packed, self._label))
+            self.writes_to_places = self.writes_to_places or bool(zero_copy)
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
     def _await_readers(self) -> None:
         """Block until no rank reads shared memory that this all-gather overwrites."""
         awaited = [bucket.pgs.axes.shard for bucket in self._buckets if bucket.awaits_readers]
-        axes = dict.fromkeys(awaited)
-        for work in [axis.launch(Collective.BARRIER, (), "release before an all-gather") for axis in axes]:
-            work.wait()
+        if awaited:
+            label, axes = "release before an all-gather", dict.fromkeys(awaited)
+            for work in [axis.launch(Collective.BARRIER, (), label) for axis in axes]:
+                work.wait()
 
     def finish(self) -> None:
         self.writes_to_places = False
@@ -300,16 +315,24 @@ class CachedLaunch:
         self._gather = gather
         self._label = label
         self._rows: torch.Tensor | None = None
+        self._sent: torch.Tensor | None = None
 
     def allocate(self) -> None:
         """Allocate the rows."""
         self._rows = self._gather.allocate()
 
+    def prepare(self) -> None:
+        """Pack the message."""
+        assert self._rows is not None
+        self._sent = self._gather.pack(self._rows)
+
     def launch(self) -> Work:
         if self._rows is None:
             self._rows = self._gather.allocate()
-        transfer = Transfer(self._rows.view(-1), self._gather.pack(self._rows))
-        return self._gather.communicator.launch(Collective.ALL_GATHER, [transfer], self._label)
+        sent = self._gather.pack(self._rows) if self._sent is None else self._sent
+        return self._gather.communicator.launch(
+            Collective.ALL_GATHER, [Transfer(self._rows.view(-1), sent)], self._label
+        )
 
     def finish(self) -> None:
         assert self._rows is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import repeat
 from math import prod
-from operator import attrgetter, is_
+from operator import attrgetter, is_, sub
 
 import torch
 
@@ -45,14 +45,34 @@ class ReduceScatterBuffers:
     """An earlier reduction that is added to this one; kept alive as long as this is in flight."""
     shards: list[torch.Tensor] | None = None
     """The views of ``output`` that :meth:`BucketReduceScatter.partial_shards` returns, once made."""
+    after_hook: torch.Tensor | None = None
+    """For each parameter, on the device: if its gradient is not zero after the user's hook."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReducedBucket:
-    """Parameters and this rank's shards of their reduced gradients."""
+    """Parameters and this rank's shards of their reduced gradients.
+
+    Without ``flags`` all get theirs. With them, those that are ``present``, and those whose flag is true: the host may
+    read the flags once it has waited for the reduction.
+    """
 
     parameters: list[ShardedParameter]
     gradients: list[torch.Tensor]
+    present: frozenset[int]
+    flags: torch.Tensor | None
+
+    @property
+    def may_come_later(self) -> bool:
+        """True if flags must be read, which blocks the host, and no hooks of the user wait for the gradients."""
+        return self.flags is not None and not any(p.sharded._post_accumulate_grad_hooks for p in self.parameters)
+
+    def select(self) -> ReducedBucket:
+        """Return the parameters that get a gradient. Reads the flags."""
+        flags = () if self.flags is None else self.flags.tolist()
+        chosen = sorted(self.present.union(k for k, flag in enumerate(flags) if flag))
+        parameters, gradients = [self.parameters[k] for k in chosen], [self.gradients[k] for k in chosen]
+        return ReducedBucket(parameters, gradients, frozenset(range(len(chosen))), None)
 
 
 class BucketReduceScatter:
@@ -137,6 +157,12 @@ class BucketReduceScatter:
         """Bounds of the gradients in the output. It has no gaps if its length is the gradients' total size."""
         self._widths, self._pieces = split_at(layout.output.offsets, ends, layout.output.numel)
         """The widths that split the output into gradients and gaps, and which of the pieces each gradient is."""
+        self._split_on_host = self._widths, self._pieces
+        """The same for the copy of an offloaded output, which has no flags."""
+        if layout.flags_width:
+            before = [layout.flags_width * (offset > layout.gradient_numel) for offset in layout.output.offsets]
+            begins, ends = (list(map(sub, each, before)) for each in (layout.output.offsets, ends))
+            self._split_on_host = split_at(begins, ends, layout.sharded_numel)
 
     def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> ReduceScatterBuffers | None:
         """Take the gradients that autograd accumulated and build the messages; ``None`` if nothing is trainable.
@@ -175,11 +201,7 @@ class BucketReduceScatter:
         return scatter
 
     def _packed_message(
-        self,
-        gradients: list[torch.Tensor | None],
-        present: frozenset[int],
-        reduction: Reduction,
-        dtype: torch.dtype,
+        self, gradients: list[torch.Tensor | None], present: frozenset[int], reduction: Reduction, dtype: torch.dtype
     ) -> torch.Tensor | None:
         """Return the packed gradients and flags, one row per rank, or ``None`` if nothing is packed.
 
@@ -199,12 +221,17 @@ class BucketReduceScatter:
     def _fill(self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], rows: torch.Tensor) -> None:
         """Copy packed gradients and flags into ``rows``, one per rank."""
         layout = self.plan.reduce
-        packed = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
+        packed = [gradient for gradient in map(gradients.__getitem__, layout.packed) if gradient is not None]
         dtype = packed[0].dtype if packed else rows.dtype
-        # Where the fused operation does not cast while it copies, the cast needs a temporary.
-        casts_well = dtype == rows.dtype or self.pgs.device.fuses_copies or rows.nbytes <= SMALL_BYTES
-        if layout.in_chunks and present is self._all_indices and casts_well and _are_alike(packed):
+        # Where the fused operation is composed of others, a cast of all and the padding of one are further copies.
+        copied = layout.most_uneven if dtype == rows.dtype else rows.numel()
+        is_fast = self.pgs.device.fuses_copies or copied * rows.itemsize <= SMALL_BYTES
+        if layout.in_chunks and present is self._all_indices and is_fast and _are_alike(packed):
             num_shards = self._shard.size
+            if layout.gaps:  # To fill the whole message with zeros first would write most of it twice.
+                zeros = {gap: packed[0].new_zeros(num_shards * gap) for gap in set(dict(layout.gaps).values())}
+                for number, gap in layout.gaps:
+                    packed.insert(number, zeros[gap])
             if layout.flags_width:
                 packed.append(torch.ones(num_shards * layout.flags_width, dtype=dtype, device=self.device))
             if dtype == rows.dtype or self.pgs.device.fuses_copies:
@@ -212,7 +239,7 @@ class BucketReduceScatter:
             else:  # one cast of all takes a fifth of the time of one for each
                 rows.copy_(torch._chunk_cat(packed, 0, num_shards))
             return
-        if layout.has_padding:
+        if layout.gaps or layout.most_uneven:
             rows.zero_()
         self._pack(gradients, rows)
         self._flag(rows[:, layout.gradient_numel :], present)
@@ -249,7 +276,7 @@ class BucketReduceScatter:
         Not to be called on a communication stream, which might still read when backward's stream reuses their memory.
         """
         layout = self.plan.reduce
-        make = torch.zeros if layout.has_padding else torch.empty
+        make = torch.zeros if layout.gaps or layout.most_uneven else torch.empty
         message = make(self._shard.size, layout.gradient_numel, dtype=self.plan.sum_dtype, device=self.device)
         self._pack(gradients, message)
         gradients.clear()
@@ -324,7 +351,8 @@ class BucketReduceScatter:
             shards = self._partial.shards = [parts[piece] for piece in self._pieces]
             for k, shape in self._not_vectors:
                 shards[k] = shards[k].view(shape)
-        return {self._members[k]: shards[k] for k in self._present_anywhere(self._partial)}
+        found = ReducedBucket(self._members, shards, *self._presence(self._partial)).select()
+        return dict(zip(found.parameters, found.gradients, strict=True))
 
     def drop_partial_of(self, parameters: Sequence[ShardedParameter]) -> None:
         """Let ``parameters``, whose shards are zero, not count as gradients in the sum of :meth:`keep_partial`."""
@@ -365,38 +393,54 @@ class BucketReduceScatter:
             hook(flat)
             for piece, result in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(result)
-        absent = self._all_indices - scatter.present
-        scatter.present |= {k for k in absent if bool(pieces[k].any())}
+        if len(scatter.present) < len(pieces):
+            scatter.after_hook = torch.stack([piece.any() for piece in pieces])
 
     def finish(self, scatter: ReduceScatterBuffers, reduction: Reduction) -> ReducedBucket:
-        """Divide the result, cast it to the dtype of the gradients and copy it to the device of the shards."""
-        present = self._present_anywhere(scatter)
+        """Divide the result, cast it to the dtype of the gradients and copy it to the device of the shards.
+
+        The host does not wait: it launches the next operations while this reduction runs.
+        """
+        present, flags = self._presence(scatter)
+        if flags is not None and self.pgs.device.has_streams:
+            flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
         divide(scatter.output, reduction.post_divide)
-        flat = scatter.output.to(scatter.gradient_dtype)
+        flat, widths, places = scatter.output.to(scatter.gradient_dtype), self._widths, self._pieces
         if flat.device != self.rest:
-            host = torch.empty_like(flat, device=self.rest, pin_memory=self.pin_memory)
-            flat = host.copy_(flat, non_blocking=True)
+            flat, (widths, places) = self._on_host(flat), self._split_on_host
         # As strided views, vectors take three times as long. Nothing else uses ``flat`` or its version counter.
-        parts = torch.unsafe_split_with_sizes(flat, self._widths)
-        shards = list(map(parts.__getitem__, self._pieces))
+        parts = torch.unsafe_split_with_sizes(flat, widths)
+        shards = list(map(parts.__getitem__, places))
         for k, shape in self._not_vectors:
             shards[k] = shards[k].view(shape)
-        if len(present) == len(shards):
-            return ReducedBucket(self._members, shards)
-        return ReducedBucket([self._members[k] for k in present], [shards[k] for k in present])
+        reduced = ReducedBucket(self._members, shards, present, flags)
+        return reduced.select() if flags is None and len(present) < len(shards) else reduced
 
-    def _present_anywhere(self, scatter: ReduceScatterBuffers) -> Sequence[int]:
-        """Return the parameters that get a gradient: those with one on any rank, or all if ranks may skip modules.
+    def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
+        """Start to copy the gradients to the host. With flags, page-locked memory could be twice as large."""
+        layout = self.plan.reduce
+        numel, end = layout.sharded_numel, layout.gradient_numel
+        host = torch.empty(numel, dtype=flat.dtype, device=self.rest, pin_memory=self.pin_memory)
+        if end:
+            host[:end].copy_(flat[:end], non_blocking=True)
+        if end < numel:
+            host[end:].copy_(flat[layout.packed_numel :], non_blocking=True)
+        return host
 
-        Reads the flags, which blocks the host, only if some parameters have no gradient on this rank.
+    def _presence(self, scatter: ReduceScatterBuffers) -> tuple[frozenset[int], torch.Tensor | None]:
+        """Return the parameters that get a gradient in any case, and flags on the device for the others.
+
+        These get one if any rank has one, or if the user's hook made theirs nonzero. All get one if ranks may skip
+        modules. There are no flags where all get one, or if the message has none.
         """
         layout = self.plan.reduce
         if self.pgs.unequal_use or len(scatter.present) == len(self._all_indices):
-            return range(len(self._all_indices))
-        if not layout.num_flags:
-            return sorted(scatter.present)
-        flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
-        return sorted(scatter.present.union(flags.ne(0).nonzero().flatten().tolist()))
+            return self._all_indices, None
+        flags = scatter.after_hook
+        if layout.num_flags:
+            sent = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags].ne(0)
+            flags = sent if flags is None else flags | sent
+        return scatter.present, flags
 
     def _wire_gradient(
         self, gradient: torch.Tensor | None, numel: int, reduction: Reduction, dtype: torch.dtype

@@ -39,6 +39,10 @@ UNSHARD_STARTED = frozenset(
 )
 """The states in which an all-gather is in flight or done."""
 
+# Up to Python 3.11, a member takes as long as a call to look up on its enum.
+_UNSHARD, _WAIT, _RESHARD = ParameterOperation.UNSHARD, ParameterOperation.WAIT, ParameterOperation.RESHARD
+_UNSHARDED, _SHRUNK = ParameterState.UNSHARDED, ParameterState.SHRUNK
+
 
 class ParamGroup:
     """Parameters that are unsharded, freed and reduced together.
@@ -242,7 +246,7 @@ class ParamGroup:
 
     def check_can_unshard(self) -> None:
         """Raise ``LifecycleError`` if the group is LENT, the only state in which it cannot be unsharded."""
-        advance(PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name)
+        advance(PARAMETER_TRANSITIONS, self.parameter_state, _UNSHARD, self.name)
 
     def unshard(self, streams: CommStreams) -> None:
         """Launch the all-gather, unless it is in flight or done."""
@@ -285,9 +289,7 @@ class ParamGroup:
         self._pending_gather, self._may_be_written = pending, False
         for pgs in self.process_groups:
             pgs.awaits_epoch_end = pgs.shared_memory is not None
-        self.parameter_state = advance(
-            PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name
-        )
+        self.parameter_state = advance(PARAMETER_TRANSITIONS, self.parameter_state, _UNSHARD, self.name)
         if trace.listeners:
             self._note_memory()
             smaller = self.process_groups[0].smaller
@@ -305,7 +307,7 @@ class ParamGroup:
     def wait(self) -> None:
         """Wait for the all-gather and register the unsharded parameters."""
         before = self.parameter_state
-        self.parameter_state = advance(PARAMETER_TRANSITIONS, before, ParameterOperation.WAIT, self.name)
+        self.parameter_state = advance(PARAMETER_TRANSITIONS, before, _WAIT, self.name)
         if self.parameter_state is before:
             return
         begin = trace.now() if trace.listeners else None
@@ -340,12 +342,12 @@ class ParamGroup:
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory."""
         before = self.parameter_state
-        self.parameter_state = advance(PARAMETER_TRANSITIONS, before, ParameterOperation.RESHARD, self.name)
+        self.parameter_state = advance(PARAMETER_TRANSITIONS, before, _RESHARD, self.name)
         if self.parameter_state is before:
             return
-        if before is not ParameterState.UNSHARDED:  # an all-gather is in flight, or slices are kept for one
+        if before is not _UNSHARDED:  # an all-gather is in flight, or slices are kept for one
             self._end_gather()
-        if before is not ParameterState.SHRUNK:
+        if before is not _SHRUNK:
             self._release()
 
     def copy_out_shared(self) -> None:

@@ -45,6 +45,10 @@ __all__ = [
 
 _current_run = torch._C._current_graph_task_id
 
+# Up to Python 3.11, a member takes as long as a call to look up on its enum.
+_ARRIVING, _ACCUMULATE, _READY = GradientState.ARRIVING, GradientOperation.ACCUMULATE, GradientOperation.READY
+_REDUCE, _COMPLETE = GradientOperation.REDUCE, GradientOperation.COMPLETE
+
 
 class AutogradRun:
     """The current autograd run, shared by all groups of a root.
@@ -122,8 +126,8 @@ class ParamGroupGradients:
         With ``is_nested`` it comes from an autograd run inside that of the backward, as reentrant checkpoints have.
         """
         plan = self._tensors.plan
-        if self.state is not GradientState.ARRIVING:
-            self._advance(GradientOperation.ACCUMULATE)
+        if self.state is not _ARRIVING:
+            self.state = advance(GRADIENT_TRANSITIONS, self.state, _ACCUMULATE, self.name)
             if self._launched == 0:
                 self._arrived = [0] * len(plan.grad_buckets)
         if is_nested:  # more gradients may follow
@@ -304,7 +308,7 @@ class ParamGroupGradients:
             self._partial.wait()
         before, launched, arrived = self.state, self._launched, self._arrived
         self._reset_counters()
-        self.state = advance(GRADIENT_TRANSITIONS, before, GradientOperation.REDUCE, self.name)
+        self.state = advance(GRADIENT_TRANSITIONS, before, _REDUCE, self.name)
         if self.state is before:
             return []
         rest = self._tensors.plan.trainable_buckets
@@ -352,7 +356,7 @@ class ParamGroupGradients:
 
     def end_reduction(self, *, partial: bool) -> None:
         """Change the state after all reductions of a backward are done."""
-        operation = GradientOperation.KEEP if partial else GradientOperation.COMPLETE
+        operation = GradientOperation.KEEP if partial else _COMPLETE
         self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
 
     @property
@@ -394,12 +398,11 @@ def gradient_hooks(group: HasGradients) -> Callable[[int], Callable[[torch.Tenso
             if group is None:
                 return
             gradients = group.gradients
-            run = gradients.run.number  # as :attr:`AutogradRun.is_around_another`, without a call per parameter
-            is_nested = run != -1 and run != _current_run()
-            if gradients._ahead and not is_nested:
+            run = gradients.run.number
+            if gradients._ahead and (run == _current_run() or run == -1):  # without a call per parameter
                 gradients._ahead -= 1
             else:
-                gradients.arrive(grad_bucket, is_nested=is_nested)
+                gradients.arrive(grad_bucket, is_nested=run != -1 and run != _current_run())
 
         return hook
 
@@ -528,15 +531,28 @@ class PendingReduction:
         """Launch the second stage, which waited for the first."""
         self._pending.start()
 
-    @labelled("post_backward_rs_wait", lambda self: describe_groups([member.name for member in self.launch.members]))
+    @labelled(
+        "post_backward_rs_wait", lambda self, *_: describe_groups([member.name for member in self.launch.members])
+    )
     @without_grad
-    def complete(self) -> None:
-        """Wait, and set the sharded gradients; a partial reduction keeps its sums instead."""
+    def complete(self, unread: list[PendingReduction] | None = None) -> None:
+        """Wait, and set the sharded gradients; a partial reduction keeps its sums instead.
+
+        Args:
+            unread: earlier reductions that wait for the host. If there are any, or if flags would block the host, only
+                the stream waits: this reduction holds no buffers then, and joins them.
+        """
         launch, begin = self.launch, trace.now() if trace.listeners else None
         offloaded = any(map(_is_offloaded, launch.members))
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
+        if unread is not None and (unread or any(bucket.may_come_later for bucket in reduced)):
+            unread.append(self)
+            return
         try:
             for bucket in reduced:
+                if bucket.flags is not None:
+                    self._pending.synchronize()
+                    bucket = bucket.select()
                 accept_gradients(bucket.parameters, bucket.gradients)
         except RuntimeError:
             for parameter in (each for bucket in reduced for each in bucket.parameters):

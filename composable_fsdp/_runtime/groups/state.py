@@ -26,7 +26,7 @@ from composable_fsdp._consistency.order_check import OrderCheck, order_check_fro
 from composable_fsdp._layout.plan import GroupPlan
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_parameter
-from composable_fsdp._runtime.pytree import CallInputs
+from composable_fsdp._runtime.pytree import NO_INPUTS, CallInputs
 from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp.errors import LifecycleError
@@ -177,7 +177,7 @@ class ForwardCall:
     is_inner: bool
     """True if the call is inside another call of the same state, e.g. ``forward`` in a registered ``generate``."""
     thread: int = field(default_factory=threading.get_ident)
-    inputs: CallInputs | None = None
+    inputs: CallInputs = NO_INPUTS
     given: Sequence[tuple[dict[str, Any], str, Any]] = ()
     """The values that ``functional_call`` was given, with their places, where full ones are registered."""
     in_transform: bool = False
@@ -223,11 +223,11 @@ class ForwardCall:
         """The name of the group, for labels."""
         return self.state.group.name
 
-    def end(self) -> CallInputs | None:
+    def end(self) -> CallInputs:
         """End the call: release what belongs to its Python frame, and the caller's containers. Return its inputs."""
-        inputs, self.inputs = self.inputs, None
+        inputs, self.inputs = self.inputs, NO_INPUTS
         self.caller = self.handled_exception = None
-        if inputs is not None and inputs.containers:
+        if inputs.containers:
             inputs.give_back()
         for registered, name, value in self.given:
             registered[name] = value

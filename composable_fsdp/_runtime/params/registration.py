@@ -29,6 +29,7 @@ _local_tensor = attrgetter("_local_tensor")
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
 _storage: Any = torch.Tensor.untyped_storage
+_get = dict.get
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class Registration:
         if self._shows_unsharded:
             kept_given, self.keeps_given = self.keeps_given, False
             self._shows_unsharded = self.was_unsharded = False
-            if not all(map(is_, map(dict.get, self._registered, self._names), self._shown_unsharded)):
+            if not all(map(is_, map(_get, self._registered, self._names), self._shown_unsharded)):
                 self.was_unsharded = not kept_given and in_functional_call()
                 for place, name, parameter in self._owned:
                     _replace(place, name, parameter.unsharded, parameter.sharded)
@@ -136,7 +137,7 @@ class Registration:
         if self._created_by_gather:
             self._collect_tensors()
         self._shows_unsharded = True
-        if not all(map(is_, map(dict.get, self._registered, self._names), self._shown)):
+        if not all(map(is_, map(_get, self._registered, self._names), self._shown)):
             self.keeps_given = in_functional_call()
             for place, name, parameter in self._owned:
                 _replace(place, name, parameter.sharded, parameter.unsharded)
@@ -150,7 +151,7 @@ class Registration:
     def find_given(self) -> None:
         """Set ``keeps_given`` for parameters that were unsharded before ``functional_call`` registered its values."""
         if self._shows_unsharded:
-            is_shown = all(map(is_, map(dict.get, self._registered, self._names), self._shown_unsharded))
+            is_shown = all(map(is_, map(_get, self._registered, self._names), self._shown_unsharded))
             self.keeps_given = self.was_unsharded = not is_shown and in_functional_call()
 
     @property
@@ -161,7 +162,7 @@ class Registration:
         """
         if self._is_hidden:
             return True
-        registered: Any = map(dict.get, self._registered, self._names)
+        registered: Any = map(_get, self._registered, self._names)
         with without_torch_function():
             return (
                 all(map(is_, map(_local_tensor, self._sharded), self._locals))

@@ -519,17 +519,15 @@ def accept_gradients(parameters: Iterable[ShardedParameter], shards: Iterable[to
             if parameter._gradient_dtype is not _SAME_DTYPE and local.dtype != spec.tensor_meta.dtype:
                 spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
             gradient: Any = new(DTensor, local, spec, requires_grad=False)
-            hooks = sharded._backward_hooks
-            if hooks:
-                gradient = _after_hooks(hooks, gradient)
+            if sharded._backward_hooks:
+                gradient = _after_hooks(sharded._backward_hooks, gradient)
             if sharded.grad is None:
                 sharded.grad = gradient
             else:
                 sharded.grad._local_tensor.add_(gradient._local_tensor)
-            hooks = sharded._post_accumulate_grad_hooks
-            if hooks:
+            if sharded._post_accumulate_grad_hooks:
                 with _with_torch_function():
-                    for hook in tuple(hooks.values()):
+                    for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
                         hook(sharded)
 
 

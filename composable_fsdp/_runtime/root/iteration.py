@@ -56,6 +56,12 @@ from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 
 __all__ = ["ACTIONS_OF_HOOKS", "Iteration", "known_iterations"]
 
+# Up to Python 3.11, a member takes as long as a call to look up on its enum, so each group and step looks up these.
+_IDLE, _BACKWARD, _UNSHARDED = Pass.IDLE, Pass.BACKWARD, Accumulation.UNSHARDED
+_ARRIVING, _SHARDED = GradientState.ARRIVING, ParameterState.SHARDED
+_PRE_FORWARD, _POST_FORWARD = Hook.PRE_FORWARD, Hook.POST_FORWARD
+_PRE_BACKWARD, _POST_BACKWARD = Hook.PRE_BACKWARD, Hook.POST_BACKWARD
+
 
 class Iteration:
     """The executor of the passes of one root. ``states`` are all FSDP states below it, in module order."""
@@ -115,7 +121,7 @@ class Iteration:
         if self.lent is not None:
             self.check_not_lent()
         thread = self._passes.thread
-        if self._pass is Pass.IDLE or thread is None or thread is threading.current_thread():
+        if self._pass is _IDLE or thread is None or thread is threading.current_thread():
             return
         recomputes = torch._C._current_graph_task_id() != -1  # autograd has one thread for each device
         if self._pass is Pass.FORWARD or (self._passes.runs_backward and not recomputes):
@@ -128,10 +134,10 @@ class Iteration:
 
     def pre_forward(self, state: FSDPState) -> None:
         """Run the actions for the pre-forward of a module of ``state``."""
-        if state is self._outermost or self._pass is Pass.BACKWARD:
+        if state is self._outermost or self._pass is _BACKWARD:
             self._check_alive(state)
         if state.run is None:  # else another module of the same group ran before
-            self._run(Hook.PRE_FORWARD, state)
+            self._run(_PRE_FORWARD, state)
 
     def post_forward(self, call: ForwardCall, module: nn.Module) -> bool:
         """Run the actions for the post-forward of ``module``. Return whether a backward may come back to ``call``."""
@@ -142,8 +148,8 @@ class Iteration:
             run.remaining.discard(id(module))
         has_grad = torch.is_grad_enabled()
         if has_grad:
-            call.is_recomputed = self._pass is Pass.BACKWARD
-        self._run(Hook.POST_FORWARD, call)
+            call.is_recomputed = self._pass is _BACKWARD
+        self._run(_POST_FORWARD, call)
         if has_grad and run.position < 0:  # not in the record of a forward: backward serves it eagerly
             run.record, run.position = ForwardRecord(), 0
         return has_grad
@@ -168,16 +174,16 @@ class Iteration:
 
     def pre_backward(self, call: ForwardCall) -> None:
         """Run the actions for the pre-backward of ``call``: a gradient reached one of its outputs."""
-        if self._pass is Pass.BACKWARD and call.entered == self._backward.number:
+        if self._pass is _BACKWARD and call.entered == self._backward.number:
             return  # one reached another output before
-        self._run(Hook.PRE_BACKWARD, call)
+        self._run(_PRE_BACKWARD, call)
 
     def post_backward(self, call: ForwardCall) -> None:
         """Run the actions for the post-backward of ``call``.
 
         The gradients of its inputs and of its use of the parameters are complete.
         """
-        self._run(Hook.POST_BACKWARD, call)
+        self._run(_POST_BACKWARD, call)
 
     def end_backward(self) -> None:
         """Run the actions for the end of the autograd run."""
@@ -196,16 +202,16 @@ class Iteration:
     # -- actions
 
     def _run(self, hook: Hook, subject: Any) -> None:
-        if self._pass is Pass.IDLE:
+        if self._pass is _IDLE:
             for observe in self.events.before_first_hook:
                 observe(self)
+        is_outside = not (dispatch_modes() or function_modes() or in_transform() or in_autocast())
         actions = ACTIONS_OF_HOOKS[self._pass, hook]
-        is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
-        if is_in_context or self.events.before_hook or "spmd_types" in sys.modules:
+        if is_outside and not self.events.before_hook and "spmd_types" not in sys.modules:
+            for action in actions:
+                action(self, subject)
+        else:
             self._run_observed(hook, subject, actions)
-            return
-        for action in actions:
-            action(self, subject)
 
     @runs_outside
     def _run_observed(self, hook: Hook, subject: Any, actions: Iterable[Callable[[Iteration, Any], None]]) -> None:
@@ -255,8 +261,9 @@ class Iteration:
 
         After the outermost one end the forward.
         """
-        state, run, leads_to_backward = call.state, call.first or call, self.leads_to_backward
+        state, run, leads_to_backward = call.state, call.first or call, torch.is_grad_enabled()
         if self._unused_modules is not None:
+            leads_to_backward = self.leads_to_backward
             self._unused_modules.end(state)
         if not run.is_recorded:
             run.is_recorded = True
@@ -360,7 +367,7 @@ class Iteration:
     def _reduce_ready(self, state: FSDPState) -> None:
         """Reduce the gradients of ``state`` that are ready: the next gradient bucket, or all that are left."""
         was_seen = self._backward.was_seen(state)
-        if state.group.gradients.state is GradientState.ARRIVING:
+        if state.group.gradients.state is _ARRIVING:
             if was_seen and self._reduces_grad_buckets(state):
                 self._reductions.reduce_grad_bucket(state)
             return
@@ -370,7 +377,7 @@ class Iteration:
             return
         if state.open_calls <= 0 and state.reshard_after_backward and self._backward.is_over_for(state):
             state.group.reshard()  # first, because the reduction allocates memory
-        if state.accumulation is not Accumulation.UNSHARDED and self._unused_modules is None:
+        if state.accumulation is not _UNSHARDED and self._unused_modules is None:
             self.reduce_gradients(state)
 
     def _is_reduced_after_backward(self, state: FSDPState) -> bool:
@@ -401,9 +408,9 @@ class Iteration:
                 self.drain()  # this backward did not use the group, which holds the sums only then
             if state.group.gradients.state in HELD_GRADIENTS:
                 self.reduce_gradients(state, at_end=True)
-            if state.accumulation is Accumulation.UNSHARDED:
+            if state.accumulation is _UNSHARDED:
                 state.group.gradients.note_sums()
-            if state.group.parameter_state is ParameterState.SHARDED:
+            if state.group.parameter_state is _SHARDED:
                 continue
             if state.reshard_after_backward:
                 state.group.reshard()
@@ -489,12 +496,12 @@ class Iteration:
         zeros for parameters without a gradient.
         """
         gradients = state.group.gradients
-        if contributes and state.accumulation is not Accumulation.UNSHARDED:
+        if contributes and state.accumulation is not _UNSHARDED:
             gradients.contribute()
         is_local = gradients.state in LOCAL_GRADIENTS
         if not is_local and not (at_end and gradients.state is GradientState.PARTIAL and not state.keeps_partial):
             return
-        if gradients.state is GradientState.ARRIVING and not self._backward.was_seen(state):
+        if gradients.state is _ARRIVING and not self._backward.was_seen(state):
             raise unseen_output(state)
         alone = self._unused_modules is not None
         if state.client.post_backward is None:

@@ -41,6 +41,8 @@ class ReductionQueue:
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
         self._in_flight: deque[PendingReduction] = deque()
+        self._unread: list[PendingReduction] = []
+        """Reductions before those in flight, which hold no buffers any more. Flags of the first block the host."""
 
     def begin_backward(self) -> None:
         """Read the limits that the user has set."""
@@ -89,7 +91,7 @@ class ReductionQueue:
 
     def reduce_held(self, states: Iterable[FSDPState]) -> None:
         """Launch the reductions of the gradients that ``states`` hold, after backward, whatever is configured."""
-        if any(each.launch.partial for each in self._in_flight):
+        if any(each.launch.partial for each in (*self._unread, *self._in_flight)):
             self.drain()  # the sums are held only then
         for state in states:
             state.group.gradients.notice()
@@ -114,17 +116,20 @@ class ReductionQueue:
     @property
     def are_in_flight(self) -> bool:
         """True if reduced gradients remain to be set."""
-        return bool(self._in_flight)
+        return bool(self._unread or self._in_flight)
 
     def drain(self) -> None:
         """Wait for all reductions and set their gradients."""
         self._start()
+        self._in_flight.extendleft(reversed(self._unread))
+        self._unread.clear()
         while self._in_flight:
             self._in_flight.popleft().complete()
 
     def abandon(self) -> None:
         """Forget all reductions in flight, which will not complete."""
         self._in_flight.clear()
+        self._unread.clear()
 
     def _run(self, launch: ReductionLaunch) -> None:
         self._make_room(launch)
@@ -133,9 +138,9 @@ class ReductionQueue:
         self._in_flight.append(pending)
 
     def _make_room(self, launch: ReductionLaunch) -> None:
-        """Complete the oldest reductions before ``launch`` allocates memory."""
+        """Complete the oldest reductions before ``launch`` allocates memory, without a wait of the host for flags."""
         while self._in_flight and self._is_full(launch):
-            self._in_flight.popleft().complete()
+            self._in_flight.popleft().complete(self._unread if self.streams.device.has_streams else None)
 
     def _is_full(self, launch: ReductionLaunch) -> bool:
         in_flight = [(each.launch.nbytes, each.launch.round_bytes) for each in self._in_flight]

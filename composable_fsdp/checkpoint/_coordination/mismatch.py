@@ -64,12 +64,10 @@ def said(error: BaseException) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of ``dtype``, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_text(dtype: torch.dtype, shape: Iterable[int]) -> str:
-    """Return dtype and shape, such as ``float32 (2, 3)``."""
     return f"{dtype_name(dtype)} {tuple(shape)}"
 
 
@@ -82,15 +80,8 @@ def differ(found: object, expected: object) -> str:
 class Mismatch:
     """Differences on one rank between the saved state and the state that it is loaded into.
 
-    Each mapping is from a tensor's name to a short description.
-
-    Attributes:
-        missing: tensors that the model has and the saved state lacks.
-        unexpected: tensors that the saved state has and the model lacks.
-        shapes: tensors of another shape.
-        dtypes: tensors of another dtype.
-        classes: tensor subclasses of another class, and inner tensors that do not fit.
-        others: further differences, as sentences.
+    A mapping is from a tensor's name to a short description; ``missing`` are those that the saved state lacks.
+    ``others`` are sentences.
     """
 
     missing: dict[str, str] = field(default_factory=dict)
@@ -109,11 +100,7 @@ def leave_common_unexpected(mismatches: Collection[Mismatch]) -> None:
 
 
 def mismatch_text(mismatches: Mapping[int, Mismatch], ignore: Collection[str] = ()) -> str:
-    """Return the differences of all ranks, sorted by kind; empty if there are none.
-
-    An entry names its ranks unless all ranks have it. Kinds in ``ignore``, attributes of :class:`Mismatch`, are left
-    out.
-    """
+    """Return the differences of all ranks by kind, without those in ``ignore``. Entries name their ranks if not all."""
     lines = []
     for kind, title in _TITLES.items():
         if kind in ignore:
@@ -131,18 +118,13 @@ def mismatch_text(mismatches: Mapping[int, Mismatch], ignore: Collection[str] = 
 
 
 def refuse(what: str, mismatches: Mapping[int, Mismatch], ignore: Collection[str] = ()) -> None:
-    """Raise if any rank has differences of kinds not in ``ignore``. Equal arguments give the same error on every rank.
-
-    Raises:
-        CheckpointError: there are differences. The text begins with ``what`` and lists all of them.
-    """
+    """Raise if any rank has differences that are not of kinds in ``ignore``; with equal arguments, the same error."""
     differences = mismatch_text(mismatches, ignore)
     if differences:
         raise CheckpointError(f"{what}. Nothing was loaded.\n{differences}")
 
 
 def _grouped(texts: Mapping[int, Iterable[str]]) -> dict[str, list[int]]:
-    """Return each distinct text with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, own in texts.items():
         for text in own:

@@ -10,10 +10,13 @@ of training, which may continue meanwhile, and the group outlives ``destroy_proc
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -25,10 +28,9 @@ from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.world_store import world_store
 from composable_fsdp.checkpoint._coordination.mismatch import join_rank_texts, said
-from composable_fsdp.checkpoint._coordination.pending_save import finish_earlier
 from composable_fsdp.errors import CheckpointError, FSDPError
 
-__all__ = ["TIMEOUT", "RankGroup", "meet"]
+__all__ = ["TIMEOUT", "PendingSave", "RankGroup", "meet"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class _Failure:
 
     text: str
     kind: type[FSDPError] = CheckpointError
+    is_lost: bool = False
+    """True if the connection to the rank is lost."""
 
     @staticmethod
     def of(error: Exception) -> _Failure:
@@ -58,11 +62,7 @@ class _Failure:
 class RankGroup:
     """The ranks that take part in one save or load. Invariant: all of them make the same exchanges in the same order.
 
-    Args:
-        rank: this process's rank.
-        size: number of ranks.
-        group: process group used by checkpoints only; ``None`` if there is one rank.
-        timeout: seconds to wait for another rank within an exchange.
+    ``timeout`` is the seconds to wait for another rank within an exchange.
     """
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, timeout: float) -> None:
@@ -72,32 +72,31 @@ class RankGroup:
         self._timeout = timeout
 
     def exchange(self, what: str, each: Callable[[], T], central: Callable[[list[T]], Sequence[R]]) -> R:
-        """Call ``each`` on every rank, combine the results on rank 0 with ``central``, and return this rank's reply.
-
-        Args:
-            what: the operation, for error texts.
-            each: called on every rank. Its results are pickled.
-            central: called on rank 0 with all results in rank order. Returns one reply per rank.
+        """Call ``each`` on every rank and ``central`` with all results on rank 0, and return this rank's reply of it.
 
         Raises:
             FSDPError: ``each`` or ``central`` raised on some rank, or a rank was lost. All remaining ranks raise it,
-                with the texts of all failures. The type is that of the first failed rank if that is an ``FSDPError``,
-                else ``CheckpointError``.
+                with the texts of all failures after ``what``. The type is that of the first failed rank if that is an
+                ``FSDPError``, else ``CheckpointError``.
         """
         error: Exception | None = None
-        outcome: T | _Failure
+        reply: Any
         try:
-            outcome = each()
+            outcome: Any = each()
         except Exception as raised:
             error, outcome = raised, _Failure.of(raised)
         if self.rank == 0:
-            outcomes = [outcome, *(self._receive_outcome(peer) for peer in range(1, self.size))]
+            outcomes = [outcome, *(self._receive(peer) for peer in range(1, self.size))]
             replies, error = _decide(outcomes, central, error)
             for peer in range(1, self.size):
-                self._reply(replies[peer], peer)
+                if (lost := self._send(replies[peer], peer)) is not None:
+                    logger.warning("rank %d: %s", peer, lost.text)  # the next exchange reports it to the others
             reply = replies[0]
         else:
-            reply = self._ask_rank0(what, outcome)
+            lost = self._send(outcome, 0)
+            reply = self._receive(0) if lost is None else lost
+            if isinstance(reply, _Failure) and reply.is_lost:
+                reply = _Failure(f"rank 0: {reply.text}")
         if isinstance(reply, _Failure):
             raise reply.kind(f"{what}: {reply.text}") from error
         return cast(R, reply)
@@ -107,7 +106,7 @@ class RankGroup:
         return self.exchange(what, each, lambda results: [central(results)] * len(results))
 
     def agree(self, what: str, each: Callable[[], object] = lambda: None) -> None:
-        """Call ``each`` on every rank and wait until all calls have returned. Raises as :meth:`exchange` does."""
+        """Call ``each`` on every rank and wait until all calls have returned."""
 
         def act() -> None:
             each()
@@ -115,54 +114,42 @@ class RankGroup:
         self.combine(what, act, lambda results: None)
 
     def from_rank0(self, what: str, central: Callable[[], R]) -> R:
-        """Call ``central`` on rank 0 and return its result on all ranks."""
         return self.combine(what, lambda: None, lambda results: central())
 
-    def _receive_outcome(self, peer: int) -> Any:
+    def _send(self, value: object, peer: int) -> _Failure | None:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
-            return self._receive(peer)
+            for message in (torch.tensor([data.numel()]), data):
+                self._group.send([message], peer, _TAG).wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            return _Failure(self._connection_lost(error))
+            return self._connection_lost(error)
+        return None
 
-    def _reply(self, reply: object, peer: int) -> None:
+    def _receive(self, peer: int) -> Any:
+        """Return what ``peer`` sent, or a failure if it is lost."""
+        length = torch.zeros(1, dtype=torch.int64)
         try:
-            self._send(reply, peer)
-        except RuntimeError as error:  # the next exchange reports this rank to the others
-            logger.warning("rank %d: %s", peer, self._connection_lost(error))
-
-    def _ask_rank0(self, what: str, outcome: object) -> Any:
-        try:
-            self._send(outcome, 0)
-            return self._receive(0)
+            self._group.recv([length], peer, _TAG).wait(timedelta(seconds=self._timeout))
+            data = torch.empty(int(length), dtype=torch.uint8)
+            self._group.recv([data], peer, _TAG).wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            raise CheckpointError(f"{what}: rank 0: {self._connection_lost(error)}") from error
+            return self._connection_lost(error)
+        return pickle.loads(data.numpy().data)
 
-    def _connection_lost(self, error: RuntimeError) -> str:
+    def _connection_lost(self, error: RuntimeError) -> _Failure:
         """Describe a failed connection. The process group is discarded, since it cannot be used again."""
         reason = (str(error).partition("] ")[2] or str(error)).partition(". ")[0]  # gloo: "[file:line] reason. advice"
         world = dist.group.WORLD
         job = _job_ranks.get(world) if world is not None else None
         if job is not None and job.group is self._group:
             job.group = None
-        return f"gone, or did not answer within {self._timeout:g} s ({reason})"
-
-    def _send(self, value: object, peer: int) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        for message in (torch.tensor([data.numel()]), data):
-            self._group.send([message], peer, _TAG).wait(timedelta(seconds=self._timeout))
-
-    def _receive(self, peer: int) -> Any:
-        length = torch.zeros(1, dtype=torch.int64)
-        self._group.recv([length], peer, _TAG).wait(timedelta(seconds=self._timeout))
-        data = torch.empty(int(length), dtype=torch.uint8)
-        self._group.recv([data], peer, _TAG).wait(timedelta(seconds=self._timeout))
-        return pickle.loads(data.numpy().data)
+        return _Failure(f"gone, or did not answer within {self._timeout:g} s ({reason})", is_lost=True)
 
 
 def _decide(
     outcomes: list[Any], central: Callable[[list[Any]], Sequence[Any]], error: Exception | None
 ) -> tuple[Sequence[Any], Exception | None]:
-    """Return the replies, and the exception raised on rank 0 if the replies are failures."""
+    """Return the replies, and the exception on rank 0 if they are failures."""
     failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
     if failures:
         text = join_rank_texts({rank: failure.text for rank, failure in failures.items()}, len(outcomes))
@@ -173,8 +160,81 @@ def _decide(
         return [_Failure.of(raised)] * len(outcomes), raised
 
 
+# -- asynchronous saves
+
+
+class PendingSave(os.PathLike[str]):
+    """The handle that ``save`` returns. It is also the path of the checkpoint, which is complete after :meth:`wait`.
+
+    Attributes:
+        path: directory of the checkpoint.
+        step: training step of the checkpoint.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.step = step
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"PendingSave({str(self.path)!r}, {'done' if self.done() else 'under way'})"
+
+    def done(self) -> bool:
+        """Return True if the save has ended, successfully or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> PendingSave:
+        """Wait until the checkpoint is complete on all ranks.
+
+        Call it before ``destroy_process_group`` if other ranks may exit before this rank has written its files.
+
+        Raises:
+            CheckpointError: the save failed. All ranks get the same error. It is raised once: here, or by the next save
+                or load, including those of safetensors.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Run ``action`` in a thread. The interpreter waits for this thread before it exits."""
+        global _latest
+
+        def run() -> None:
+            try:
+                action()
+            except BaseException as error:
+                logger.error("the checkpoint %s was not saved: %s", self.path, error)
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name=f"save {self.path.name}")
+        _latest = self
+        self._thread.start()
+
+
+_latest: PendingSave | None = None
+
+
+def finish_earlier() -> None:
+    """Wait for the save that is running, if any, and raise its error unless that was raised before."""
+    global _latest
+    earlier, _latest = _latest, None
+    if earlier is not None:
+        earlier.wait()
+
+
+# -- rendezvous
+
+
 class _JobRanks:
-    """The rendezvous of checkpoints of a default process group over its store, and the process group that they use."""
+    """The rendezvous of checkpoints over the store of a default process group, and the process group that they use."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
@@ -186,13 +246,9 @@ _job_ranks: WeakKeyDictionary[dist.ProcessGroup, _JobRanks] = WeakKeyDictionary(
 
 
 def meet(call: str, timeout: float) -> RankGroup:
-    """Wait until all ranks of the default process group have made the same call and their earlier save has ended.
+    """Wait until all ranks of the default process group have made the same ``call``, and their earlier save has ended.
 
     An asynchronous save exchanges messages over the same group in a thread, so it has to end first.
-
-    Args:
-        call: the call with its arguments, for error texts. Must be equal on all ranks.
-        timeout: seconds to wait for the other ranks, here and in each later exchange.
 
     Raises:
         CheckpointError: ranks did not come in time or made another call; the text names them on every rank that came.

@@ -21,7 +21,7 @@ import pickle
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -34,14 +34,14 @@ from composable_fsdp._runtime.params.sharded_param import alias_of
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
-from composable_fsdp.checkpoint._state_dict.names import tensors_of
-from composable_fsdp.checkpoint._state_dict.optimizer_params import (
+from composable_fsdp.checkpoint._state_dict.optimizer import (
     OptimizerParam,
     OptimizerParams,
-    has_shards_shape,
     is_plain,
+    merge_flags,
+    shard_flags,
 )
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, checksum, tensors_of
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
@@ -85,36 +85,30 @@ class Contents:
     replicated: dict[str, int] = field(default_factory=dict)
 
     def inner_contributions(self) -> dict[str, inner_tensors.InnerContribution]:
-        """Return this rank's contribution to each tensor subclass that is saved as inner tensors, by key.
-
-        Raises:
-            CheckpointError: a tensor subclass does not say which inner tensors it consists of.
-        """
+        """Return this rank's contribution to each tensor subclass that is saved as inner tensors, by key."""
         parts = {key_of(path): part for path, part in self.parts.items()}
         for key, part in parts.items():
             inner_tensors.refuse_unknown(key, part)
         return {key: inner_tensors.inner_contribution_of(p) for key, p in parts.items() if inner_tensors.has_inner(p)}
 
-    def expand(self, merged: Mapping[str, inner_tensors.Agreed]) -> None:
+    def expand(self, merged: Mapping[str, inner_tensors.Record]) -> None:
         """Replace each tensor in ``merged``, the contributions of all ranks, by its inner tensors and its record."""
         for path in [path for path in self.parts if key_of(path) in merged]:
-            part, agreed = self.parts.pop(path), merged[key_of(path)]
+            part, record = self.parts.pop(path), merged[key_of(path)]
             aliases = [alias for alias, of in self.aliases.items() if of == path]
             for each in (path, *aliases):
                 self.aliases.pop(each, None)
-                self.objects["classes", key_of(each)] = serialize(agreed.record(each, part).encoded())
-            for suffix, inner in inner_tensors.parts_of(part, agreed.inner).items():
+                self.objects["classes", key_of(each)] = serialize(replace(record, path=each).encoded())
+            for suffix, inner in inner_tensors.parts_of(part, record).items():
                 self.parts[_with_suffix(path, suffix)] = inner
                 self.aliases |= {_with_suffix(alias, suffix): _with_suffix(path, suffix) for alias in aliases}
 
 
 def key_of(path: Path) -> str:
-    """Return the key of the value at ``path``."""
     return ".".join(path)
 
 
 def serialize(value: object) -> bytes:
-    """Return ``value`` as serialized by ``torch.save``."""
     data = io.BytesIO()
     torch.save(value, data)
     return data.getvalue()
@@ -132,19 +126,7 @@ def contents_of(
     rank: int,
     merged: OptimizerEntries,
 ) -> Contents:
-    """Return everything that this rank has to save. Tensors are not copied.
-
-    Args:
-        model: sharded or not.
-        optimizer: over parameters of ``model``.
-        averages: moving averages of ``model``.
-        extra: additional objects of this rank.
-        rank: this process's rank.
-        merged: the optimizer's entries of all ranks.
-
-    Raises:
-        CheckpointError: the model is on the meta device, or a part of ``extra`` cannot be pickled.
-    """
+    """Return everything that this rank has to save. Tensors are not copied. ``merged`` has entries of all ranks."""
     contents = Contents()
     tensors, others = tensors_of(model)
     for first, *shared in tensors:
@@ -197,10 +179,7 @@ def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, m
 class OptimizerEntries:
     """Entries of an optimizer, on one rank or on all: ranks may hold different parameters, as pipeline stages do.
 
-    Attributes:
-        groups: serialized param groups by the names of their parameters, with these names in ``params``.
-        are_shards: for each plain tensor of the state, by the names of its parameter and its key, True if it has the
-            shape of the rank's shard on every rank that has it.
+    ``groups`` are serialized param groups by the names of their parameters, with these names in ``params``.
     """
 
     groups: Mapping[tuple[str, ...], bytes] = field(default_factory=dict)
@@ -208,11 +187,6 @@ class OptimizerEntries:
 
 
 def optimizer_entries(model: nn.Module, optimizer: Optimizer | None) -> OptimizerEntries:
-    """Return this rank's entries.
-
-    Raises:
-        CheckpointError: the optimizer has parameters that are not the model's.
-    """
     if optimizer is None:
         return OptimizerEntries()
     params = OptimizerParams(model, optimizer)
@@ -220,38 +194,25 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer | None) -> Optimize
     for members, group in zip(params.groups, optimizer.param_groups, strict=True):
         names = [member.name for member in members]
         groups[tuple(names)] = serialize({**group, "params": names})
-    are_shards = {
-        (m.name, key): has_shards_shape(value, m) for m, key, value in _state_of(params) if is_plain(value, m)
-    }
-    return OptimizerEntries(groups, are_shards)
+    return OptimizerEntries(groups, shard_flags(_state_of(params)))
 
 
 def merge(entries: Sequence[OptimizerEntries]) -> OptimizerEntries:
     """Merge the entries of all ranks. If ranks have a group of the same parameters, the first rank's is used."""
     groups: dict[tuple[str, ...], bytes] = {}
-    are_shards: dict[tuple[str, str], bool] = {}
     for each in entries:
         groups = {**each.groups, **groups}
-        are_shards |= {key: are and are_shards.get(key, True) for key, are in each.are_shards.items()}
-    return OptimizerEntries(groups, are_shards)
+    return OptimizerEntries(groups, merge_flags(each.are_shards for each in entries))
 
 
 def _state_of(params: OptimizerParams) -> Iterator[tuple[OptimizerParam, str, Any]]:
-    """Yield each parameter with each key and value of its optimizer state."""
     for member in params.members.values():
         for key, value in params.state_of(member).items():
             yield member, str(key), value
 
 
 def check_replicated(checksums: Sequence[Mapping[str, int]]) -> None:
-    """Raise unless the tensors that are saved once are equal on all ranks.
-
-    Args:
-        checksums: for each rank, checksums by checkpoint key.
-
-    Raises:
-        CheckpointError: the values differ between ranks.
-    """
+    """Raise unless the tensors that are saved once are equal on all ranks, which have ``checksums`` of them by key."""
     first: dict[str, tuple[int, int]] = {}
     for rank, on_rank in enumerate(checksums):
         for key, found in on_rank.items():

@@ -1,33 +1,54 @@
-"""A folder of checkpoint directories. Its last complete checkpoint can be loaded at any time, even after a crash.
+"""A folder of checkpoints, and the manifest of each: its files with their sizes and checksums.
 
-A checkpoint ``step-00000020`` is written as ``step-00000020.partial`` and renamed once all of it is on disk. An
-existing checkpoint of the same step is first renamed to ``step-00000020.old``, and is still valid until the new one has
-been renamed. A directory is renamed to ``….deleted`` before it is deleted. If a process is killed, the names show the
-state of each directory, and the next save cleans up the folder.
+The last complete checkpoint in a folder can be loaded at any time, even after a crash. A checkpoint ``step-00000020``
+is written as ``step-00000020.partial``, the manifest last, and renamed once all of it is on disk. An existing
+checkpoint of the same step is first renamed to ``step-00000020.old``, and is still valid until the new one has been
+renamed. A directory is renamed to ``….deleted`` before it is deleted. If a process is killed, the names show the state
+of each directory, and the next save cleans up the folder.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
+import json
 import logging
 import os
 import re
 import shutil
 import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from composable_fsdp.checkpoint._safetensors.atomic_replace import sync
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from composable_fsdp.checkpoint._coordination.mismatch import dtype_name
+from composable_fsdp.checkpoint._safetensors.save_safetensors import sync
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [
+    "FORMAT",
     "MANIFEST",
     "METADATA",
+    "FileRecord",
+    "Manifest",
     "PartialCheckpoint",
     "candidates",
+    "check_file",
     "checkpoints_at",
     "complete",
+    "damage_text",
     "find",
+    "latest",
     "leftovers",
+    "problem_with",
+    "problems_of",
+    "read_manifest",
     "step_of",
 ]
 
@@ -39,10 +60,6 @@ METADATA = ".metadata"
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL, _OLD, _DELETED = ".partial", ".old", ".deleted"
 _LOCK = ".lock"
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def complete(path: str | os.PathLike[str]) -> dict[int, Path]:
@@ -77,17 +94,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def leftovers(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names that killed saves left in the folder ``path``. The next save cleans them up."""
+    """Return the names that killed saves left in the folder ``path``."""
     suffixes = (_PARTIAL, _OLD, _DELETED)
     return sorted(name for name in os.listdir(path) if _NAME.match(name) and name.endswith(suffixes))
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` if it is a checkpoint, else the newest checkpoint in the folder ``path``.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is incomplete or has lost its manifest.
-    """
+    """Return the first of :func:`checkpoints_at`. Raise ``CheckpointError`` if it has lost its manifest."""
     found = checkpoints_at(path)[0]
     if not (found / MANIFEST).is_file() and not (found == Path(path) and (found / METADATA).is_file()):
         raise CheckpointError(f"{found / MANIFEST} is missing.")
@@ -119,21 +132,18 @@ def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
 
 
 class PartialCheckpoint:
-    """A checkpoint of ``step`` that is being written to ``partial``. :meth:`commit` moves it to ``final``.
+    """A checkpoint that rank 0 is writing to ``partial``. :meth:`commit` moves it to ``final``.
 
-    Only rank 0 creates one. The constructor locks the folder and removes what killed saves left behind. With the lock
-    held, no other process can be writing these directories.
-
-    Raises:
-        CheckpointError: another process is saving into the folder.
+    The constructor locks the folder and removes what killed saves left behind. With the lock held, no other process can
+    be writing these directories.
     """
 
     def __init__(self, path: Path, step: int) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self.step = step
-        self.final = path / _name(step)
-        self.partial = path / (_name(step) + _PARTIAL)
+        self.final = path / f"step-{step:08d}"
+        self.partial = self.final.with_name(self.final.name + _PARTIAL)
         self._lock: int | None = _acquire_lock(path)
         try:
             _clean_up(path)
@@ -211,3 +221,173 @@ def _acquire_lock(path: Path) -> int:
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return descriptor
+
+
+# -- manifests
+
+
+FORMAT = 1
+"""Version of the manifest and of the checkpoint's keys. All versions up to this one can be read."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size of a file in bytes, and its CRC-32 in hexadecimal digits."""
+
+    bytes: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of one checkpoint: its step, the number of ranks that saved, and versions that they had.
+
+    ``files`` are all but the manifest, which contains its own checksum. ``tensors`` are shapes and dtypes by key.
+    """
+
+    step: int
+    ranks: int
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, Any]
+    library: str
+    torch: str
+
+    @staticmethod
+    def of(step: int, ranks: int, files: Mapping[str, FileRecord], metadata: Metadata) -> Manifest:
+        tensors = {
+            key: {"shape": tuple(saved.size), "dtype": dtype_name(saved.properties.dtype)}
+            for key, saved in metadata.state_dict_metadata.items()
+            if isinstance(saved, TensorStorageMetadata)
+        }
+        try:
+            library = importlib.metadata.version("composable-fsdp")
+        except importlib.metadata.PackageNotFoundError:
+            library = "unknown"
+        return Manifest(step, ranks, files, tensors, library, torch.__version__)
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into ``folder`` and sync it to disk."""
+        body = {"format": FORMAT, **asdict(self)}
+        with (folder / MANIFEST).open("w") as file:
+            json.dump({"crc32": _checksum(body), "manifest": body}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """As :func:`read_manifest`, but damage is an error too."""
+        manifest, problem = read_manifest(folder)
+        if manifest is None:
+            raise CheckpointError(problem)
+        return manifest
+
+    def share(self, rank: int = 0, ranks: int = 1) -> dict[str, FileRecord]:
+        """Return the files that ``rank`` of ``ranks`` checks: each file once, about as many bytes on each rank."""
+        by_size = sorted(self.files.items(), key=lambda item: (-item[1].bytes, item[0]))
+        return dict(by_size[rank::ranks])
+
+
+def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
+    """Return the manifest and an empty text, or ``None`` and the damage. A newer format is no damage, but an error."""
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_text())
+        body = dict(document["manifest"])
+        version = body["format"]
+    except FileNotFoundError:
+        return None, f"{path} is missing."
+    except (ValueError, LookupError, TypeError) as error:
+        return None, f"{path} is damaged: {error}."
+    if isinstance(version, int) and version > FORMAT:
+        raise CheckpointError(
+            f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one "
+            f"reads versions up to {FORMAT}. Update composable_fsdp."
+        )
+    if document.get("crc32") != _checksum(body):
+        return None, f"{path} is damaged: its checksum does not fit."
+    del body["format"]
+    body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
+    return Manifest(**body), ""
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+
+
+def check_file(path: Path, record: FileRecord, *, contents: bool = True) -> None:
+    """Raise ``CheckpointError`` if the file differs from its ``record``; only in size unless ``contents``."""
+    try:
+        size = path.stat().st_size
+        crc32 = _crc32(path) if contents and size == record.bytes else record.crc32
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if size != record.bytes:
+        raise CheckpointError(f"{path} has {size} bytes instead of {record.bytes}: it is truncated or overwritten.")
+    if crc32 != record.crc32:
+        raise CheckpointError(f"{path} is damaged: its CRC-32 is {crc32} instead of {record.crc32}.")
+
+
+def problem_with(check: Callable[[], object]) -> str:
+    """Return the text of the ``CheckpointError`` that ``check`` raises, or an empty text."""
+    try:
+        check()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _crc32(path: Path) -> str:
+    checksum, block = 0, bytearray(1 << 20)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            checksum = zlib.crc32(memoryview(block)[:count], checksum)
+    return f"{checksum:08x}"
+
+
+def problems_of(checkpoint: Path, *, contents: bool = True) -> Iterator[str]:
+    """Yield a sentence for each damaged file of ``checkpoint``. A newer format of the manifest is an error."""
+    manifest, problem = read_manifest(checkpoint)
+    if manifest is None:
+        yield problem
+        return
+    for name, record in manifest.share().items():
+        if problem := problem_with(partial(check_file, checkpoint / name, record, contents=contents)):
+            yield problem
+
+
+def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
+    """Return the newest complete checkpoint in the folder ``path``, the one of the highest step; ``None`` if there is
+    none.
+
+    Not collective. Without ``verify`` it only lists the folder.
+
+    Args:
+        path: a folder of checkpoints.
+        verify: return the newest checkpoint whose files have the recorded sizes and checksums. Damaged ones are logged
+            as a warning. This process then reads all of that checkpoint, and newer ones up to their first damaged file.
+            Call it on one process only, or use ``load(path, ..., fallback=True)``, where each rank reads a share.
+
+    Raises:
+        CheckpointError: with ``verify``, no checkpoint is intact, though there are some; the text lists the damage. Or
+            one has a newer format.
+    """
+    if not verify:
+        return next(reversed(complete(path).values()), None)
+    damaged: dict[str, str] = {}
+    for candidate in candidates(path):
+        problem = next(problems_of(candidate), "")
+        if not problem:
+            if damaged:
+                logger.warning("%s is the newest intact checkpoint. Damaged:%s", candidate, damage_text(damaged))
+            return candidate
+        damaged[candidate.name] = problem
+    if damaged:
+        raise CheckpointError(f"no checkpoint in {path} is intact:{damage_text(damaged)}")
+    return None
+
+
+def damage_text(damaged: dict[str, str]) -> str:
+    """Return one line for each damaged checkpoint, by name."""
+    return "".join(f"\n  {name}: {problem}" for name, problem in damaged.items())

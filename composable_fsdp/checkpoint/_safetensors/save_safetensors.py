@@ -1,38 +1,56 @@
 """``save_safetensors``: writes shards directly to Hugging Face checkpoints, without gathering tensors.
 
-The safetensors library writes complete files from full tensors. Here the headers are built from shapes and dtypes
-alone, rank 0 reserves the files, and every rank writes its shards at their offsets. Ranks exchange no tensors, write
-concurrently, and need memory for one block. All ranks must share a file system, which is checked before anything is
-written.
+Headers are built from shapes and dtypes alone, rank 0 reserves the files, and every rank writes its shards at their
+offsets. Ranks exchange no tensors, write concurrently, and need memory for one block. All ranks must share a file
+system, which is checked before anything is written.
+
+A file is the length of its header in 8 bytes, the header in JSON, and the values of its tensors, one after the other
+(https://huggingface.co/docs/safetensors, Format). If there are several files, an index in JSON maps tensors to files.
+
+The new checkpoint replaces the old one atomically: at every moment the directory has the complete old or new one.
+Readers take ``model.safetensors``, or else the files that the index names. New files therefore get names that the old
+ones do not have. One operation switches from the old checkpoint to the new: the rename of the file or index that
+readers open, or the removal of ``model.safetensors`` if an index replaces it. Old files are deleted after it. Until all
+files are complete and on disk, they are in a hidden directory that readers ignore.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
+import re
 import secrets
+import shutil
+import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp.checkpoint._coordination.arguments import check_arguments
-from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
+from composable_fsdp._layout.block import ShardExtent
+from composable_fsdp.checkpoint._coordination.arguments import check_arguments, progress_bar, wants_progress
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
-from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts
-from composable_fsdp.checkpoint._safetensors.file_layout import FileLayout, TensorFiles, TensorSpec
-from composable_fsdp.checkpoint._safetensors.keys import KeyedTensor, KeyMap, keyed_tensors
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
+from composable_fsdp.checkpoint._safetensors.load_safetensors import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    KeyedTensor,
+    KeyMap,
+    keyed_tensors,
+)
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
-__all__ = ["save_safetensors", "write_part"]
+__all__ = ["FileLayout", "Replacement", "TensorSpec", "dtype_code", "save_safetensors", "sync"]
 
 BLOCK_BYTES = 16 << 20
 """The most bytes of a file that one block spans: the size of the copy that a rank may need."""
@@ -82,13 +100,14 @@ def save_safetensors(
     ranks = meet(what, timeout)
     save = _Save(Path(path), max_file_bytes)
     try:
-        plan = ranks.exchange(what, lambda: save.contributions(model, dtype, key_map), save.begin)
+        begun, own = ranks.exchange(what, lambda: save.contributions(model, dtype, key_map), save.begin)
+        target = replace(begun, folder=Path(path))
         if save.left_out and ranks.rank == 0:
             names = ", ".join(save.left_out)
             warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
-        ranks.agree(what, lambda: save.check_shared(plan))
+        ranks.agree(what, lambda: target.check_shared())
         shows = ranks.rank == 0 and wants_progress(None)
-        ranks.combine(what, lambda: save.write(plan, show=shows), lambda written: save.commit(plan))
+        ranks.combine(what, lambda: save.write(target, own, show=shows), lambda written: target.commit())
     except BaseException:
         save.abandon()
         raise
@@ -96,57 +115,24 @@ def save_safetensors(
 
 @dataclass(frozen=True)
 class _Contribution:
-    """One rank's description of its shard of a tensor.
-
-    Attributes:
-        spec: the full tensor.
-        aliases: other names of the tensor.
-        extent_digest: a digest of the shard's extent in the tensor.
-        numel: the number of elements of the shard.
-        is_distributed: True if the tensor is a DTensor.
-    """
+    """One rank's description of its shard of a tensor: the full tensor, its other names, and the shard's extent."""
 
     spec: TensorSpec
     aliases: Sequence[str]
-    extent_digest: bytes
-    numel: int
-    is_distributed: bool
-
-    @staticmethod
-    def of(tensor: KeyedTensor, dtype: torch.dtype) -> _Contribution:
-        name, part = tensor.keys[0], tensor.part
-        ranges = repr(part.extent.ranges).encode() if part.numel else b""
-        return _Contribution(
-            TensorSpec(name, dtype, part.shape),
-            [key for key in tensor.keys[1:] if key != name],
-            hashlib.blake2b(ranges, digest_size=8).digest(),
-            part.numel,
-            isinstance(part.value, DTensor),
-        )
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """One rank's share of the work: write the ``own`` tensors to ``files``, which are reserved under ``token``."""
-
-    files: TensorFiles
-    token: str
-    own: frozenset[str]
+    extent: ShardExtent
 
 
 class _Save:
-    """One call of :func:`save_safetensors`, on one rank."""
+    """One call of :func:`save_safetensors`, on one rank. ``_begun`` are the files that rank 0 has reserved."""
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         self._folder = folder
         self._max_file_bytes = max_file_bytes
         self._shards: dict[str, LocalShard] = {}
         self._begun: Replacement | None = None
-        """The reserved files. Only rank 0 has them."""
         self.left_out: list[str] = []
 
     def contributions(self, model: nn.Module, dtype: torch.dtype | None, key_map: KeyMap | None) -> list[_Contribution]:
-        """Describe the shards that this rank can write."""
         if self._max_file_bytes < 1:
             raise ConfigurationError(f"max_file_bytes must be at least 1, not {self._max_file_bytes}.")
         if self._folder.suffix == ".safetensors" or self._folder.is_file():
@@ -155,56 +141,29 @@ class _Save:
             raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
         tensors, self.left_out = keyed_tensors(model, key_map)
         _check_keys(tensors)
-        self._shards = {tensor.keys[0]: tensor.part for tensor in tensors}
-        own = [tensor.part.value.dtype for tensor in tensors]
-        dtypes = [dtype if dtype is not None and each.is_floating_point else each for each in own]
-        return [_Contribution.of(tensor, each) for tensor, each in zip(tensors, dtypes, strict=True)]
+        found = []
+        for tensor in tensors:
+            name, part, own = tensor.keys[0], tensor.part, tensor.part.value.dtype
+            self._shards[name] = part
+            spec = TensorSpec(name, dtype if dtype is not None and own.is_floating_point else own, part.shape)
+            found.append(_Contribution(spec, [key for key in tensor.keys[1:] if key != name], part.extent))
+        return found
 
-    def begin(self, contributions: Sequence[Sequence[_Contribution]]) -> list[_Plan]:
-        """Decide for all ranks which tensors each writes, and reserve the files."""
+    def begin(self, contributions: Sequence[Sequence[_Contribution]]) -> list[tuple[Replacement, set[str]]]:
+        """Reserve the files, and return for each rank these and the names of the tensors that it writes."""
         first, own = _assign_writes(contributions)
-        specs = [entry.spec for entry in first.values()]
         aliases = {alias: name for name, entry in first.items() for alias in entry.aliases if alias not in first}
-        token = secrets.token_hex(4)
-        generation = token if has_parts(self._folder) else ""
-        files = TensorFiles.of(specs, aliases, self._max_file_bytes, generation)
-        self._begun = Replacement(self._folder, token)
-        self._begun.begin(files)
-        return [_Plan(files, token, frozenset(names)) for names in own]
+        specs = [entry.spec for entry in first.values()]
+        self._begun = target = Replacement.of(self._folder, specs, aliases, self._max_file_bytes)
+        target.begin()
+        return [(target, names) for names in own]
 
-    def check_shared(self, plan: _Plan) -> None:
-        """Check that this rank sees the files that rank 0 has reserved."""
-        replacement = Replacement(self._folder, plan.token)
-        unseen = [file.name for file in plan.files.files if not replacement.sees(file)]
-        if unseen:
-            raise CheckpointError(
-                f"{self._folder} is not the same directory here as on rank 0, which made {', '.join(unseen)} there. "
-                "Save to storage that all ranks share."
-            )
-
-    def write(self, plan: _Plan, *, show: bool) -> None:
-        """Write this rank's shards, and flush them to disk."""
-        aside = Replacement(self._folder, plan.token).aside
-        total = sum(self._shards[name].nbytes for name in plan.own)
-        with torch.no_grad(), progress_bar(show, "saving", total) as advance:
-            for file in plan.files.files:
-                opened = os.open(aside / file.name, os.O_WRONLY)
-                try:
-                    for spec in file.tensors:
-                        if spec.name in plan.own:
-                            write_part(opened, file, spec, self._shards[spec.name])
-                            advance(self._shards[spec.name].nbytes)
-                    os.fsync(opened)
-                finally:
-                    os.close(opened)
-
-    def commit(self, plan: _Plan) -> None:
-        """Replace the previous checkpoint, after all ranks have written."""
-        assert self._begun is not None
-        self._begun.commit(plan.files)
+    def write(self, target: Replacement, names: set[str], *, show: bool) -> None:
+        own = {name: self._shards[name] for name in names}
+        with torch.no_grad(), progress_bar(show, "saving", sum(shard.nbytes for shard in own.values())) as advance:
+            target.write(own, advance)
 
     def abandon(self) -> None:
-        """Delete incomplete files."""
         if self._begun is not None:
             self._begun.abandon()
 
@@ -222,8 +181,8 @@ def _assign_writes(contributions: Sequence[Sequence[_Contribution]]) -> tuple[di
     """Return the first description of every tensor by name, and the tensors that each rank writes.
 
     Every element is written once. Several ranks may have the same shard, on a mesh that the tensor knows or, for
-    parameters that tensor parallelism replicates, on one that it does not. For DTensors they take turns, to share the
-    work.
+    parameters that tensor parallelism replicates, on one that it does not. They take turns, to share the work, except
+    for full tensors: ranks may hold different values of a plain one, and the first rank's are written.
     """
     by_name: dict[str, dict[int, _Contribution]] = {}
     for rank, of_rank in enumerate(contributions):
@@ -233,26 +192,227 @@ def _assign_writes(contributions: Sequence[Sequence[_Contribution]]) -> tuple[di
     own: list[set[str]] = [set() for _ in contributions]
     problems = []
     for index, (name, of_ranks) in enumerate(by_name.items()):
-        ranks_by_shard: dict[tuple[bytes, int], list[int]] = {}
+        spec = first[name].spec
+        ranks_by_extent: dict[ShardExtent, list[int]] = {}
         for rank, entry in of_ranks.items():
-            ranks_by_shard.setdefault((entry.extent_digest, entry.numel), []).append(rank)
-        spec, count = first[name].spec, sum(numel for _, numel in ranks_by_shard)
+            if not entry.extent.is_empty or 0 in spec.shape:
+                ranks_by_extent.setdefault(entry.extent, []).append(rank)
+        count, total = sum(prod(extent.local_shape) for extent in ranks_by_extent), prod(spec.shape)
         others = [rank for rank, entry in of_ranks.items() if entry.spec != spec]
         if others:
             problems.append(
                 f"{name} has another shape or dtype on {ranks_text(others)} than on rank {next(iter(of_ranks))}"
             )
-        elif count != prod(spec.shape):
-            problems.append(f"of {name} all ranks together have {count} instead of {prod(spec.shape)} elements")
-        for ranks in ranks_by_shard.values():
-            own[ranks[index % len(ranks) if first[name].is_distributed else 0]].add(name)
+        elif count != total:
+            problems.append(f"of {name} all ranks together have {count} instead of {total} elements")
+        for extent, ranks in ranks_by_extent.items():
+            own[ranks[0 if extent.local_shape == spec.shape else index % len(ranks)]].add(name)
     if problems:
         raise CheckpointError(f"ranks do not hold the parts of one model: {'; '.join(problems)}.")
     return first, own
 
 
-def write_part(opened: int, file: FileLayout, spec: TensorSpec, part: LocalShard) -> None:
-    """Write a shard of the tensor ``spec`` to its place in the open ``file``, block by block."""
+# -- files
+
+
+_INCOMPLETE = ".incomplete-"
+_PART = re.compile(r"model-([0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The name, dtype and shape of a tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The layout of one file.
+
+    Invariant: tensors are contiguous, and each begins at a multiple of its element size.
+    """
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    metadata: Mapping[str, str]
+
+    @cached_property
+    def header(self) -> bytes:
+        """The bytes before the first tensor."""
+        ends = accumulate(spec.nbytes for spec in self.tensors)
+        entries: dict[str, Any] = {"__metadata__": dict(self.metadata)}
+        for spec, end in zip(self.tensors, ends, strict=True):
+            offsets = [end - spec.nbytes, end]
+            entries[spec.name] = {"dtype": dtype_code(spec.dtype), "shape": spec.shape, "data_offsets": offsets}
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """The offset of each tensor's first byte in the file."""
+        begins = accumulate((spec.nbytes for spec in self.tensors), initial=len(self.header))
+        return {spec.name: begin for spec, begin in zip(self.tensors, begins, strict=False)}
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(spec.nbytes for spec in self.tensors)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The files of one save into ``folder``. ``token`` is unique to the save.
+
+    ``aliases`` are other names of tensors, with the name under which a file has them.
+    """
+
+    folder: Path
+    token: str
+    files: Sequence[FileLayout]
+    aliases: Mapping[str, str]
+
+    @staticmethod
+    def of(folder: Path, tensors: Iterable[TensorSpec], aliases: Mapping[str, str], max_file_bytes: int) -> Replacement:
+        """Assign ``tensors`` to files in their order, with at most ``max_file_bytes`` of tensors in each.
+
+        A tensor larger than that has a file of its own.
+        """
+        groups: list[list[TensorSpec]] = [[]]
+        size = 0
+        for spec in tensors:
+            if groups[-1] and size + spec.nbytes > max_file_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(spec)
+            size += spec.nbytes
+        token, names = secrets.token_hex(4), [SINGLE]
+        if len(groups) > 1:
+            has_parts = folder.is_dir() and any(_PART.fullmatch(path.name) for path in folder.iterdir())
+            prefix = f"model-{token}" if has_parts else "model"
+            names = [f"{prefix}-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+        files = [_file(name, group, aliases) for name, group in zip(names, groups, strict=True)]
+        return Replacement(folder, token, files, aliases)
+
+    @property
+    def aside(self) -> Path:
+        """The directory of the files until all are complete."""
+        return self.folder / f"{_INCOMPLETE}{self.token}"
+
+    @property
+    def indexed(self) -> bool:
+        return len(self.files) > 1
+
+    @property
+    def index(self) -> bytes:
+        """The content of the index. Aliases are in its metadata, which readers that do not know them ignore."""
+        metadata: dict[str, Any] = {"total_size": sum(s.nbytes for f in self.files for s in f.tensors)}
+        if self.aliases:
+            metadata["aliases"] = dict(self.aliases)
+        weight_map = {spec.name: file.name for file in self.files for spec in file.tensors}
+        return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False).encode()
+
+    def begin(self) -> None:
+        """Create all files at full size with their headers, and delete what interrupted saves left behind."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob(f"{_INCOMPLETE}*"):
+            shutil.rmtree(old)
+        self.aside.mkdir()
+        for file in self.files:
+            with open(self.aside / file.name, "wb") as opened:
+                opened.write(file.header)
+                opened.flush()
+                _reserve(opened.fileno(), file.nbytes)
+
+    def check_shared(self) -> None:
+        """Check that this rank sees the files that rank 0 has reserved."""
+        paths = [self.aside / file.name for file in self.files]
+        unseen = [path.name for path in paths if not path.is_file()]
+        if unseen:
+            raise CheckpointError(
+                f"{self.folder} is not the same directory here as on rank 0, which made {', '.join(unseen)} there. "
+                "Save to storage that all ranks share."
+            )
+
+    def write(self, shards: Mapping[str, LocalShard], advance: Callable[[int], None] = lambda count: None) -> None:
+        """Write ``shards`` to the places of their tensors, and flush them to disk."""
+        for file in self.files:
+            opened = os.open(self.aside / file.name, os.O_WRONLY)
+            try:
+                for spec in file.tensors:
+                    if spec.name in shards:
+                        _write_part(opened, file.offsets[spec.name], spec, shards[spec.name])
+                        advance(shards[spec.name].nbytes)
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+
+    def commit(self) -> None:
+        """Replace the old files with the new ones, which are complete and on disk."""
+        for file in self.files:
+            os.replace(self.aside / file.name, self.folder / file.name)
+        if self.indexed:
+            with open(self.aside / INDEX, "wb") as opened:
+                opened.write(self.index)
+                opened.flush()
+                os.fsync(opened.fileno())
+            sync(self.folder)
+            os.replace(self.aside / INDEX, self.folder / INDEX)
+        sync(self.folder)
+        (self.folder / (SINGLE if self.indexed else INDEX)).unlink(missing_ok=True)
+        sync(self.folder)
+        self.aside.rmdir()
+        current = {file.name for file in self.files}
+        for path in self.folder.iterdir():
+            if _PART.fullmatch(path.name) and path.name not in current:
+                path.unlink()
+
+    def abandon(self) -> None:
+        shutil.rmtree(self.aside, ignore_errors=True)
+
+
+def _file(name: str, tensors: Sequence[TensorSpec], aliases: Mapping[str, str]) -> FileLayout:
+    """Order tensors by decreasing element size, so that all are aligned and readers can view them without a copy.
+
+    Aliases are in the metadata, as ``safetensors.torch.save_model`` writes them; transformers requires ``format``.
+    """
+    held = {spec.name for spec in tensors}
+    own = {alias: kept for alias, kept in aliases.items() if kept in held}
+    return FileLayout(name, tuple(sorted(tensors, key=lambda spec: -spec.dtype.itemsize)), {"format": "pt"} | own)
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    for code, known in DTYPES.items():
+        if known == dtype:
+            return code
+    raise CheckpointError(f"safetensors files cannot hold {dtype}. They hold {', '.join(map(str, DTYPES.values()))}.")
+
+
+def _reserve(file: int, nbytes: int) -> None:
+    """Allocate the disk space now, so that a full disk is an error here and not while ranks write."""
+    if sys.platform == "linux":
+        os.posix_fallocate(file, 0, nbytes)
+    else:
+        os.truncate(file, nbytes)
+
+
+def sync(path: Path) -> None:
+    """Flush a file to disk, or a directory, and with it the renames of files in it."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _write_part(opened: int, offset: int, spec: TensorSpec, part: LocalShard) -> None:
+    """Write a shard of the tensor ``spec``, which begins at ``offset`` in the open file, block by block."""
     itemsize = spec.dtype.itemsize
     with ExitStack() as stack:
         try:
@@ -266,7 +426,7 @@ def write_part(opened: int, file: FileLayout, spec: TensorSpec, part: LocalShard
                 data = values.view(torch.uint8).numpy().data
                 for i, start in enumerate(starts):
                     run = data[i * length * itemsize : (i + 1) * length * itemsize]
-                    _write_at(opened, run, file.offsets[spec.name] + start * itemsize)
+                    _write_at(opened, run, offset + start * itemsize)
 
 
 def _write_at(opened: int, data: memoryview, offset: int) -> None:

@@ -17,9 +17,8 @@ from torch.autograd.graph import increment_version
 
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import like, shardings_of, states_below
-from composable_fsdp.checkpoint._state_dict.loader import StateDictLoader
-from composable_fsdp.checkpoint._state_dict.names import Entry, on_meta, plain_name, prepare_for_access
-from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
+from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks, StateDictLoader
+from composable_fsdp.checkpoint._state_dict.tensors import Entry, on_meta, plain_name, prepare_for_access
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 
 __all__ = ["ShardedEMA", "sharded_ema"]
@@ -154,8 +153,6 @@ class ShardedEMA:
     def entries(self) -> list[Entry]:
         """Return the averages with the sharding of their parameters. The model must be prepared for access."""
         return [replace(entry, value=self.averages[entry.name]) for entry in self._averaged()]
-
-    # -- the model's tensors, and the local shards of tensors and averages
 
     def _current(self) -> list[Entry]:
         """Return those of the model's tensors that can be averaged."""

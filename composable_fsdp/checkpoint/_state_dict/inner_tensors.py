@@ -14,23 +14,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp._layout.block import Ranges, ShardExtent
+from composable_fsdp._runtime.params.tensor_subclass import is_wrapper
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, checksum
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [
-    "Agreed",
     "InnerContribution",
     "Record",
-    "Wanted",
     "agreed",
     "class_name",
     "has_inner",
@@ -51,17 +49,13 @@ REPLICATED, IRREGULAR = (-1, 1), (-1, 0)
 
 def has_inner(part: LocalShard) -> bool:
     """Return whether ``part`` is saved as inner tensors."""
-    return _is_wrapper(part.local)
+    return is_wrapper(part.local)
 
 
 def refuse_unknown(key: str, part: LocalShard) -> None:
-    """Raise if the plain tensors that make up ``part`` cannot be found.
-
-    Raises:
-        CheckpointError: the class has ``__torch_dispatch__``, but no ``__tensor_flatten__``.
-    """
+    """Raise ``CheckpointError`` if the class of ``part`` has ``__torch_dispatch__``, but no ``__tensor_flatten__``."""
     local = part.local
-    if type(local) is torch.Tensor or _is_wrapper(local):
+    if type(local) is torch.Tensor or is_wrapper(local):
         return
     raise CheckpointError(
         f"{key} cannot be saved: its class {class_name(local)} has __torch_dispatch__ and no __tensor_flatten__, so "
@@ -70,22 +64,15 @@ def refuse_unknown(key: str, part: LocalShard) -> None:
     )
 
 
-def _is_wrapper(tensor: Any) -> bool:
-    return bool(is_traceable_wrapper_subclass(tensor))
-
-
 # -- one rank's view
 
 
 @dataclass(frozen=True)
 class _Inner:
-    """One inner tensor on one rank.
+    """One inner tensor on one rank: its shape, and a ratio for each dim of the outer tensor.
 
-    Attributes:
-        shape: the shape of the inner tensor.
-        ratios: one for each dim of the outer tensor.
-        checksum: the checksum of its values, if ranks with other extents of the outer tensor may have the same extent
-            of this one; else ``None``.
+    ``checksum`` is that of its values, if ranks with other extents of the outer tensor may have the same extent of this
+    one; else ``None``.
     """
 
     shape: tuple[int, ...]
@@ -95,16 +82,10 @@ class _Inner:
 
 @dataclass(frozen=True)
 class InnerContribution:
-    """One rank's description of a tensor that is saved as inner tensors.
-
-    Attributes:
-        kind: the name of the class.
-        context: the plain values that ``__tensor_flatten__`` returns besides names.
-        extent: this rank's extent in the outer tensor.
-        inner: the inner tensors by name.
-    """
+    """One rank's description of a tensor that is saved as inner tensors. For its attributes see :class:`Record`."""
 
     kind: str
+    dtype: str
     context: Any
     extent: ShardExtent
     inner: Mapping[str, _Inner]
@@ -112,7 +93,6 @@ class InnerContribution:
 
 @torch.no_grad()
 def inner_contribution_of(part: LocalShard) -> InnerContribution:
-    """Return this rank's description of ``part``, which has inner tensors."""
     local, extent = part.local, part.extent
     inner = _inner_of(local)
     ratios_by_dim = [_ratios(local, inner, dim) for dim in range(local.ndim)]
@@ -124,19 +104,15 @@ def inner_contribution_of(part: LocalShard) -> InnerContribution:
             for ratio, ranges, size in zip(ratios, extent.ranges, extent.shape, strict=True)
         )
         found[name] = _Inner(tuple(tensor.shape), ratios, checksum(tensor) if shared else None)
-    return InnerContribution(class_name(local), _context_of(local), extent, found)
+    return InnerContribution(class_name(local), dtype_name(part.value.dtype), _context_of(local), extent, found)
 
 
 def _inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the plain inner tensors of ``tensor`` by attribute. Nested attributes are joined by dots.
-
-    Raises:
-        CheckpointError: an inner tensor's class has neither inner tensors nor memory of its own.
-    """
+    """Return the plain inner tensors of ``tensor`` by attribute. Nested attributes are joined by dots."""
     found = {}
-    for name in _flattened(tensor)[0]:
+    for name in cast(Any, tensor).__tensor_flatten__()[0]:
         inner = LocalShard(getattr(tensor, name)).local
-        if _is_wrapper(inner):
+        if is_wrapper(inner):
             found.update({f"{name}.{deeper}": each for deeper, each in _inner_of(inner).items()})
         elif type(inner) is torch.Tensor:
             found[name] = inner
@@ -149,14 +125,6 @@ def _inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-def _flattened(tensor: Any) -> tuple[list[str], Any]:
-    names, context = tensor.__tensor_flatten__()
-    return list(names), context
-
-
-_NO_INNER: dict[str, torch.Tensor] = {}
-
-
 def _ratios(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor], dim: int) -> dict[str, Ratio]:
     """Find how each of the ``inner`` tensors is cut when ``tensor`` is cut in two along ``dim``."""
     size = tensor.shape[dim]
@@ -164,7 +132,7 @@ def _ratios(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor], dim: int) -
         return dict.fromkeys(inner)
     try:
         halves = tensor.chunk(2, dim)
-        pieces = [_inner_of(half) if _is_wrapper(half) else _NO_INNER for half in halves]
+        pieces = [dict(_inner_of(half)) if is_wrapper(half) else {} for half in halves]
     except Exception:  # the class's own code: any error means that it cannot be cut along this dim
         return dict.fromkeys(inner, IRREGULAR)
     sizes = [half.shape[dim] for half in halves]
@@ -194,13 +162,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def class_name(tensor: torch.Tensor) -> str:
-    """Return the qualified class name of ``tensor``, including its module."""
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
 def _context_of(tensor: torch.Tensor) -> Any:
-    names, context = _flattened(tensor)
-    deeper = {n: _context_of(inner) for n in names if _is_wrapper(inner := getattr(tensor, n))}
+    names, context = cast(Any, tensor).__tensor_flatten__()
+    deeper = {n: _context_of(inner) for n in names if is_wrapper(inner := getattr(tensor, n))}
     return [_to_json(context), deeper] if deeper else _to_json(context)
 
 
@@ -227,21 +194,12 @@ class _InnerLayout:
     shape: tuple[int, ...]
     ratios: tuple[Ratio, ...]
 
-    @staticmethod
-    def decoded(shape: Sequence[int], ratios: Sequence[Sequence[int] | None]) -> _InnerLayout:
-        """Make one from its attributes as JSON stores them."""
-        return _InnerLayout(tuple(shape), tuple(None if ratio is None else (ratio[0], ratio[1]) for ratio in ratios))
-
     def extent_at(self, outer: ShardExtent) -> ShardExtent:
-        """Return the extent of this inner tensor that belongs to the extent ``outer`` of the outer tensor.
-
-        Raises:
-            ValueError: the outer tensor is sharded along a dim along which this one cannot be.
-        """
+        """Return the extent of this inner tensor that belongs to ``outer``. Raise ``ValueError`` if there is none."""
         ranges: list[Ranges] = [(range(size),) if size else () for size in self.shape]
         for dim, ratio in enumerate(self.ratios):
             if ratio is None or ratio == IRREGULAR:
-                if outer.ranges[dim] != _full_range(outer, dim):
+                if outer.local_shape[dim] != outer.shape[dim]:
                     raise ValueError(f"it cannot be cut along dim {dim}")
             elif ratio != REPLICATED:
                 own, count = ratio
@@ -253,11 +211,10 @@ class _InnerLayout:
 class Record:
     """The checkpoint's description of a tensor that is saved as inner tensors.
 
+    ``path``, ``kind``, ``shape`` and ``dtype`` are the outer tensor's path in the nested state dict, its class, global
+    shape and dtype.
+
     Attributes:
-        path: the outer tensor's path in the nested state dict.
-        kind: the name of its class.
-        shape: the global shape of the outer tensor.
-        dtype: the dtype of the outer tensor, without ``torch.``.
         local_shape: the shape of every rank's shard, if they are equal; else ``None``, and there is no context.
         context: the plain values that belong to a shard of this shape.
         inner: the layout of each inner tensor; ``None`` for one that an earlier version saved shard by shard.
@@ -278,35 +235,22 @@ class Record:
     @staticmethod
     def decoded(text: str) -> Record:
         values = json.loads(text)
-        for name in ("path", "shape"):
-            values[name] = tuple(values[name])
-        local = values["local_shape"]
-        values["local_shape"] = None if local is None else tuple(local)
-        layouts = {
-            name: None if layout is None else _InnerLayout.decoded(*layout) for name, layout in values["inner"].items()
+        for name in ("path", "shape", "local_shape"):
+            values[name] = _as_tuple(values[name])
+        layouts = values["inner"].items()
+        values["inner"] = {
+            name: layout and _InnerLayout(_as_tuple(layout[0]), tuple(map(_as_tuple, layout[1])))
+            for name, layout in layouts
         }
-        return Record(**values | {"inner": layouts})
+        return Record(**values)
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """The description of a tensor with inner tensors on all ranks. Attributes are those of :class:`Record`."""
-
-    local_shape: tuple[int, ...] | None
-    context: Any
-    inner: Mapping[str, _InnerLayout]
-
-    def record(self, path: tuple[str, ...], part: LocalShard) -> Record:
-        kind, dtype = class_name(part.local), dtype_name(part.value.dtype)
-        return Record(path, kind, part.shape, dtype, self.local_shape, self.context, self.inner)
+def _as_tuple(values: list[Any] | None) -> Any:
+    return None if values is None else tuple(values)
 
 
-def agreed(contributions: Sequence[Mapping[str, InnerContribution]]) -> dict[str, Agreed]:
-    """Combine the descriptions of all ranks, by key of the outer tensor.
-
-    Raises:
-        CheckpointError: ranks have different classes under one key, or an inner tensor is sharded irregularly.
-    """
+def agreed(contributions: Sequence[Mapping[str, InnerContribution]]) -> dict[str, Record]:
+    """Combine the descriptions of all ranks, by key of the outer tensor. The records have no path yet."""
     by_key: dict[str, list[InnerContribution]] = {}
     for of_rank in contributions:
         for key, contribution in of_rank.items():
@@ -314,14 +258,13 @@ def agreed(contributions: Sequence[Mapping[str, InnerContribution]]) -> dict[str
     return {key: _agreed(key, of_ranks) for key, of_ranks in by_key.items()}
 
 
-def _agreed(key: str, contributions: Sequence[InnerContribution]) -> Agreed:
+def _agreed(key: str, contributions: Sequence[InnerContribution]) -> Record:
     kinds = sorted({contribution.kind for contribution in contributions})
     if len(kinds) > 1:
         raise CheckpointError(f"{key} is of another class on each rank: {', '.join(kinds)}.")
     filled = [contribution for contribution in contributions if not contribution.extent.is_empty] or list(contributions)
-    names = dict.fromkeys(name for contribution in filled for name in contribution.inner)
     layouts = {}
-    for name in names:
+    for name in dict.fromkeys(name for contribution in filled for name in contribution.inner):
         layout = _layout_of(name, filled)
         if layout is None:
             raise CheckpointError(
@@ -330,12 +273,10 @@ def _agreed(key: str, contributions: Sequence[InnerContribution]) -> Agreed:
                 "it out of the state dict and make it again after load()."
             )
         layouts[name] = layout
-    first, shape = filled[0], filled[0].extent.local_shape
-    if any(
-        contribution.extent.local_shape != shape or contribution.context != first.context for contribution in filled
-    ):
-        return Agreed(None, None, layouts)
-    return Agreed(shape, first.context, layouts)
+    first = filled[0]
+    own = first.extent.local_shape, first.context
+    local_shape, context = own if all((e.extent.local_shape, e.context) == own for e in filled) else (None, None)
+    return Record((), kinds[0], first.extent.shape, first.dtype, local_shape, context, layouts)
 
 
 def _layout_of(name: str, contributions: Sequence[InnerContribution]) -> _InnerLayout | None:
@@ -369,23 +310,19 @@ def _common_ratio(ratios: Sequence[Ratio]) -> Ratio:
     return None if not known else known.pop() if len(known) == 1 else IRREGULAR
 
 
-def _full_range(extent: ShardExtent, dim: int) -> Ranges:
-    size = extent.shape[dim]
-    return (range(size),) if size else ()
-
-
 # -- the tensors that are saved and loaded
 
 
-def parts_of(part: LocalShard, inner: Mapping[str, _InnerLayout]) -> dict[str, LocalShard]:
+def parts_of(part: LocalShard, record: Record) -> dict[str, LocalShard]:
     """Return the inner tensors that this rank saves for ``part``, by the suffix that follows the outer tensor's key.
 
     A rank without any element of the outer tensor saves nothing: its replicated inner tensors may be stale.
     """
     if part.extent.is_empty:
         return {}
+    layouts = cast(Mapping[str, _InnerLayout], record.inner)
     return {
-        f".{name}": LocalShard(tensor, extent=inner[name].extent_at(part.extent))
+        f".{name}": LocalShard(tensor, extent=layouts[name].extent_at(part.extent))
         for name, tensor in _inner_of(part.local).items()
     }
 
@@ -395,38 +332,25 @@ def _suffix(extent: ShardExtent) -> str:
     return "@" + ",".join("+".join(f"{r.start}:{r.stop}" for r in ranges) for ranges in extent.ranges)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The inner tensors to load into a tensor.
-
-    Attributes:
-        parts: the tensors to fill, by the suffix that follows the outer tensor's key.
-        absent: memory for inner tensors that the checkpoint has but that are ``None`` here, by attribute.
-    """
-
-    parts: dict[str, LocalShard] = field(default_factory=dict)
-    absent: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 Spec = tuple[tuple[int, ...], torch.dtype]
 """The global shape and the dtype of what is saved under a key."""
 
 
 def wanted_of(
     part: LocalShard, record: Record, name: str, saved: Callable[[str], Spec | None], mismatch: Mismatch
-) -> Wanted:
-    """Match the inner tensors of ``part`` with those of the checkpoint.
+) -> tuple[dict[str, LocalShard], dict[str, torch.Tensor]]:
+    """Match the inner tensors of ``part``, called ``name`` in ``mismatch``, with those of the checkpoint.
 
-    Args:
-        part: the model's tensor.
-        record: the checkpoint's record of it.
-        name: the name of the tensor in ``mismatch``.
-        saved: returns the spec of what is saved under a key suffix, or ``None``.
-        mismatch: collects all differences.
+    ``saved`` returns the spec of what is saved under a suffix of the outer tensor's key.
+
+    Returns:
+        The inner tensors to fill, by suffix; and memory for those that the checkpoint has but that are ``None`` here,
+        by attribute.
     """
-    wanted = Wanted()
+    parts: dict[str, LocalShard] = {}
+    made: dict[str, torch.Tensor] = {}
     if not _compare_outer(part, record, name, mismatch):
-        return wanted
+        return parts, made
     inner = _inner_of(part.local)
     for attribute in inner.keys() - record.inner.keys():
         mismatch.classes[f"{name}.{attribute}"] = f"not saved, but this {record.kind} has it"
@@ -450,13 +374,13 @@ def wanted_of(
             if "." in attribute or getattr(part.local, attribute, part.local) is not None:
                 mismatch.classes[label] = f"saved, but this {record.kind} does not have it"
                 continue
-            tensor = wanted.absent[attribute] = torch.empty(shape, dtype=dtype, device=part.local.device)
+            tensor = made[attribute] = torch.empty(shape, dtype=dtype, device=part.local.device)
         if tuple(tensor.shape) != shape:
             mismatch.shapes[label] = differ(shape, tuple(tensor.shape))
         elif tensor.dtype != dtype:
             mismatch.dtypes[label] = differ(dtype_name(dtype), dtype_name(tensor.dtype))
-        wanted.parts[suffix] = LocalShard(tensor, extent=extent)
-    return wanted
+        parts[suffix] = LocalShard(tensor, extent=extent)
+    return parts, made
 
 
 _SAME_MESH = "Load it on the mesh, and as many ranks, that saved it"

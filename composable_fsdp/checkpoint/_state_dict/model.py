@@ -11,11 +11,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from composable_fsdp.checkpoint._state_dict.loader import StateDictLoader
-from composable_fsdp.checkpoint._state_dict.names import Entry, entries_of, on_meta, plain_name, prepare_for_access
-from composable_fsdp.checkpoint._state_dict.options import Form, Full, Sharded, check_form
-from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
-from composable_fsdp.checkpoint._state_dict.tensor import to_form
+from composable_fsdp.checkpoint._state_dict.forms import Form, Full, Sharded, check_form, to_form
+from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks, StateDictLoader
+from composable_fsdp.checkpoint._state_dict.tensors import Entry, entries_of, on_meta, plain_name, prepare_for_access
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = ["SHARDED", "comes_from_rank0", "load_state_dict", "state_dict", "state_dict_form", "streams_from_rank0"]

@@ -7,9 +7,9 @@ tensors twice, and leave out the manifest, without which a directory has no chec
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,13 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from composable_fsdp.checkpoint._dcp import contents
-from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
-from composable_fsdp.checkpoint._dcp.manifest import Manifest
-from composable_fsdp.checkpoint._dcp.planner import SavePlanner
-from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts, sync
-from composable_fsdp.checkpoint._safetensors.file_layout import INDEX, SINGLE, TensorFiles, TensorSpec
-from composable_fsdp.checkpoint._safetensors.save_safetensors import write_part
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
+from composable_fsdp.checkpoint._dcp.directory import Manifest
+from composable_fsdp.checkpoint._dcp.storage import ChecksummingWriter, SavePlanner
+from composable_fsdp.checkpoint._safetensors.load_safetensors import INDEX, SINGLE
+from composable_fsdp.checkpoint._safetensors.save_safetensors import Replacement, TensorSpec, sync
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.checkpoint._tools.sources import Kind, Source, Tensors, open_source
-from composable_fsdp.checkpoint._tools.verify import verify as verify_files
+from composable_fsdp.checkpoint._tools.sources import verify as verify_files
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = ["MAX_FILE_BYTES", "convert"]
@@ -60,19 +58,8 @@ def convert(
     """Convert the checkpoint ``source`` to the format ``to``, with all of its tensors in memory.
 
     The conversion is atomic: an existing target is replaced only once the new one is complete. Tied weights stay tied.
-
-    Args:
-        source: a checkpoint of any kind, or a folder of checkpoints, of which the newest is converted.
-        target: for safetensors a directory, in which unrelated files are kept; for DCP a directory; for torch a file.
-        to: the format to write.
-        dtype: dtype of the model's floating-point tensors; ``None`` keeps theirs. Optimizer state is never converted.
-        max_file_bytes: maximum bytes of tensors in one file of safetensors.
-        model_only: leave out everything but the model. safetensors never have anything else. A torch file then is the
-            model's state dict, otherwise ``{"model": ..., "optimizer": ..., ...}``.
-        force: replace an existing file, or existing safetensors.
-        verify: verify all files of ``source`` first, with :func:`~composable_fsdp.checkpoint._tools.verify.verify`.
-        weights_only: as for ``torch.load``.
-        progress: show a progress bar of the verification. Default: if stderr is a terminal.
+    Arguments are those of the command. A torch file of the model alone is its state dict, otherwise
+    ``{"model": ..., "optimizer": ..., ...}``.
 
     Returns:
         Descriptions of what was left out.
@@ -137,7 +124,6 @@ def _read(source: Source, to: Kind, *, dtype: torch.dtype | None, model_only: bo
 
 
 def _check_target(target: Path, to: Kind, force: bool) -> None:
-    """Raise if ``target`` exists, unless it is a file or safetensors, and ``force`` is set."""
     if to is Kind.DCP:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise CheckpointError(f"{target} exists already, and --force replaces no directory. Delete it first.")
@@ -157,13 +143,25 @@ def _check_target(target: Path, to: Kind, force: bool) -> None:
 # -- writers
 
 
-def _incomplete(target: Path) -> Path:
-    """Return the path of incomplete output, on the target's disk. Output of killed conversions is deleted."""
+@contextmanager
+def _complete_only(target: Path) -> Iterator[Path]:
+    """Yield a path on the disk of ``target``, which becomes it at the end. Output of killed conversions is deleted."""
     path = target.parent / f".{target.name}.incomplete"
     path.parent.mkdir(parents=True, exist_ok=True)
+    _delete(path)
+    try:
+        yield path
+        sync(path)
+        os.replace(path, target)
+    except BaseException:
+        _delete(path)
+        raise
+    sync(target.parent)
+
+
+def _delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     path.unlink(missing_ok=True)
-    return path
 
 
 def _write_dcp(conversion: _Conversion, target: Path, max_file_bytes: int) -> None:
@@ -172,10 +170,9 @@ def _write_dcp(conversion: _Conversion, target: Path, max_file_bytes: int) -> No
     state.parts = {path: LocalShard(tensor) for path, tensor in conversion.tensors.items()}
     values = {tuple(map(str, path)): value for path, value in conversion.objects.items()}  # DCP's paths have indices
     state.objects = {path: contents.serialize(value) for path, value in values.items() if path != ("step",)}
-    manifest, step = conversion.manifest, conversion.objects.get(("step",))
+    step = conversion.objects.get(("step",)) if conversion.manifest is None else conversion.manifest.step
     ranks = {path[1] for path in conversion.objects if path[0] == "ranks"}
-    folder = _incomplete(target)
-    try:
+    with _complete_only(target) as folder:
         folder.mkdir()
         planner, writer = SavePlanner(state), ChecksummingWriter(folder)
         plans, metadata = planner.create_global_plan([planner.create_local_plan()])
@@ -183,32 +180,18 @@ def _write_dcp(conversion: _Conversion, target: Path, max_file_bytes: int) -> No
         (plan,) = writer.prepare_global_plan(plans)
         written = writer.write_data(plan, planner)
         written.wait()
-        if manifest is not None:
-            step = manifest.step
-        step = step if type(step) is int else 0
-        writer.complete(metadata, [(written.value(), {})], state.aliases, step, max(len(ranks), 1))
-        sync(folder)
-        folder.rename(target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    sync(target.parent)
+        whole = step if type(step) is int else 0
+        writer.complete(metadata, [(written.value(), {})], state.aliases, whole, max(len(ranks), 1))
 
 
 def _write_safetensors(conversion: _Conversion, target: Path, max_file_bytes: int) -> None:
     specs = [TensorSpec(path[1], each.dtype, tuple(each.shape)) for path, each in conversion.tensors.items()]
     aliases = {alias[1]: of[1] for alias, of in conversion.aliases.items()}
-    token = secrets.token_hex(4)
-    files = TensorFiles.of(specs, aliases, max_file_bytes, token if has_parts(target) else "")
-    replacement = Replacement(target, token)
+    replacement = Replacement.of(target, specs, aliases, max_file_bytes)
     try:
-        replacement.begin(files)
-        for file in files.files:
-            with open(replacement.aside / file.name, "r+b") as opened:
-                for spec in file.tensors:
-                    write_part(opened.fileno(), file, spec, LocalShard(conversion.tensors["model", spec.name]))
-                os.fsync(opened.fileno())
-        replacement.commit(files)
+        replacement.begin()
+        replacement.write({path[1]: LocalShard(tensor) for path, tensor in conversion.tensors.items()})
+        replacement.commit()
     except BaseException:
         replacement.abandon()
         raise
@@ -222,15 +205,8 @@ def _write_torch(conversion: _Conversion, target: Path, max_file_bytes: int) -> 
     is_model_only = tree.keys() == {"model"}
     if conversion.manifest is not None:
         tree["step"] = conversion.manifest.step
-    file = _incomplete(target)
-    try:
+    with _complete_only(target) as file:
         torch.save(tree["model"] if is_model_only else tree, file)
-        sync(file)
-        os.replace(file, target)
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
-    sync(target.parent)
 
 
 _WRITERS: Mapping[Kind, Callable[[_Conversion, Path, int], None]] = {

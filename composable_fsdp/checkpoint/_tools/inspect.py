@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from composable_fsdp.checkpoint._coordination.mismatch import dtype_name
+from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp import directory as folder
-from composable_fsdp.checkpoint._dcp.manifest import problems_of, read_manifest
+from composable_fsdp.checkpoint._dcp.directory import problems_of, read_manifest
 from composable_fsdp.checkpoint._tools.sources import Kind, Source, open_source
 from composable_fsdp.errors import CheckpointError
 
@@ -31,14 +31,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """A summary of optimizer state.
-
-    Attributes:
-        parameters: number of parameters with state.
-        groups: number of param groups; ``None`` if it is not known.
-        keys: keys of the state, with the number of parameters that have each.
-        nbytes: bytes of all tensors.
-    """
+    """The parameters with state, the param groups if known, and the number of parameters that have each key."""
 
     parameters: int
     groups: int | None
@@ -51,14 +44,10 @@ class Description:
     """A summary of one checkpoint.
 
     Attributes:
-        path: path of the checkpoint.
-        kind: ``dcp``, ``torch`` or ``safetensors``.
         saved: step, number of ranks and versions from the manifest; empty without one.
         tensors: tensors of the model, including tied names.
-        optimizer: summary of the optimizer state.
         extra: keys of each rank's ``extra``; ``None`` if that has classes that are not admitted.
         others: bytes of tensors by other top-level key.
-        nbytes: bytes of all tensors.
         problems: a sentence for each file that is missing or damaged, as far as checked.
     """
 
@@ -72,16 +61,9 @@ class Description:
     nbytes: int
     problems: tuple[str, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def describe(path: Path, *, verify: bool = False) -> Description:
-    """Return a summary of the checkpoint at ``path``, of any kind.
-
-    Args:
-        path: path of the checkpoint.
-        verify: compare the checksums of the manifest, if there is one; otherwise only file sizes.
+    """Return a summary of the checkpoint at ``path``. Without ``verify`` only sizes of files are compared.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -89,12 +71,7 @@ def describe(path: Path, *, verify: bool = False) -> Description:
     source = open_source(path)
     manifest = source.manifest
     saved = {} if manifest is None else {k: getattr(manifest, k) for k in ("step", "ranks", "library", "torch")}
-    tensors = [_tensor(at[1:], spec) for at, spec in source.tensors.items() if at[0] == "model"]
-    tensors += [
-        _tensor(alias[1:], source.tensors[of], same_as=_name(of[1:]))
-        for alias, of in source.aliases.items()
-        if alias[0] == "model"
-    ]
+    tensors = [_tensor(source, at) for at in (*source.tensors, *source.aliases) if at[0] == "model"]
     others: dict[str, int] = {}
     for at, spec in source.tensors.items():
         if at[0] not in ("model", "optimizer"):
@@ -115,12 +92,14 @@ def describe(path: Path, *, verify: bool = False) -> Description:
     )
 
 
-def _name(path: tuple[str, ...]) -> str:
-    return ".".join(map(str, path))
+def _tensor(source: Source, path: contents.Path) -> Tensor:
+    of = source.aliases.get(path)
+    spec = source.tensors[of or path]
+    return Tensor(_name(path), tuple(spec.shape), dtype_name(spec.dtype), spec.nbytes, _name(of) if of else None)
 
 
-def _tensor(path: tuple[str, ...], spec: torch.Tensor, same_as: str | None = None) -> Tensor:
-    return Tensor(_name(path), tuple(spec.shape), dtype_name(spec.dtype), spec.nbytes, same_as)
+def _name(path: contents.Path) -> str:
+    return ".".join(map(str, path[1:]))
 
 
 def _optimizer(source: Source) -> OptimizerSummary | None:
@@ -129,9 +108,7 @@ def _optimizer(source: Source) -> OptimizerSummary | None:
     if not tensors and not objects:
         return None
     state = [at for at in (*tensors, *objects) if at[1:2] == ("state",) and len(at) == 4]
-    keys: dict[str, int] = {}
-    for at in state:
-        keys[at[3]] = keys.get(at[3], 0) + 1
+    keys = dict(Counter(at[3] for at in state))
     groups = _value(source, ("optimizer", "param_groups")) if ("optimizer", "param_groups") in objects else None
     nbytes = sum(spec.nbytes for spec in tensors.values())
     return OptimizerSummary(len({at[2] for at in state}), None if groups is None else len(groups), keys, nbytes)
@@ -168,28 +145,17 @@ class FolderRow:
 
 @dataclass(frozen=True)
 class FolderDescription:
-    """A summary of a folder of checkpoints.
-
-    Attributes:
-        path: path of the folder.
-        checkpoints: all checkpoints by ascending step, including damaged ones.
-        newest: name of the newest checkpoint.
-        newest_intact: name of the newest checkpoint without known damage.
-        leftovers: names that killed saves left, which the next save removes.
-    """
+    """All checkpoints in a folder by ascending step, and ``leftovers`` of killed saves, which the next save removes."""
 
     path: str
     checkpoints: tuple[FolderRow, ...]
     newest: str
     newest_intact: str | None
     leftovers: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"kind": Kind.FOLDER.value, **asdict(self)}
+    kind: str = Kind.FOLDER.value
 
 
 def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:
-    """Return a summary of the folder of checkpoints at ``path``. Arguments are those of :func:`describe`."""
     found = folder.candidates(path)[::-1]
     rows = tuple(_folder_row(each, verify) for each in found)
     intact = [each.name for each in rows if each.problem is None]

@@ -1,4 +1,4 @@
-"""The communicator of ranks on one host."""
+"""The transport in memory that the ranks of one host share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import SUM, Collective, GroupReference, Traits, Transfer, Work
+from composable_fsdp._comm.communicator import (
+    SUM,
+    Collective,
+    GroupCommunicator,
+    GroupReference,
+    Traits,
+    Transfer,
+    Work,
+)
+from composable_fsdp._comm.factory import has_own_transports
 from composable_fsdp._comm.loopback import DONE
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import PeerError, UnsupportedError
 from composable_fsdp.plugins.shared_memory.collective import Barrier, collective
-from composable_fsdp.plugins.shared_memory.connect import reconnect
+from composable_fsdp.plugins.shared_memory.connect import connect, reconnect
 from composable_fsdp.plugins.shared_memory.engine import ShmEngine
 
-__all__ = ["SharedMemoryCommunicator"]
+__all__ = ["SharedMemoryCommunicator", "in_shared_memory"]
 
 _ZERO_COPY_BYTES = 1 << 18
 """Zero-copy and copied-in transfers cost the same at this size (2 and 4 ranks, ``benchmarks/collectives.py``)."""
@@ -24,6 +33,12 @@ _GRAD_BUCKET_BYTES = 1 << 21
 """With a quarter of this, reductions of groups of 2 to 4 MiB take 1.3 to 1.7 times as long
 (``benchmarks/group_transfers.py``).
 """
+
+
+def in_shared_memory(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator | None:
+    """Return a communicator for CPU tensors over gloo if all ranks are on one host, and the user has not refused."""
+    engine = connect(group) if has_own_transports(group, device_type) else None
+    return None if engine is None else SharedMemoryCommunicator(group, engine)
 
 
 class SharedMemoryCommunicator:

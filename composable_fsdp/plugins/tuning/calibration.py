@@ -15,7 +15,6 @@ import torch.distributed as dist
 from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
 from composable_fsdp._comm.verify_ranks import gather_rows, multi_rank_axes
 from composable_fsdp._consistency.order_check import MEASUREMENT
-from composable_fsdp._memory.streams import Work
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.schedule import Hook
@@ -29,8 +28,9 @@ __all__ = [
     "collectives_of",
     "measure_collective",
     "measure_copies",
-    "median_over_ranks",
+    "medians",
     "message_sizes",
+    "over_ranks",
 ]
 
 _LEAST, _MIDDLE, _MOST = 1 << 12, 1 << 20, 1 << 24
@@ -117,6 +117,8 @@ class Calibration:
         """The seconds of the runtime's work in this step, without waits. Empty on devices with streams."""
         self._waited = 0.0
         """The seconds of the waits in this step."""
+        self._unread: list[tuple[float, dict[tuple[bool, str], float], list[tuple[bool, str, Mark, Mark]]]] = []
+        """The waits, host seconds and segments of steps that the device had not ended so far."""
         self._steps: list[tuple[float, Mapping[tuple[bool, str], float]]] = []
         """The seconds of each step: those of its waits, and those of computation by pass and group."""
         self.waited = 0.0
@@ -180,30 +182,32 @@ class Calibration:
         return found
 
     def _end_step(self) -> None:
-        """Add up the computation of the last step."""
+        """End the last step, and add up the computation of those that the device has ended. The host does not wait."""
         if self._segments:
-            self._clock.synchronize()
-            totals = self._host_seconds
-            for in_backward, group, begin, end in self._segments:
-                totals[in_backward, group] += self._clock.seconds(begin, end)
-            self._steps.append((self._waited, totals))
+            self._unread.append((self._waited, self._host_seconds, self._segments))
         self._segments, self._running, self._left = [], [], None
         self._host_seconds, self._waited = defaultdict(float), 0.0
+        while self._unread and self._clock.has_reached(self._unread[0][2][-1][3]):
+            waited, totals, segments = self._unread.pop(0)
+            for in_backward, group, begin, end in segments:
+                totals[in_backward, group] += self._clock.seconds(begin, end)
+            self._steps.append((waited, totals))
 
     def _agreed_costs(self) -> Costs:
         """Return the same costs on all ranks: medians of collectives, and the computation of the slowest rank."""
         own = [measure_copies(self._sizes[-1], self._clock)]
+        self._end_step()  # the device has ended all steps before that
         for cost in self._collectives.values():
             own += [cost.latency, cost.bandwidth]
         waited, seconds = _middle(self._steps)
         keys = [(in_backward, name) for in_backward in (False, True) for name in self._names]
         times = [waited, *(seconds.get(key, 0.0) for key in keys)]
         device = self._clock.device
-        values = iter(median_over_ranks(own, self._communicators, device))
+        values = iter(over_ranks(medians, own, self._communicators, device))
         copy_bandwidth = next(values)
         measured = {key: CollectiveCost(next(values), next(values)) for key in self._collectives}
         axes = axes_costs(measured)
-        values = iter(_over_ranks(_of_slowest, times, self._communicators, device))
+        values = iter(over_ranks(_of_slowest, times, self._communicators, device))
         self.waited = next(values)
         forward = {name: next(values) for name in self._names}
         backward = {name: next(values) for name in self._names}
@@ -222,13 +226,13 @@ def measure_collective(communicator: Communicator, kind: str, sizes: Sequence[in
         clock: the clock of the tensors' device.
     """
 
-    def launch(part: torch.Tensor, full: torch.Tensor) -> Work:
+    def run(part: torch.Tensor, full: torch.Tensor) -> None:
         transfers = {
             Collective.ALL_GATHER: Transfer(full, part),
             Collective.REDUCE_SCATTER: Transfer(part, full),
             Collective.ALL_REDUCE: Transfer(full, full),
         }
-        return communicator.launch(Collective(kind), [transfers[Collective(kind)]], MEASUREMENT)
+        communicator.launch(Collective(kind), [transfers[Collective(kind)]], MEASUREMENT).wait()
 
     ranks, samples, expected = communicator.size, list[tuple[float, float]](), 0.0
     for nbytes in sizes:
@@ -236,8 +240,8 @@ def measure_collective(communicator: Communicator, kind: str, sizes: Sequence[in
             break
         numel = -(-nbytes // (4 * ranks)) * ranks
         part, full = (communicator.allocate(n, torch.float32, clock.device).zero_() for n in (numel // ranks, numel))
-        times = [clock.time(partial(_wait_for, launch, part, full)) for _ in range(1 + _REPEATS)]
-        (seconds,) = median_over_ranks([min(times[1:])], [communicator], clock.device)
+        times = [clock.time(partial(run, part, full)) for _ in range(1 + _REPEATS)]
+        (seconds,) = over_ranks(medians, [min(times[1:])], [communicator], clock.device)
         samples.append((full.nbytes * (ranks - 1) / ranks, seconds))
         (small, least), (sent, last) = samples[0], samples[-1]
         expected = (last - least) * sizes[-1] / sent if len(samples) > 1 else 0.0
@@ -294,17 +298,13 @@ def _axis_costs(measured: Mapping[tuple[str, str], CollectiveCost], name: str) -
     return AxisCosts(gather, scatter, CollectiveCost(latency, both_bandwidth, per_rank))
 
 
-def median_over_ranks(own: Sequence[float], communicators: Sequence[Communicator], device: torch.device) -> list[float]:
-    """Return the medians of ``own`` over the ranks along all ``communicators``. All of them must call it together."""
-    return _over_ranks(_medians, own, communicators, device)
-
-
-def _over_ranks(
+def over_ranks(
     choose: Callable[[list[list[float]]], list[float]],
     own: Sequence[float],
     communicators: Sequence[Communicator],
     device: torch.device,
 ) -> list[float]:
+    """Return ``choose`` of the ``own`` of all ranks, along each of ``communicators`` in turn. All must call it."""
     values = list(own)
     for axis in multi_rank_axes(communicators):
         sent = torch.tensor(values, dtype=torch.float64, device=device)
@@ -320,14 +320,11 @@ def _middle(
     return by_total[(len(steps) - 1) // 2] if steps else (0.0, {})
 
 
-def _medians(rows: list[list[float]]) -> list[float]:
+def medians(rows: list[list[float]]) -> list[float]:
+    """Return the median of each column of ``rows``."""
     return [median(column) for column in zip(*rows, strict=True)]
 
 
 def _of_slowest(rows: list[list[float]]) -> list[float]:
     """Return the row, of waits and computation, of the rank that computes longest: the others wait for it."""
     return max(rows, key=lambda row: sum(row[1:]))
-
-
-def _wait_for(launch: Callable[..., Work], *tensors: torch.Tensor) -> None:
-    launch(*tensors).wait()

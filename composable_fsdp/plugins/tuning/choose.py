@@ -8,12 +8,10 @@ from functools import cache
 from html import escape
 from typing import Any
 
-from composable_fsdp._runtime.schedule.costs import Costs
-from composable_fsdp._runtime.schedule.passes import ScheduleOptions, ScheduleSettings, Specs, build
-from composable_fsdp._runtime.schedule.schedule import Event
-from composable_fsdp.plugins.tuning.simulate import Timeline, simulate
+from composable_fsdp._runtime.schedule.passes import ScheduleSettings
+from composable_fsdp.plugins.tuning.simulate import Timeline
 
-__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "choose", "choose_by"]
+__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "choose"]
 
 
 DEFAULT_SETTINGS = ScheduleSettings()
@@ -27,9 +25,6 @@ _CHANGES: Sequence[Mapping[str, Any]] = (
     *({"max_fused_bytes": value} for value in (1 << 20, 1 << 23, 1 << 26)),
 )
 """The changes of settings that are tried."""
-
-_OPTIONS = "prefetch_limit", "max_fused_bytes"
-"""The settings that are options of a schedule."""
 
 EXTRA_BYTES = 8 << 20
 """The bytes by which the peak of a choice may exceed that of FSDP2's schedule: that of small groups that are fused."""
@@ -86,16 +81,13 @@ class Choice:
 
 
 def choose(
-    order: Sequence[Event],
-    specs_of: Callable[[ScheduleSettings], Specs],
-    options: ScheduleOptions,
-    costs: Costs,
+    predict: Callable[[ScheduleSettings], Timeline],
+    source: str,
     *,
     current: ScheduleSettings = DEFAULT_SETTINGS,
     default: ScheduleSettings = DEFAULT_SETTINGS,
     before: float | None = None,
     fixed: Collection[str] = (),
-    unseen: Collection[int] = (),
 ) -> Choice:
     """Return the settings with the shortest predicted step, under a limit of memory.
 
@@ -105,37 +97,14 @@ def choose(
     chosen.
 
     Args:
-        order: the events of a forward.
-        specs_of: returns the properties of all groups with given settings.
-        options: the options of the root. Those that are settings are replaced.
-        costs: the table of costs.
+        predict: returns the timeline of a step with given settings.
+        source: the source of the costs by which it predicts.
         current: the settings in use.
         default: the settings without costs.
         before: the time that was predicted for the current settings at the last choice; ``None`` at the first one. If
             it is about the same now, they are kept unless others are clearly faster.
         fixed: the settings that the user has set, which keep their current values.
-        unseen: as for :func:`build`.
     """
-    specs_of = cache(specs_of)  # the same for all prefetch limits
-
-    def predict(settings: ScheduleSettings) -> Timeline:
-        chosen = {each: getattr(settings, each) for each in _OPTIONS}
-        specs = specs_of(replace(settings, prefetch_limit=0))
-        return simulate(build(order, specs, replace(options, **chosen), unseen=unseen), specs, costs)
-
-    return choose_by(predict, costs.source, current=current, default=default, before=before, fixed=fixed)
-
-
-def choose_by(
-    predict: Callable[[ScheduleSettings], Timeline],
-    source: str,
-    *,
-    current: ScheduleSettings,
-    default: ScheduleSettings,
-    before: float | None,
-    fixed: Collection[str],
-) -> Choice:
-    """Do what :func:`choose` does, by the timelines that ``predict`` returns for settings."""
     predict = cache(predict)
 
     def rank(settings: ScheduleSettings) -> tuple[bool, float, int]:
@@ -157,8 +126,7 @@ def choose_by(
     best = min((improve(current), improve(plain)), key=rank)
     is_new = before is None or abs(predict(current).seconds - before) > _CHANGE * before
     margin = _PRECISION if is_new else _HYSTERESIS
-    near = [known for known in (current, plain) if rank(known)[0] == rank(best)[0]]
-    as_good = [known for known in near if (1 - margin) * predict(known).seconds <= predict(best).seconds]
-    best = as_good[0] if as_good else best
+    near = [each for each in (current, plain) if rank(each)[0] == rank(best)[0]]
+    best = next((each for each in near if (1 - margin) * predict(each).seconds <= predict(best).seconds), best)
     timeline = predict(best)
-    return Choice(best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, source, timeline=timeline)
+    return Choice(best, timeline.seconds, timeline.peak_bytes, predict(default).seconds, source, timeline)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from composable_fsdp._memory.device_capabilities import device_capabilities
+from composable_fsdp._memory.streams import capture_error
 
 __all__ = ["Clock", "Mark"]
 
@@ -37,25 +38,25 @@ class Clock:
         """Return the current point in time of the current stream."""
         if self._module is None:
             return self._now()
+        if device_capabilities(self.device).is_capturing():
+            raise capture_error("a step", "calibrate() measures it", "Calibrate before the capture.")
         event = self._module.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the seconds between two marks, after :meth:`synchronize`."""
+        """Return the seconds between two marks that the device has reached."""
         return end - begin if self._module is None else 1e-3 * float(begin.elapsed_time(end))
 
-    def synchronize(self) -> None:
-        """Block the host until all marks have been reached."""
-        if self._module is not None:
-            event = self._module.Event(enable_timing=True)
-            event.record()
-            event.synchronize()
+    def has_reached(self, mark: Mark) -> bool:
+        """Return whether the device has reached ``mark``, without waiting for it."""
+        return self._module is None or bool(mark.query())
 
     def time(self, function: Callable[[], object]) -> float:
-        """Return the seconds that ``function`` takes on the device."""
+        """Return the seconds that ``function`` takes on the device. The host waits for it."""
         begin = self.mark()
         function()
         end = self.mark()
-        self.synchronize()
+        if self._module is not None:
+            end.synchronize()
         return self.seconds(begin, end)

@@ -20,7 +20,7 @@ from composable_fsdp._runtime.schedule.passes import ScheduleSettings
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp.plugins.tuning.calibration import Calibration, StepObserver
-from composable_fsdp.plugins.tuning.choose import Choice, choose_by
+from composable_fsdp.plugins.tuning.choose import Choice, choose
 from composable_fsdp.plugins.tuning.clock import Clock
 from composable_fsdp.plugins.tuning.predict import schedule_for, specs_for
 from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
@@ -113,7 +113,7 @@ class Tuning(Observer):
                 specs = specs_of(replace(settings, prefetch_limit=0))
                 return simulate(schedule_for(root, settings, specs), specs, costs)
 
-            self.choice = choose_by(
+            self.choice = choose(
                 predict,
                 costs.source,
                 current=runner.settings,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, find
 from composable_fsdp._comm.factory import communicators, timeout_of
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
+from composable_fsdp._consistency.wait_warning import ENDED_AT, REPORTED_AT
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._runtime.groups.state import connections
 from composable_fsdp._runtime.root.observer import Observer, Root
@@ -30,7 +31,9 @@ def order_checked(communicator: Communicator) -> Communicator:
     exchange = find(communicator, Exchange)  # type: ignore[type-abstract]
     watchdog = job_watchdog()
     if exchange is None and watchdog is not None:
-        exchange = StoreExchange(communicator.group, watchdog, timeout_of(communicator.group))
+        timeout = timeout_of(communicator.group)
+        watchdog.warn_within(REPORTED_AT * timeout)
+        exchange = StoreExchange(communicator.group, watchdog, ENDED_AT * timeout)
     return OrderChecked(communicator, exchange, order_check_from()) if exchange is not None else communicator
 
 

@@ -49,9 +49,9 @@ class Watched(Around):
         self._number += 1
         operation = OperationId(self._ranks, self._number, label or kind.label, self._line)
         try:
-            return _WatchedWork(self, operation, self.base.launch(kind, transfers, label, op))
+            return _WatchedWork(self, operation, self.base.launch(kind, transfers, label, op), self.end_wait)
         except BaseException as error:
-            self.fail(operation, error, "the launch of")
+            self.fail(operation, error, "the launch of", self.end_wait)
 
     def next_operation(self, label: str) -> OperationId:
         return OperationId(self._ranks, self._number + 1, label, self._line)
@@ -61,8 +61,10 @@ class Watched(Around):
         cast(GroupCommunicator, self.base).reopen()
         self._begin()
 
-    def fail(self, operation: OperationId, error: BaseException, during: str) -> NoReturn:
-        """Raise why ``operation`` failed, and close the connection.
+    def fail(
+        self, operation: OperationId, error: BaseException, during: str, give_up: Callable[[str], None]
+    ) -> NoReturn:
+        """Raise why ``operation`` failed, and give up, which closes the connection unless it was not used.
 
         Raises:
             PeerError: a rank failed, is gone, or did not answer within the timeout of the process group.
@@ -72,7 +74,7 @@ class Watched(Around):
             raise error
         if not isinstance(error, (LostError, dist.DistError)):
             if not self.traits.dispatches:  # part of the operation may be in flight, and write to memory that is freed
-                self.give_up(f"{during} {operation} was ended by {type(error).__name__}")
+                give_up(f"{during} {operation} was ended by {type(error).__name__}")
             raise error
         found = None
         if self.watchdog is not None:
@@ -83,21 +85,21 @@ class Watched(Around):
                 f"{operation} failed: a rank is gone, or did not answer within the timeout of the process group. Look "
                 f"at the output of each for the first error. {error}"
             )
-        self.give_up(str(found).split("\n", 1)[0])
+        give_up(str(found).split("\n", 1)[0])
         trace.emit_fault(found, str(operation), trace_position(self, operation.number))
         raise found from error
 
 
 class _WatchedWork:
-    """The work of ``operation``. Waiting again does nothing.
+    """The work of ``operation``, which any thread may end by ``end(reason)``. Waiting again does nothing.
 
     ``wait`` raises what :meth:`Watched.fail` does.
     """
 
-    __slots__ = ("_operation", "_watched", "_work")
+    __slots__ = ("_end", "_operation", "_watched", "_work")
 
-    def __init__(self, watched: Watched, operation: OperationId, work: Work) -> None:
-        self._watched, self._operation = watched, operation
+    def __init__(self, watched: Watched, operation: OperationId, work: Work, end: Callable[[str], None]) -> None:
+        self._watched, self._operation, self._end = watched, operation, end
         self._work: Work | None = work
 
     def wait(self) -> None:
@@ -106,12 +108,12 @@ class _WatchedWork:
         watched, operation, done = self._watched, self._operation, False
         watchdog = watched.watchdog
         if watchdog is not None:
-            watchdog.begin_wait(operation, watched.end_wait)
+            watchdog.begin_wait(operation, self._end)
         try:
             self._work.wait()
             done = True
         except BaseException as error:
-            watched.fail(operation, error, "the wait for")
+            watched.fail(operation, error, "the wait for", self._end)
         finally:
             if watchdog is not None:
                 watchdog.end_wait(done=done)
@@ -139,6 +141,10 @@ class Exchange(Protocol):
 
     def level(self, level: OrderCheck) -> OrderCheck:
         """Return how much is compared if the user wants ``level``."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """End an exchange. Any thread may call it."""
         ...
 
 
@@ -184,7 +190,8 @@ class OrderChecked(Around):
     def _exchanged(self, exchange: Callable[[T], R], own: T) -> R:
         """Return ``exchange(own)``, a wait for the ranks that are to run the next operation."""
         exchanging = _Exchanging(exchange, own)
-        _WatchedWork(self._watched, self._watched.next_operation(self._label), exchanging).wait()
+        operation = self._watched.next_operation(self._label)
+        _WatchedWork(self._watched, operation, exchanging, self._exchange.give_up).wait()
         return exchanging.result
 
 
@@ -211,13 +218,16 @@ class StoreExchange:
     Args:
         group: the process group.
         watchdog: the watchdog of the job.
-        seconds: the timeout of the process group.
+        seconds: the time in which all ranks must come.
     """
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, seconds: float) -> None:
         self._ranks = dist.get_process_group_ranks(group)
-        self._meeting = StoreRendezvous(f"order/{group.group_name}", dist.get_rank(), self._ranks)
+        name = f"order/{group.group_name}/{self._ranks[0]}"  # groups that are split from others may have equal names
+        self._meeting = StoreRendezvous(name, dist.get_rank(), self._ranks)
         self._store, self._seconds = watchdog.store_on_thread(seconds), seconds
+        self._reason = ""
+        """Why the exchange was given up."""
 
     def level(self, level: OrderCheck) -> OrderCheck:
         return level_through_store(level, len(self._ranks))
@@ -226,9 +236,13 @@ class StoreExchange:
         return list(map(int, self.exchange_texts(str(own)).values()))
 
     def exchange_texts(self, own: str) -> Mapping[int, str]:
-        begin = time.monotonic()
-        verdict = self._meeting.meet(self._store, own, self._seconds)
+        begin, self._reason = time.monotonic(), ""
+        verdict = self._meeting.meet(self._store, own, self._seconds, lambda _: self._reason)
         if verdict.missing:
             late = time.monotonic() - begin >= self._seconds
             raise LostError(verdict.reason or "not all ranks came to compare their next operation.", timed_out=late)
         return dict(sorted((rank, note) for note, ranks in verdict.notes.items() for rank in ranks))
+
+    def give_up(self, reason: str) -> None:
+        """End an exchange. The process group stays in use: nothing was launched."""
+        self._reason = reason

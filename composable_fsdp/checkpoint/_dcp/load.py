@@ -1,4 +1,4 @@
-"""The steps of one load on one rank: choose and verify the checkpoint, compare it with the model, read it.
+"""``load``: choose and verify the checkpoint, compare it with the model, read it.
 
 DCP's default planner raises at the first key that is missing or of another shape, on one rank. Here all differences of
 all ranks are found first, and nothing is loaded if there are any.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.shard_extent import like
+from composable_fsdp.checkpoint._coordination.arguments import check_arguments, progress_bar, wants_progress
 from composable_fsdp.checkpoint._coordination.mismatch import (
     Mismatch,
     differ,
@@ -33,43 +36,103 @@ from composable_fsdp.checkpoint._coordination.mismatch import (
     said,
     tensor_text,
 )
-from composable_fsdp.checkpoint._coordination.progress import progress_bar
-from composable_fsdp.checkpoint._coordination.rank_group import RankGroup
-from composable_fsdp.checkpoint._dcp import directory as folder
+from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, RankGroup, meet
 from composable_fsdp.checkpoint._dcp.contents import communication_of, set_random_state
-from composable_fsdp.checkpoint._dcp.directory import MANIFEST
-from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
-from composable_fsdp.checkpoint._dcp.manifest import Manifest, damage_text, problem_of, read_manifest
-from composable_fsdp.checkpoint._dcp.planner import Blocks, read
+from composable_fsdp.checkpoint._dcp.directory import (
+    MANIFEST,
+    Manifest,
+    check_file,
+    checkpoints_at,
+    damage_text,
+    problem_with,
+    read_manifest,
+)
+from composable_fsdp.checkpoint._dcp.storage import Blocks, read, read_metadata
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
-from composable_fsdp.checkpoint._state_dict.names import plain_name, prepare_for_access, tensors_of
-from composable_fsdp.checkpoint._state_dict.optimizer_params import OptimizerParam, OptimizerParams, has_shards_shape
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
+from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, has_shards_shape
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, plain_name, prepare_for_access, tensors_of
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["CheckpointLoader", "read_objects"]
+__all__ = ["load", "read_objects"]
 
 logger = logging.getLogger(__name__)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    averages: ShardedEMA | None = None,
+    strict: bool = True,
+    verify: bool = True,
+    fallback: bool = False,
+    restore_rng: bool = True,
+    weights_only: bool = True,
+    progress: bool | None = None,
+    timeout: float = TIMEOUT,
+) -> dict[str, Any]:
+    """Load a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
+
+    Each rank reads directly into its shards. Optimizer state is allocated as the checkpoint describes it and passed to
+    ``optimizer.load_state_dict``. An optimizer that has not stepped yet needs no step first, unless it keeps local
+    shards as plain tensors, which the checkpoint does not show.
+
+    Everything is checked before anything is changed: if a file is damaged or does not fit, model and optimizer stay as
+    they are. Damage can be found during reading only if no checksums were compared, with ``verify=False`` or without a
+    manifest; the error then says that the model is loaded in part.
+
+    Random number generators and the state of error-feedback codecs belong to single ranks. They are restored only if
+    the number of ranks is that of the save, and are unchanged otherwise.
+
+    Args:
+        path: a checkpoint, or a folder of them, of which the newest is loaded. Also one that
+            ``torch.distributed.checkpoint`` wrote of ``{"model": ..., "optimizer": ...}``. That has no manifest, so it
+            cannot be verified, which is logged.
+        model: sharded or not.
+        optimizer: over parameters of ``model``. Its groups may be in another order than when they were saved.
+        averages: moving averages of ``model`` to load. Default: those of the checkpoint are ignored.
+        strict: raise on any difference between the checkpoint and the state to load, including optimizer settings that
+            have defaults and are missing in the checkpoint. Otherwise what both have is loaded, converted to the
+            model's dtypes, and the differences are logged; a different shape or tensor class is always an error.
+        verify: compare checksums; otherwise only the presence and sizes of files. Each file is read by one rank.
+        fallback: if checkpoints in the folder ``path`` are damaged, load the newest intact one and log the damage.
+            Training since then is lost. Without it, a damaged newest checkpoint is an error that names the newest
+            intact one. All ranks decide together and each checks a share of the files, from the newest checkpoint to
+            the first intact one. With ``verify=False`` only missing files and wrong sizes are detected.
+        restore_rng: restore the random number generators.
+        weights_only: admit only the classes that ``torch.load(weights_only=True)`` admits, so that no code in the
+            checkpoint can run.
+        progress: show a progress bar on rank 0. Default: if stderr is a terminal.
+        timeout: seconds that ranks wait for each other, here and in each exchange.
+
+    Returns:
+        The ``extra`` that this rank passed to ``save``, or that of rank 0 if the number of ranks has changed.
+
+    Raises:
+        CheckpointError: there is no checkpoint; it is damaged, of a newer format, or of another model; ranks are
+            missing; or an earlier asynchronous save failed. All ranks raise the same error, which names the file or
+            lists the differences.
+    """
+    check_arguments("load(path, model, optimizer)", path, model, optimizer)
+    show = wants_progress(progress)
+    ranks = meet(f"load({os.fspath(path)!r})", timeout)
+    loader = _Load(ranks, Path(path), contents=verify, fallback=fallback, show=show)
+    loader.prepare(model, optimizer, averages, strict=strict, weights_only=weights_only)
+    loader.read()
+    if restore_rng and loader.same_ranks and (state := loader.of_rank("random")) is not None:
+        set_random_state(state)
+    return cast(dict[str, Any], loader.of_rank("extra") or {})
+
 
 _Fit = tuple[Mismatch, bool | None]
 """The differences that one rank found, and whether the codec state fits, ``None`` without codecs that keep state."""
 
 
-class CheckpointLoader:
-    """One load on one rank.
-
-    Args:
-        ranks: the ranks that load.
-        path: a checkpoint, or a folder of them.
-        contents: compare checksums of all files; otherwise only their sizes.
-        fallback: load the newest intact checkpoint in the folder if newer ones are damaged.
-        show: show progress bars on rank 0.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or the one to load is damaged.
-    """
+class _Load:
+    """One load on one rank. The constructor finds the checkpoint, and raises if it is damaged."""
 
     def __init__(self, ranks: RankGroup, path: Path, *, contents: bool, fallback: bool, show: bool) -> None:
         self._ranks = ranks
@@ -77,12 +140,12 @@ class CheckpointLoader:
         self._show = show and ranks.rank == 0
         self.folder, self._manifest = self._choose(path, contents, fallback)
         self._is_verified = contents or self._manifest is None
-        self._same_ranks = self._manifest is not None and self._manifest.ranks == ranks.size
-        self._rank_prefix = f"ranks.{ranks.rank if self._same_ranks else 0}"
+        self.same_ranks = self._manifest is not None and self._manifest.ranks == ranks.size
+        self._rank_prefix = f"ranks.{ranks.rank if self.same_ranks else 0}"
 
     def _choose(self, path: Path, contents: bool, fallback: bool) -> tuple[Path, Manifest | None]:
         """Return the checkpoint to load and its manifest, if any; equal on all ranks."""
-        checkpoints = self._ranks.from_rank0(self._what, lambda: folder.checkpoints_at(path))
+        checkpoints = self._ranks.from_rank0(self._what, lambda: checkpoints_at(path))
         if checkpoints == [path] and not self._ranks.from_rank0(self._what, (path / MANIFEST).is_file):
             if self._ranks.rank == 0:
                 logger.warning("%s has no %s: whether it is intact cannot be verified", path, MANIFEST)
@@ -117,7 +180,7 @@ class CheckpointLoader:
             total = sum(record.bytes for record in share.values())
             with progress_bar(self._show and contents, f"verifying {checkpoint.name}", total) as done:
                 for name, record in share.items():
-                    if found := problem_of(checkpoint / name, record, contents=contents):
+                    if found := problem_with(partial(check_file, checkpoint / name, record, contents=contents)):
                         return found
                     done(record.bytes)
             return ""
@@ -167,19 +230,12 @@ class CheckpointLoader:
         except CheckpointError as error:
             raise error from failure
 
-    def restore_random_state(self) -> None:
-        """Restore the random number generators if the checkpoint was saved on the same number of ranks."""
-        state = self._objects.get(f"{self._rank_prefix}.random")
-        if self._same_ranks and state is not None:
-            set_random_state(state)
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """The ``extra`` that this rank saved, or rank 0 if the number of ranks has changed."""
-        return cast(dict[str, Any], self._objects.get(f"{self._rank_prefix}.extra", {}))
+    def of_rank(self, name: str) -> Any:
+        """Return the object that this rank saved, or rank 0 if the number of ranks has changed."""
+        return self._objects.get(f"{self._rank_prefix}.{name}")
 
     def _check_reads(self, reads: list[tuple[bool, str]]) -> None:
-        """Raise if a rank had a problem, the second of its pair. The first says whether it has changed anything."""
+        """Raise if a rank had a problem, the second of its pair. The first says if it has changed anything."""
         problems = {rank: problem for rank, (_, problem) in enumerate(reads) if problem}
         if problems:
             state = "The model is loaded in part." if any(changed for changed, _ in reads) else "Nothing was loaded."
@@ -197,8 +253,8 @@ class CheckpointLoader:
         if differences:
             logger.warning("%s is loaded in part.\n%s", self.folder, differences)
         codecs = {fits_communication for _, fits_communication in fits}
-        loads = self._same_ranks and True in codecs and False not in codecs
-        if not loads and (codecs != {None} or self._plan.has_communication):
+        loads = self.same_ranks and True in codecs and False not in codecs
+        if not loads and (codecs != {None} or self._plan.has_codec_state):
             logger.warning(
                 "%s: the state of codecs with error feedback is not loaded: it was saved on another number of ranks "
                 "or with other codecs. Only the compression error of one step is lost.",
@@ -208,11 +264,7 @@ class CheckpointLoader:
 
 
 def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weights_only: bool) -> dict[str, Any]:
-    """Read and deserialize the values of ``keys`` that are not tensors.
-
-    Raises:
-        CheckpointError: an object has a class that ``torch.load(weights_only=True)`` does not admit.
-    """
+    """Read and deserialize the values of ``keys`` that are not tensors."""
     saved = metadata.state_dict_metadata
     objects = {key: b"" for key in keys if isinstance(saved.get(key), BytesStorageMetadata)}
     read(folder, metadata, objects)
@@ -235,8 +287,8 @@ class _RestorePlan:
 
     Attributes:
         mismatch: differences between the checkpoint and the state to load.
-        has_communication: True if the checkpoint has state of codecs.
-        fits_communication: True if it has that of the model's codecs in the right shapes; ``None`` if they keep none.
+        fits_communication: True if the checkpoint has the state of the model's codecs in the right shapes; ``None`` if
+            they keep none.
         has_changed: True if :meth:`run` has changed anything so far.
     """
 
@@ -261,8 +313,8 @@ class _RestorePlan:
         self._parts: dict[str, LocalShard] = {}
         self._absent: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
         """Local tensors, with memory for those of their inner tensors that are None so far, by attribute."""
-        self._state_memory: dict[str, torch.Tensor] = {}
-        """Memory for optimizer state that has inner tensors, by key."""
+        self._state: dict[str, dict[str, Any]] = {}
+        """The optimizer's state by parameter name. Its new tensors are empty until they are read."""
         self._by_module: dict[str, Any] = {}
         """Values that modules load through ``load_state_dict``, by plain name."""
         self._params: OptimizerParams | None = None
@@ -276,12 +328,14 @@ class _RestorePlan:
             self._match_optimizer(optimizer)
         if averages is not None:
             self._match_averages(averages)
-        self.has_communication = any(key.startswith("communication.") for key in self._saved)
         self.fits_communication = self._matches_communication() if self._communication else None
+
+    @property
+    def has_codec_state(self) -> bool:
+        return any(key.startswith("communication.") for key in self._saved)
 
     def run(self, folder: Path, *, communication: bool, show: bool) -> None:
         """Read this rank's shards of everything. If it raises and ``has_changed``, the model is loaded in part."""
-        state = {} if self._params is None else self._allocate_state(self._params)
         if communication:
             for name, each in self._communication.items():
                 self._parts[f"communication.{name}.residual"] = LocalShard(each["residual"])
@@ -303,7 +357,7 @@ class _RestorePlan:
                     setattr(tensor, attribute, value)
             self._load_through_modules()
         if self._params is not None:
-            self._params.load(self._groups, state, {})
+            self._params.load(self._groups, self._state, {})
         if self._averages is not None:
             self._averages.steps = self._objects.get("averages.steps", self._averages.steps)
         if communication and self._communication:
@@ -323,10 +377,7 @@ class _RestorePlan:
             value = entry.value.detach().clone() if is_made else entry.value
             if self._match_tensor(f"model.{entry.name}", entry.name, LocalShard(value, entry.sharding)) and is_made:
                 self._by_module[entry.name] = value
-        known = {f"model.{entry.name}" for entries in (others, *tensors) for entry in entries}
-        for key, saved in self._saved.items():
-            if key.startswith("model.") and key not in known and self._outer_key(key) not in known:
-                self.mismatch.unexpected[key.removeprefix("model.")] = _describe(saved)
+        self._note_unexpected("model.", {entry.name for entries in (others, *tensors) for entry in entries})
 
     def _match_averages(self, averages: ShardedEMA) -> None:
         if "averages.steps" not in self._objects:
@@ -336,9 +387,12 @@ class _RestorePlan:
         for entry in averages.entries():
             part = LocalShard(entry.value, entry.sharding)
             self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", part)
+        self._note_unexpected(prefix, averages.averages, "average of ")
+
+    def _note_unexpected(self, prefix: str, names: Collection[str], label: str = "") -> None:
         for key, saved in self._saved.items():
-            if key.startswith(prefix) and key.removeprefix(prefix) not in averages.averages:
-                self.mismatch.unexpected[f"average of {key.removeprefix(prefix)}"] = _describe(saved)
+            if key.startswith(prefix) and (self._outer_key(key) or key).removeprefix(prefix) not in names:
+                self.mismatch.unexpected[f"{label}{key.removeprefix(prefix)}"] = _describe(saved)
 
     def _has(self, key: str) -> bool:
         return key in self._saved or key in self._records
@@ -355,9 +409,9 @@ class _RestorePlan:
         """Plan to load ``key`` into ``part``. Return False, and note it, if ``key`` is missing or has another shape."""
         saved, mismatch, wanted = self._saved.get(key), self.mismatch, part.value
         if key in self._records:
-            inner = wanted_of(part, self._records[key], name, lambda suffix: self._spec(f"{key}{suffix}"), mismatch)
-            self._parts |= {f"{key}{suffix}": each for suffix, each in inner.parts.items()}
-            self._absent.append((local_part(part.value), inner.absent))
+            parts, made = wanted_of(part, self._records[key], name, lambda end: self._spec(f"{key}{end}"), mismatch)
+            self._parts |= {f"{key}{suffix}": each for suffix, each in parts.items()}
+            self._absent.append((local_part(part.value), made))
             return True
         if saved is None:
             mismatch.missing[name] = tensor_text(wanted.dtype, wanted.shape)
@@ -377,7 +431,7 @@ class _RestorePlan:
         return (tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
     def _match_optimizer(self, optimizer: Optimizer) -> None:
-        saved_groups, states = _saved_param_groups(self._objects), self._states()
+        saved_groups, states = _saved_param_groups(self._objects), self._state_keys()
         self._params = params = OptimizerParams(self._model, optimizer)
         if saved_groups:
             self._groups = params.match_groups(saved_groups, self.mismatch)
@@ -387,26 +441,34 @@ class _RestorePlan:
         for name in states.keys() - params.members.keys():
             self.mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
         for member in params.members.values():
+            existing = params.state_of(member)
             for key, full_key in states.get(member.name, {}).items():
-                if full_key in self._records:
-                    self._match_inner_state(member, params.state_of(member).get(key), key, full_key)
+                value = self._match_state(member, existing.get(key), key, full_key)
+                self._state.setdefault(member.name, {})[key] = value
 
-    def _match_inner_state(self, member: OptimizerParam, value: Any, key: str, full_key: str) -> None:
-        """Find or allocate the tensor for optimizer state that has inner tensors: only its own class can create one."""
-        name, kind = f"optimizer state {key} of {member.name}", self._records[full_key].kind
-        if value is None:
+    def _match_state(self, member: OptimizerParam, existing: Any, key: str, full_key: str) -> Any:
+        """Return the value to load: the optimizer's own tensor where it fits, else a new one."""
+        saved, record = self._saved.get(full_key), self._records.get(full_key)
+        if isinstance(saved, TensorStorageMetadata):
+            value, self._parts[full_key] = _allocate(key, saved, member, existing)
+            return value
+        if record is None:
+            return self._objects[full_key]
+        name = f"optimizer state {key} of {member.name}"
+        if existing is None:  # only its own class can create a tensor that has inner tensors
             local = local_part(member.parameter)
-            if class_name(local) != kind:
-                self.mismatch.classes[name] = f"a {kind}, which the optimizer has not made so far. Step it once first"
-                return
-            dtype = getattr(torch, self._records[full_key].dtype)
-            value = like(member.parameter, torch.empty_like(local, dtype=dtype, requires_grad=False))
-        self._state_memory[full_key] = value
-        plain = has_shards_shape(value, member)
-        part = alias_of(cast(DTensor, member.parameter), value) if plain else value
+            if class_name(local) != record.kind:
+                text = f"a {record.kind}, which the optimizer has not made so far. Step it once first"
+                self.mismatch.classes[name] = text
+                return None
+            dtype = getattr(torch, record.dtype)
+            existing = like(member.parameter, torch.empty_like(local, dtype=dtype, requires_grad=False))
+        is_shard = has_shards_shape(existing, member)
+        part = alias_of(cast(DTensor, member.parameter), existing) if is_shard else existing
         self._match_tensor(full_key, name, LocalShard(part, member.sharding))
+        return existing
 
-    def _states(self) -> dict[str, dict[str, str]]:
+    def _state_keys(self) -> dict[str, dict[str, str]]:
         """Return the checkpoint's keys of optimizer state by parameter name and state key."""
         found: dict[str, dict[str, str]] = {}
         for key, path in (self._metadata.planner_data or {}).items():
@@ -418,30 +480,9 @@ class _RestorePlan:
                 found.setdefault(record.path[2], {})[record.path[3]] = key
         return found
 
-    def _allocate_state(self, params: OptimizerParams) -> dict[str, dict[str, Any]]:
-        """Allocate state by parameter name. The optimizer's own tensors are used where they fit."""
-        state: dict[str, dict[str, Any]] = {}
-        states = self._states()
-        for member in params.members.values():
-            existing = params.state_of(member)
-            for key, full_key in states.get(member.name, {}).items():
-                saved = self._saved.get(full_key)
-                if saved is None:
-                    value = self._state_memory[full_key]
-                elif isinstance(saved, TensorStorageMetadata):
-                    value, self._parts[full_key] = _allocate(key, saved, member, existing.get(key))
-                else:
-                    value = self._objects[full_key]
-                state.setdefault(member.name, {})[key] = value
-        return state
-
     def _matches_communication(self) -> bool:
-        saved = self._saved
-        wanted = {f"communication.{name}.residual": each["residual"] for name, each in self._communication.items()}
-        return all(
-            isinstance(found := saved.get(key), TensorStorageMetadata) and found.size == residual.shape
-            for key, residual in wanted.items()
-        )
+        found = {name: self._spec(f"communication.{name}.residual") for name in self._communication}
+        return all(spec and spec[0] == self._communication[name]["residual"].shape for name, spec in found.items())
 
     def _load_through_modules(self) -> None:
         if self._by_module:

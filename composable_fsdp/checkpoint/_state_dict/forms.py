@@ -1,7 +1,8 @@
-"""Conversion of one tensor of a state dict: to a form, and from a form into this rank's shard."""
+"""The forms of a state dict: full, sharded and local; and the conversion of one tensor to a form, and from it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,18 +13,73 @@ from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.shard_extent import assemble_full, extent_of, gather, has_own_memory
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name, said
-from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local, Sharded
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
-__all__ = ["compare", "fill", "shard_for", "to_form"]
+__all__ = ["Form", "Full", "Local", "Sharded", "check_form", "compare", "fill", "shard_for", "to_form"]
+
+
+class _Options:
+    """Base that rejects unknown options, and names the form that has them."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        known = set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        for option in options:
+            owners = [form.__name__ for form in (Full, Sharded, Local) if option in form.__dataclass_fields__]
+            if option not in known:
+                whose = f"an option of {' and '.join(owners)}" if owners else "no option of any form"
+                raise ConfigurationError(f"{option} is {whose}, not of {cls.__name__}, which has {sorted(known)}.")
+        return super().__new__(cls)
+
+
+@dataclass(frozen=True)
+class Full(_Options):
+    """Full plain tensors, with the names and shapes of the unsharded model.
+
+    Args:
+        rank0_only: only rank 0 gets values, or provides them when loading. Other ranks get, and pass, an empty dict.
+        offload_to_cpu: return tensors in CPU memory. The accelerator then holds one full tensor at a time.
+    """
+
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Sharded(_Options):
+    """``DTensor``s of which each rank has its shard, as ``torch.distributed.checkpoint`` takes them.
+
+    Args:
+        offload_to_cpu: return local tensors in CPU memory, as copies unless they are there already.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Local(_Options):
+    """This rank's shards as plain tensors, empty ones included. They can be loaded with the same sharding only.
+
+    Args:
+        offload_to_cpu: return tensors in CPU memory, as copies unless they are there already.
+    """
+
+    offload_to_cpu: bool = False
+
+
+Form = Full | Sharded | Local
+
+
+def check_form(form: object) -> None:
+    """Raise ``ArgumentTypeError`` if ``form`` is none, such as its name or its class."""
+    if not isinstance(form, _Options):
+        raise ArgumentTypeError(f"the form of a state dict is Full(), Sharded() or Local(), not {form!r}.")
+
+
+# -- one tensor
 
 
 def to_form(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None, form: Form) -> torch.Tensor:
-    """Return ``tensor`` in ``form``. For :class:`Full` this is a copy, and collective over the tensor's mesh.
-
-    Raises:
-        CheckpointError: the tensor's class lacks the operations for a full tensor. The text has its ``name``.
-    """
+    """Return ``tensor`` in ``form``. For :class:`Full` this is a copy, and collective over the tensor's mesh."""
     if isinstance(form, Full):
         try:
             return assemble_full(tensor, sharding, form.offload_to_cpu)
@@ -93,7 +149,7 @@ def shard_for(
 
 @torch.no_grad()
 def fill(target: torch.Tensor, sharding: ParameterSharding | None, value: torch.Tensor, form: Form | None) -> None:
-    """Copy this rank's shard of ``value`` into ``target``. Collective under the same condition as :func:`shard_for`."""
+    """Copy this rank's shard of ``value`` into ``target``. Collective as :func:`shard_for` is."""
     fill_(local_part(target), shard_for(target, sharding, value.detach(), form))
 
 

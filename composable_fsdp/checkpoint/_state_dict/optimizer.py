@@ -1,0 +1,541 @@
+"""State dicts of optimizers, keyed by parameter names.
+
+A state tensor with its parameter's shape is sharded like the parameter: as a DTensor, or, for optimizers that work on
+local tensors, as a plain tensor of the local shard's shape. Everything else is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from composable_fsdp._layout.block import Cut, ShardExtent
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_replaced, local_part
+from composable_fsdp._runtime.shard_extent import like, shardings_of, states_below
+from composable_fsdp._sharding.param_sharding import ParameterSharding, as_dtensor
+from composable_fsdp.checkpoint._coordination.mismatch import Mismatch
+from composable_fsdp.checkpoint._state_dict.forms import Form, Local, compare, fill, shard_for, to_form
+from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks, StateDictLoader, digest
+from composable_fsdp.checkpoint._state_dict.model import SHARDED, comes_from_rank0, streams_from_rank0
+from composable_fsdp.checkpoint._state_dict.tensors import on_meta, parameter_names, plain_name, prepare_for_access
+from composable_fsdp.errors import CheckpointError, ParameterError
+from composable_fsdp.optim.local_optimizer import ELEMENTWISE
+
+__all__ = [
+    "OptimizerParam",
+    "OptimizerParams",
+    "has_shards_shape",
+    "is_plain",
+    "lacking",
+    "load_optimizer_state_dict",
+    "merge_flags",
+    "optimizer_state_dict",
+    "rekey_optimizer",
+    "rekey_optimizer_state_dict",
+    "restored",
+    "shard_flags",
+]
+
+_MEMBERS = ("params", "param_names")
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerParam:
+    """A parameter of an optimizer, its first name in the model, and its sharding by ``fully_shard``, if any."""
+
+    name: str
+    parameter: torch.Tensor
+    sharding: ParameterSharding | None
+
+
+class OptimizerParams:
+    """The parameters of an optimizer. The model must be prepared for access.
+
+    Attributes:
+        groups: the parameters of each group.
+        members: all parameters by name, in the order in which the optimizer numbers them.
+
+    Raises:
+        CheckpointError: some are not parameters of ``model``, or no longer are. The text says which, and what to do.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        shardings, names = shardings_of(states_below(model)), parameter_names(model)
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        unmanaged = [parameter for group in groups for parameter in group if id(parameter) not in names]
+        taken = [found.description for parameter in unmanaged if (found := find_replaced(parameter)) is not None]
+        if taken:
+            raise CheckpointError(
+                f"this {type(optimizer).__name__} was made before fully_shard, and holds what these parameters were "
+                f"then: {taken}. Call rekey_optimizer(optimizer, model), or make the optimizer after fully_shard."
+            )
+        if unmanaged:
+            shapes = [tuple(parameter.shape) for parameter in unmanaged]
+            raise CheckpointError(
+                f"this {type(optimizer).__name__} holds parameters that are not the model's, of shapes {shapes}. Pass "
+                "the model whose parameters() it was made of."
+            )
+        self.groups = [[OptimizerParam(names[id(p)], p, shardings.get(id(p))) for p in group] for group in groups]
+        self.members = {member.name: member for group in self.groups for member in group}
+
+    def state_of(self, member: OptimizerParam) -> Mapping[str, Any]:
+        found = self._optimizer.state.get(member.parameter, {})
+        return found if isinstance(found, Mapping) else {}
+
+    def match_groups(self, saved: Sequence[Mapping[str, Any]], mismatch: Mismatch) -> list[Mapping[str, Any] | None]:
+        """Return the saved group of each of the optimizer's groups, found by its parameters, if there is one."""
+        by_members = {frozenset(group["params"]): group for group in saved}
+        wanted = [[member.name for member in group] for group in self.groups]
+        found = [by_members.get(frozenset(names)) for names in wanted]
+        left = [list(group["params"]) for members, group in by_members.items() if members not in map(frozenset, wanted)]
+        for names in left:
+            mismatch.unexpected[f"param_group of {_first(sorted(names))}"] = f"members: {len(names)}"
+        others = iter(left)
+        for index, (names, group) in enumerate(zip(wanted, found, strict=True)):
+            if group is not None:
+                mismatch.others += lacking(self._optimizer, index, group)
+                continue
+            there = next(others, None)
+            text = f"no saved param_group has the parameters of group {index}: {_first(names)}"
+            if there is not None:
+                missing, unexpected = [n for n in names if n not in there], [n for n in there if n not in names]
+                text += f" (missing [{_first(missing, 20)}], unexpected [{_first(unexpected, 20)}])"
+            mismatch.others.append(text)
+        return found
+
+    def load(
+        self,
+        saved: Sequence[Mapping[str, Any] | None],
+        state: Mapping[str, Mapping[str, Any]],
+        others: Mapping[str, Any],
+    ) -> None:
+        """Call ``optimizer.load_state_dict`` with the ``saved`` settings of each group and ``state`` by names."""
+        numbers = {name: number for number, name in enumerate(self.members)}
+        groups = [
+            restored(group, settings or {}, [numbers[member.name] for member in members])
+            for group, settings, members in zip(self._optimizer.param_groups, saved, self.groups, strict=True)
+        ]
+        by_number = {numbers[name]: entry for name, entry in state.items()}
+        self._optimizer.load_state_dict({**others, "state": by_number, "param_groups": groups})
+
+
+def _first(names: Sequence[str], count: int = 3) -> str:
+    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
+
+
+# -- the settings of a group
+
+
+def lacking(optimizer: Optimizer, index: int, saved: Mapping[str, Any]) -> list[str]:
+    """Return an error text if ``saved`` lacks settings that the optimizer has defaults for: schedulers add others."""
+    absent = [key for key in optimizer.param_groups[index] if key in optimizer.defaults and key not in saved]
+    return [f"param_group {index} has settings that the saved one lacks: {', '.join(absent)}"] if absent else []
+
+
+def restored(group: Mapping[str, Any], saved: Mapping[str, Any], numbers: Iterable[int]) -> dict[str, Any]:
+    """Return ``group`` with the settings of ``saved``, as ``optimizer.load_state_dict`` takes it, on its devices."""
+    settings = {key: _moved(value, group.get(key)) for key, value in saved.items() if key not in _MEMBERS}
+    return {**group, **settings, "params": list(numbers)}
+
+
+def _moved(value: Any, own: object) -> Any:
+    return value.to(own.device) if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) else value
+
+
+# -- the state of optimizers that work on local tensors: plain tensors that are this rank's shards
+
+
+def is_plain(value: object, member: OptimizerParam) -> TypeGuard[torch.Tensor]:
+    """Return whether ``value`` is a plain tensor but its parameter a DTensor: a local shard, or a replicated value."""
+    return isinstance(member.parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+
+
+def has_shards_shape(value: object, member: OptimizerParam) -> TypeGuard[torch.Tensor]:
+    """Return whether ``value`` may be a local shard. It is one if this holds on every rank that has it."""
+    return is_plain(value, member) and value.ndim > 0 and value.shape == local_part(member.parameter).shape
+
+
+def shard_flags(items: Iterable[tuple[OptimizerParam, str, Any]]) -> dict[tuple[str, str], bool]:
+    """Return for each plain tensor of the state, by the names of its parameter and key, if it may be a local shard."""
+    return {(member.name, str(k)): has_shards_shape(v, member) for member, k, v in items if is_plain(v, member)}
+
+
+def merge_flags(flags: Iterable[Mapping[tuple[str, str], bool]]) -> dict[tuple[str, str], bool]:
+    """Combine the flags of ranks: true if it is on every rank that has the tensor."""
+    merged: dict[tuple[str, str], bool] = {}
+    for each in flags:
+        merged |= {key: flag and merged.get(key, True) for key, flag in each.items()}
+    return merged
+
+
+# -- save
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SHARDED) -> dict[str, Any]:
+    """Return the optimizer's state and settings, keyed by the model's parameter names.
+
+    Parameters without state are absent from ``"state"``. Tensors that are sharded like a parameter are in ``form``.
+    Others, such as step counts, are unchanged. All ranks must call it together.
+
+    Args:
+        model: a module, sharded or not.
+        optimizer: an optimizer of any class, over parameters of ``model``.
+        form: as for :func:`~composable_fsdp.checkpoint.state_dict`. With ``rank0_only`` other ranks get an empty dict.
+
+    Returns:
+        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``
+
+    Raises:
+        CheckpointError: the optimizer has parameters that are not the model's, or ranks have state of different ones.
+    """
+    prepare_for_access(model)
+    params = OptimizerParams(model, optimizer)
+    members = list(params.members.values())
+    tensors = ((member.parameter, member.sharding) for member in members)
+    owners = OwnerRanks.of(tensors, only_sources=comes_from_rank0(form))
+    packed = optimizer.state_dict()
+    ids = [i for group in packed["param_groups"] for i in group["params"]]
+    entries = {m.name: packed["state"][i] for i, m in zip(ids, members, strict=True) if i in packed["state"]}
+    distributed = _distributed(members, entries, owners)
+    state: dict[Any, Any] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for member in members:
+            receives = owners.provides(member.parameter)
+            for key, value in distributed.get(member.name, {}).items():
+                name = f"the state {key} of {member.name}"
+                found = to_form(name, value, member.sharding, form) if isinstance(value, torch.Tensor) else value
+                if receives:
+                    state.setdefault(member.name, {})[key] = found
+                del found
+    if not owners.provides():
+        return {"state": state} if state else {}
+    state |= {key: value for key, value in packed["state"].items() if key not in set(ids)}
+    named = [
+        {**{k: v for k, v in group.items() if k != "param_names"}, "params": [member.name for member in of_group]}
+        for group, of_group in zip(packed["param_groups"], params.groups, strict=True)
+    ]
+    return {**packed, "state": state, "param_groups": named}
+
+
+def _distributed(
+    members: Sequence[OptimizerParam], entries: Mapping[str, Mapping[str, Any]], owners: OwnerRanks
+) -> dict[str, dict[str, Any]]:
+    """Wrap local shards in DTensors: plain tensors that have the local shard's shape on every rank.
+
+    Ranks with state of different parameters raise here, since their collectives would hang.
+    """
+    items = [(m, key, value) for m in members for key, value in entries.get(m.name, {}).items()]
+    flags = shard_flags(items)
+    found = owners.exchange((digest([*((m.name, str(key)) for m, key, _ in items), *sorted(flags)]), flags))
+    if len({which for which, _ in found.values()}) > 1:
+        keys = owners.exchange([f"{member.name!r}, {key!r}" for member, key, _ in items])
+        some = {rank: [k for k in has if any(k not in other for other in keys.values())] for rank, has in keys.items()}
+        raise CheckpointError(f"ranks have different state, by rank: {some}. Have all of them make the same steps.")
+    are_shards = merge_flags(each for _, each in found.values())
+    distributed: dict[str, dict[str, Any]] = {}
+    for member, key, value in items:
+        shard = like(member.parameter, value) if are_shards.get((member.name, str(key))) else value
+        distributed.setdefault(member.name, {})[key] = shard
+    return distributed
+
+
+# -- load
+
+
+def load_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    form: Form | None = None,
+    *,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load what :func:`optimizer_state_dict` returned, from the same or other ranks, meshes or forms.
+
+    All ranks must call it together, and agree on errors before anything is loaded. A fresh optimizer needs no step
+    first. Parameters and groups are matched by names, in any order, and the groups' hyperparameters are restored.
+    Existing state is filled in place. New state is allocated, as a DTensor if it is sharded like its parameter. An
+    optimizer that keeps such state as plain local tensors must have it already, by a step, or be given the local form.
+    ``optimizer.load_state_dict`` runs last, with its hooks and casts.
+
+    Args:
+        model: a module, sharded or not.
+        optimizer: an optimizer of parameters of ``model``, with the same parameters in each group as when saved.
+        state: the state by names; :func:`rekey_optimizer_state_dict` converts a plain optimizer's own.
+        form: the form of the values. By default a DTensor is sharded and a plain tensor full; :class:`Local` must be
+            passed.
+        broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``, and broadcasts it
+            tensor by tensor. What other ranks pass is ignored.
+
+    Raises:
+        CheckpointError: groups, parameters or shapes differ. The text has a line for each and is the same on every
+            rank.
+        ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
+    """
+    streams = streams_from_rank0(form, broadcast_from_rank0)
+    _Load(model, optimizer, state, form, streams).carry_out()
+
+
+class _Load:
+    """One call of :func:`load_optimizer_state_dict`: the constructor finds all differences on all ranks."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, state: Any, form: Form | None, streams: bool) -> None:
+        prepare_for_access(model)
+        self._optimizer = optimizer
+        self._params = OptimizerParams(model, optimizer)
+        self._members = self._params.members
+        tensors = ((m.parameter, m.sharding) for m in self._members.values())
+        self._loader = StateDictLoader(OwnerRanks.of(tensors, only_sources=streams), form)
+        self._form = self._loader.form
+        self._match(state)
+        self._loader.agree(f"the state dict does not fit {type(optimizer).__name__}")
+
+    def carry_out(self) -> None:
+        state: dict[str, dict[str, Any]] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for name, member in self._members.items():
+                entry = self._loader.report_of(member.parameter).values.get(name)
+                if entry is not None:
+                    state[name] = {key: self._loaded_value(member, key, value) for key, value in entry.items()}
+        groups, others = self._loader.report_of().settings
+        self._params.load(groups, state, others)
+
+    # -- checks
+
+    def _match(self, state: Any) -> None:
+        loader, owners, report = self._loader, self._loader.owners, self._loader.report
+        others = report.mismatch.others
+        others += on_meta((name, member.parameter) for name, member in self._members.items())
+        mine = {name for name, member in self._members.items() if owners.provides(member.parameter)}
+        if not mine and not owners.provides():
+            return
+        if not _is_state(state) or (owners.provides() and "param_groups" not in state):
+            others.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
+            return
+        if any(isinstance(name, int) for name in state["state"]):
+            others.append("parameters have numbers for names: use rekey_optimizer_state_dict(state, model)")
+            return
+        entries = {plain_name(str(name)): dict(entry) for name, entry in state["state"].items()}
+        if owners.provides():
+            saved = [{**g, "params": [plain_name(str(name)) for name in g["params"]]} for g in state["param_groups"]]
+            groups = self._params.match_groups(saved, report.mismatch)
+            if len(saved) != len(groups):
+                others.append(f"{len(saved)} parameter groups, expected {len(groups)}")
+            if owners.only_sources:
+                groups = [group and {key: _on_host(value) for key, value in group.items()} for group in groups]
+            report.settings = groups, {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+            report.mismatch.unexpected |= {name: "state" for name in entries if name not in self._members}
+        loader.given = {name: entries[name] for name in self._members if name in entries and name in mine}
+        for name, entry in loader.given.items():
+            for key, value in entry.items():
+                self._compare(self._members[name], key, value, report.mismatch)
+            report.values[name] = {k: _described(v) for k, v in entry.items()} if owners.only_sources else entry
+        report.digest = digest([(name, list(entry)) for name, entry in loader.given.items()])
+
+    def _compare(self, member: OptimizerParam, key: str, value: object, mismatch: Mismatch) -> None:
+        """Compare what is known of the target with ``value``: some optimizers have state of any shape."""
+        if not isinstance(value, torch.Tensor):
+            return
+        parameter, existing = member.parameter, self._existing(member, key)
+        target = existing if existing is not None else value
+        if existing is not None and existing.ndim and existing.shape == local_part(parameter).shape:
+            target = parameter
+        if existing is None and value.ndim and type(self._optimizer) in ELEMENTWISE:
+            target = parameter
+        compare(f"{member.name}.{key}", target, value, self._form, mismatch)
+
+    # -- values
+
+    def _existing(self, member: OptimizerParam, key: str) -> torch.Tensor | None:
+        value = self._params.state_of(member).get(key)
+        return value if isinstance(value, torch.Tensor) else None
+
+    def _loaded_value(self, member: OptimizerParam, key: str, value: Any) -> Any:
+        """Return the value to give to the optimizer, after a broadcast if only one rank has it."""
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            given = self._loader.given.get(member.name, {}).get(key)
+            value = self._loader.receive(member.parameter, given, value.dtype, value.shape)
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.detach()
+        if not value.ndim and not isinstance(value, DTensor):
+            return value.clone()
+        is_local = isinstance(self._form, Local) and not isinstance(value, DTensor)
+        if value.shape == (local_part(member.parameter) if is_local else member.parameter).shape:
+            return self._load_sharded(member, key, value)
+        return self._load_replicated(member, key, value)
+
+    def _load_sharded(self, member: OptimizerParam, key: str, value: torch.Tensor) -> torch.Tensor:
+        parameter, existing = member.parameter, self._existing(member, key)
+        shard = shard_for(parameter, member.sharding, value, self._form)
+        if existing is not None and local_part(existing).shape == shard.shape:
+            local_part(existing).copy_(shard)
+            return existing
+        device = local_part(parameter).device
+        own = torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard)
+        return like(parameter, own)
+
+    def _load_replicated(self, member: OptimizerParam, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor of another shape than the parameter's, replicated unless it is a DTensor with placements."""
+        parameter, existing = member.parameter, self._existing(member, key)
+        if existing is not None and existing.shape == value.shape:
+            fill(existing, None, value, self._form)
+            return existing
+        own = value.clone().to(local_part(parameter).device)
+        if isinstance(own, DTensor) or not isinstance(parameter, DTensor):
+            return own
+        mesh = parameter.device_mesh
+        return as_dtensor(own, mesh, [Replicate()] * mesh.ndim, tuple(own.shape))
+
+
+def _is_state(state: Any) -> bool:
+    entries = state.get("state") if isinstance(state, Mapping) else None
+    return isinstance(entries, Mapping) and all(isinstance(entry, Mapping) for entry in entries.values())
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _described(value: Any) -> Any:
+    """Return what is sent of a value with the report: of a tensor that is not a scalar, only shape and dtype."""
+    is_sent_later = isinstance(value, torch.Tensor) and value.ndim > 0
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_sent_later else _on_host(value)
+
+
+# -- optimizers made before fully_shard
+
+
+@torch.no_grad()
+def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Replace the original parameters of an optimizer made before ``fully_shard`` with the sharded ones, in place.
+
+    Groups and their options are kept. State tensors of a parameter's shape are sharded like the parameter. Without this
+    the optimizer would step parameters that nothing uses. Parameters that are still the model's are unchanged.
+
+    Raises:
+        ParameterError: some parameters are neither the model's nor its original ones. Nothing has changed then.
+    """
+    prepare_for_access(model)
+    names = parameter_names(model)
+    replaced: dict[torch.Tensor, ShardedParameter] = {}
+    unmanaged = []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
+        sharded = _sharded_for(parameter)
+        if sharded is None or id(sharded.sharded) not in names:
+            unmanaged.append(tuple(parameter.shape))
+        else:
+            replaced[parameter] = sharded
+    if unmanaged:
+        raise ParameterError(
+            f"this {type(optimizer).__name__} holds parameters of shapes {unmanaged} that are neither the model's nor "
+            "were before fully_shard. Pass the model whose parameters() the optimizer was made of."
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [replaced[p].sharded if p in replaced else p for p in group["params"]]
+    for original, sharded in replaced.items():
+        if original in optimizer.state:
+            entry = optimizer.state.pop(original)
+            optimizer.state[sharded.sharded] = {k: _shard_state(v, original, sharded) for k, v in entry.items()}
+
+
+def _sharded_for(original: torch.Tensor) -> ShardedParameter | None:
+    """Return the parameter that ``fully_shard`` made of ``original``, if it did and the parameter still exists."""
+    replaced = find_replaced(original)
+    return None if replaced is None else replaced.parameter()
+
+
+def _shard_state(value: Any, original: torch.Tensor, parameter: ShardedParameter) -> Any:
+    """Return a copy of this rank's shard of a tensor of the parameter's shape; return anything else unchanged."""
+    if not isinstance(value, torch.Tensor) or value.shape != original.shape or not value.ndim:
+        return value
+    shard, full = parameter.sharding.axes.shard, local_part(value)
+    piece = ShardExtent.after(tuple(full.shape), [Cut(parameter.dim, shard.size, shard.rank)]).take(full)
+    own = torch.empty_like(piece, device=parameter.local.device, memory_format=torch.contiguous_format).copy_(piece)
+    return like(parameter.sharded, own)
+
+
+# -- an optimizer's own state dict
+
+
+def rekey_optimizer_state_dict(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    to: Literal["names", "ids"] = "names",
+    *,
+    optimizer: Optimizer | None = None,
+) -> dict[str, Any]:
+    """Convert an optimizer's state dict from parameter numbers to names, or from names to numbers.
+
+    ``"names"`` converts a plain ``optimizer.state_dict()`` to what :func:`load_optimizer_state_dict` takes; ``"ids"``
+    does the reverse. Tensors are unchanged. In torch's FSDP1 this is ``rekey_optim_state_dict``.
+
+    Args:
+        state: a dict with ``"state"`` and ``"param_groups"``, of an optimizer over parameters of ``model``.
+        model: a module, sharded or not.
+        to: ``"names"`` or ``"ids"``.
+        optimizer: the optimizer whose parameters the numbers count. The default is all of ``model.parameters()`` in one
+            group, or the names in the groups if the optimizer was made with ``named_parameters()``.
+
+    Raises:
+        CheckpointError: the number of parameters differs, or some are not the model's; or there are several groups and
+            no ``optimizer`` to tell the order of their parameters.
+    """
+    prepare_for_access(model)
+    order = _order_of(model, optimizer)
+    if to == "names":
+        new_keys: dict[Any, Any] = dict(_numbered(state, order, optimizer is not None))
+        groups = [dict(group) for group in state["param_groups"]]
+    else:
+        position = {name: i for i, name in enumerate(order)}
+        groups = [{**g, "params": [plain_name(n) for n in g["params"]]} for g in state["param_groups"]]
+        unknown = [name for group in groups for name in group["params"] if name not in position]
+        if unknown:
+            raise CheckpointError(f"the state dict has parameters that the model or optimizer has not: {unknown}.")
+        groups = [{**g, "params": sorted(g["params"], key=position.__getitem__)} for g in groups]
+        groups.sort(key=lambda group: min((position[name] for name in group["params"]), default=len(position)))
+        new_keys = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
+    for group in groups:
+        group["params"] = [new_keys[each] for each in group["params"]]
+    entries = {plain_name(k) if isinstance(k, str) else k: entry for k, entry in state["state"].items()}
+    return {**state, "state": {new_keys.get(k, k): v for k, v in entries.items()}, "param_groups": groups}
+
+
+def _order_of(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+    """Return the names of parameters in the order in which the optimizer counts them."""
+    names = parameter_names(model)
+    if optimizer is None:
+        return list(names.values())
+    parameters = []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        sharded = None if id(parameter) in names else _sharded_for(parameter)
+        parameters.append(parameter if sharded is None else sharded.sharded)
+    if any(id(parameter) not in names for parameter in parameters):
+        raise CheckpointError(f"this {type(optimizer).__name__} holds parameters that are not the model's.")
+    return [names[id(parameter)] for parameter in parameters]
+
+
+def _numbered(state: Mapping[str, Any], order: Sequence[str], is_known: bool) -> Iterator[tuple[Any, str]]:
+    """Return the number and the name of each parameter in ``state``."""
+    groups = state["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    if all("param_names" in group for group in groups):
+        order = [plain_name(name) for group in groups for name in group["param_names"]]
+    elif len(groups) > 1 and not is_known:
+        raise CheckpointError(
+            f"the state dict has {len(groups)} parameter groups, so its numbers do not follow model.parameters(). Pass "
+            "optimizer=, one with parameters of the model in the same groups."
+        )
+    if len(numbers) != len(order):
+        raise CheckpointError(
+            f"the state dict has {len(numbers)} parameters, expected {len(order)}: {list(order)}. If the optimizer "
+            "that it is of has some of them only, pass optimizer=, one with these of the model."
+        )
+    return zip(numbers, order, strict=True)

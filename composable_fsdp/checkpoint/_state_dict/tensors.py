@@ -1,0 +1,191 @@
+"""The tensors of a model: their names without the prefixes that wrappers add, and this rank's shard of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from composable_fsdp._comm.broadcast import fill_
+from composable_fsdp._layout.block import ShardExtent
+from composable_fsdp._runtime.params.sharded_param import local_part
+from composable_fsdp._runtime.shard_extent import extent_of, has_own_memory, shardings_of, states_below
+from composable_fsdp._sharding.param_sharding import ParameterSharding
+from composable_fsdp.checkpoint._coordination.mismatch import said
+from composable_fsdp.errors import CheckpointError
+
+__all__ = [
+    "Entry",
+    "LocalShard",
+    "checksum",
+    "entries_of",
+    "on_meta",
+    "parameter_names",
+    "plain_name",
+    "prepare_for_access",
+    "tensors_of",
+]
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""Prefixes that torch's activation-checkpoint wrappers and ``torch.compile`` add to names."""
+
+
+def plain_name(name: str) -> str:
+    for prefix in _WRAPPERS:
+        name = name.replace(prefix, "")
+    return name
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The entry of a state dict under one name.
+
+    ``value`` is the parameter or buffer itself, or what a module's ``get_extra_state`` returned. ``sharding`` is its
+    sharding by ``fully_shard``, if any. ``key`` is the name in the model's own methods, with the prefixes of wrappers.
+    Tied tensors have an entry under each of their names, with the same ``value``.
+    """
+
+    name: str
+    value: Any
+    sharding: ParameterSharding | None = None
+    key: str = ""
+
+    @property
+    def is_tensor(self) -> bool:
+        """True for a parameter or buffer, but not for extra state: that may be a tensor of any shape at any time."""
+        return isinstance(self.value, torch.Tensor) and self.name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX
+
+
+def prepare_for_access(model: nn.Module) -> None:
+    """Complete pending changes of ``model`` and reshard its parameters, so that its state can be read and written.
+
+    Each public operation on state calls this once, before it looks at any parameter.
+    """
+    for state in states_below(model):
+        state.drain_before_changes()
+        state.group.reshard()
+        state.group.refresh()
+
+
+def entries_of(model: nn.Module) -> dict[str, Entry]:
+    """Return the entries of ``model.state_dict()`` by plain names, in its order. The model must be prepared."""
+    shardings = shardings_of(states_below(model))
+    state = model.state_dict(keep_vars=True)
+    entries = (Entry(plain_name(k), value, shardings.get(id(value)), k) for k, value in state.items())
+    return {entry.name: entry for entry in entries}
+
+
+def tensors_of(model: nn.Module) -> tuple[list[list[Entry]], list[Entry]]:
+    """Return the entries of each parameter and buffer, several for a shared tensor, and the entries of extra state."""
+    shared: dict[int, list[Entry]] = {}
+    others = []
+    for entry in entries_of(model).values():
+        if entry.is_tensor:
+            shared.setdefault(id(entry.value), []).append(entry)
+        else:
+            others.append(entry)
+    for problem in on_meta((entries[0].name, entries[0].value) for entries in shared.values()):
+        raise CheckpointError(problem)
+    return list(shared.values()), others
+
+
+def on_meta(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return an error text that names those of ``tensors`` that are on the meta device, or an empty list."""
+    names = [name for name, tensor in tensors if tensor.is_meta]
+    if not names:
+        return []
+    where = "on the meta device and have no memory"
+    return [f"these are {where}: {', '.join(names)}. Call composable_fsdp.to_empty(model, device=...) first."]
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Return the first plain name of every parameter, by its id, in the order of ``model.parameters()``."""
+    return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+
+
+class LocalShard:
+    """This rank's shard of a tensor. Final.
+
+    ``sharding`` is its sharding by ``fully_shard``, if any. ``extent`` is that of the plain tensor ``value`` in a
+    larger tensor, if it is a piece of one.
+    """
+
+    def __init__(
+        self, value: torch.Tensor, sharding: ParameterSharding | None = None, *, extent: ShardExtent | None = None
+    ) -> None:
+        self.value = value
+        self.sharding = sharding
+        self._given = extent
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the global tensor."""
+        return tuple(self.value.shape) if self._given is None else self._given.shape
+
+    @cached_property
+    def extent(self) -> ShardExtent:
+        """The extent of the shard in the global tensor."""
+        return extent_of(self.value, self.sharding) if self._given is None else self._given
+
+    @cached_property
+    def local(self) -> torch.Tensor:
+        """The shard's memory, shaped like the extent; a plain view if the subclass has no ``__torch_dispatch__``."""
+        local = local_part(self.value).detach()
+        is_special = type(local) is not torch.Tensor and has_own_memory(local)
+        return local.as_subclass(torch.Tensor) if is_special else local
+
+    @property
+    def numel(self) -> int:
+        return prod(self.extent.local_shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.value.dtype.itemsize
+
+    def blocks(self, local: torch.Tensor | None = None) -> dict[tuple[int, ...], torch.Tensor]:
+        """Return contiguous blocks of the global tensor by offset, as views of ``local`` (default: the shard's memory).
+
+        A tensor without elements has one block on every rank, so that the checkpoint contains it too.
+        """
+        memory = self.local if local is None else local
+        if 0 in self.shape:
+            return {(0,) * len(self.shape): memory.new_empty(self.shape)}
+        return {box.offsets: box.of_part(memory) for box in self.extent.boxes()}
+
+    @contextmanager
+    def plain(self, *, write: bool) -> Iterator[torch.Tensor]:
+        """Yield the shard as a plain tensor that can be viewed and written block by block.
+
+        This is ``local`` itself, or a copy for a subclass or an expanded tensor, copied back at the end if ``write``.
+        """
+        local = self.local
+        if type(local) is torch.Tensor and torch._debug_has_internal_overlap(local) != 1:
+            yield local
+            return
+        copy = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        if not write:
+            try:
+                copy.copy_(local)
+            except Exception as error:  # the subclass's own code
+                raise CheckpointError(
+                    f"a {type(local).__name__} cannot be copied to a plain tensor ({said(error)}). "
+                    "composable_fsdp.checkpoint.save keeps such tensors as they are."
+                ) from error
+        yield copy
+        if write:
+            fill_(local if isinstance(self.value, DTensor) else self.value, copy)
+
+
+def checksum(value: torch.Tensor) -> int:
+    """Return a CRC-32 of the shape, the dtype and the bytes."""
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return crc32(data.numpy().data, crc32(repr((tuple(value.shape), value.dtype)).encode()))

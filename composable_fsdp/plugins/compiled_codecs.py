@@ -1,0 +1,48 @@
+"""Compilation of codecs before the first collective, rather than inside a hook while other ranks wait in one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp._runtime.collectives.bucket import AnyBucket
+from composable_fsdp._runtime.root.observer import Observer, Root
+from composable_fsdp.codecs._compiled import is_compiled
+from composable_fsdp.codecs._encoder import CodecCall, row_runs
+
+__all__ = ["CompiledCodecs"]
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledCodecs(Observer):
+    """Calls each codec that is compiled once with the sizes of each message, in the first forward of a root."""
+
+    @torch.no_grad()  # as in hooks: the compiler makes other code where gradients are recorded
+    def before_first_collective(self, root: Root) -> None:
+        buckets = [bucket for state in root.states.values() for bucket in state.group.tensors.buckets]
+        found = dict.fromkeys((call, bucket.scatter.device) for bucket in buckets for call in _calls(bucket))
+        calls = [(call, device) for call, device in found if call.numel and is_compiled(call.codec, device)]
+        if calls and dist.get_rank() == 0:
+            codecs = ", ".join(dict.fromkeys(repr(call.codec) for call, _ in calls))
+            logger.warning(
+                "%s: compiling %s before the first all-gather, which may take minutes", root.root.name, codecs
+            )
+        for call, device in calls:
+            call.make(device)
+
+
+def _calls(bucket: AnyBucket) -> Iterator[CodecCall]:
+    """Yield the calls of codecs in an all-gather and a reduction of ``bucket``. Some may be equal."""
+    plan, scatter = bucket.plan, bucket.scatter
+    if plan.codec is not None and plan.is_gathered:
+        layout = plan.gather
+        yield CodecCall(plan.codec, 1, layout.packed_numel, plan.compute_dtype)
+        in_rows = all(layout.shards[i].concatenates for i in layout.packed)
+        for run in row_runs(layout.num_shards, layout.packed_numel) if in_rows else [slice(0, layout.num_shards)]:
+            yield CodecCall(plan.codec, run.stop - run.start, layout.packed_numel, None)
+    for stage, encoder in scatter.encoders.items():
+        yield from encoder.calls(scatter.num_replicas if stage == "sums" else encoder.num_rows)
