@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
-    from composable_fsdp._core.backward import ReductionQueue as NewReductionQueue
+    from composable_fsdp._core.backward import _MOST_FORWARDS, ReductionQueue
     from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot
+    from composable_fsdp._core.gather_plan import ScheduleSettings
     from composable_fsdp._core.root import Root
     from composable_fsdp._layout import pinned
     from composable_fsdp._layout import plan as layout_plan
@@ -126,14 +127,9 @@ if TYPE_CHECKING:
         local_part,
         take_gradients,
     )
-    from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration
-    from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
-    from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
-    from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
-    from composable_fsdp._runtime.root.unused_modules import UnusedGroups
-    from composable_fsdp._runtime.schedule import passes, schedule
+    from composable_fsdp.plugins.skipped_modules import UnusedGroups
+    from composable_fsdp._runtime.schedule import schedule
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-    from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions, ScheduleSettings
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._sharding import mesh, process_groups
     from composable_fsdp._sharding.mesh import (

@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._api.direct_call_errors import uncaught_errors
+from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, alive
 from composable_fsdp._runtime.lazy_init import optimizer_hooks
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.params.tensor_subclass import hooks_of
-from composable_fsdp._runtime.root.observer import OBSERVERS
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.errors import ConfigurationError
 

@@ -35,7 +35,6 @@ from composable_fsdp._runtime.groups.state_machine import GradientState, Paramet
 from composable_fsdp._runtime.hooks import hooked_forward
 from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration, states_by_name
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.schedule import Schedule
 from composable_fsdp._runtime.shard_extent import states_below
@@ -77,8 +76,8 @@ class UnshardHandle(TorchUnshardHandle):
 class GradientReductionHandle:
     """Handle of gradient reductions in flight, returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
-    def __init__(self, iteration: Iteration) -> None:
-        self._iteration: Iteration | None = iteration
+    def __init__(self, iteration: Root) -> None:
+        self._iteration: Root | None = iteration
         self._token = iteration.finalization.begin()
 
     @runs_outside
@@ -374,8 +373,7 @@ class FSDPModule(TorchFSDPModule):
         ``print(model.schedule())`` shows it as a table. It is built from the order of modules in the last forward, so
         it is empty before the first one. Call it on the root.
         """
-        iteration: Any = iteration_of(_state(self))
-        return schedule_of(iteration) if isinstance(iteration, Root) else iteration.schedule()
+        return schedule_of(iteration_of(_state(self)))
 
     @runs_outside
     def set_costs(self, costs: Costs | str | PathLike[str] | None) -> None:

@@ -14,6 +14,7 @@ from composable_fsdp._api.direct_call_errors import uncaught_errors
 from composable_fsdp._api.fsdp_module import sharded_class
 from composable_fsdp._api.materialize import broadcast_module_states, find_ignored, materialize_meta
 from composable_fsdp._api.param_discovery import CommunicationFunction, ParamDiscovery, PlacementFunction
+from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._runtime.compile import mark_managed
 from composable_fsdp._runtime.groups.callers_context import outside_callers_context
 from composable_fsdp._runtime.groups.param_group import ParamGroup
@@ -21,7 +22,6 @@ from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_o
 from composable_fsdp._runtime.hooks import install_hooks, wrap_forward_method
 from composable_fsdp._runtime.lazy_init import optimizer_hooks
 from composable_fsdp._runtime.params.sharded_param import note_replaced
-from composable_fsdp._runtime.root.observer import OBSERVERS
 from composable_fsdp._sharding.mesh import (
     DataParallelAxes,
     data_parallel_axes,

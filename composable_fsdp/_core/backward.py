@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from composable_fsdp._core.checks import unseen_output
 from composable_fsdp._core.gather_plan import Planner
 from composable_fsdp._core.launcher import Launcher
 from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
@@ -19,14 +20,19 @@ from composable_fsdp._runtime.groups.param_group_gradients import (
 from composable_fsdp._runtime.groups.state import Accumulation, ForwardCall, FSDPState
 from composable_fsdp._runtime.groups.state_machine import LOCAL_GRADIENTS, ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
-from composable_fsdp._runtime.root.error_messages import unseen_output
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-from composable_fsdp._runtime.schedule.passes import is_full
 
 __all__ = ["Progress", "ReductionQueue"]
 
 _MOST_FORWARDS = 256
 """The maximum number of forwards kept for a later backward. There are more only if no backward is intended."""
+
+
+_MIN_BYTES_IN_FLIGHT = 1 << 20
+"""On streams, the bytes of gradients that may always be in flight: small messages cost latency, not bandwidth."""
+
+_SLACK_DIVISOR = 8
+"""On streams, ``1 / _SLACK_DIVISOR`` of the largest group's bytes may be in flight beyond them."""
 
 
 class Progress:
@@ -272,8 +278,17 @@ class ReductionQueue:
         self._in_flight.append(reduction)
 
     def _is_full(self, launch: ReductionLaunch) -> bool:
-        in_flight = [(each.launch.nbytes, each.launch.round_bytes) for each in self._in_flight]
-        return is_full(in_flight, (launch.nbytes, launch.round_bytes), self._limit)
+        """Return whether the reductions in flight leave no room for ``launch``: each holds memory for its message.
+
+        Without a limit on their number, as on streams, the limit is in bytes: hardly more than those of the largest
+        group in flight. So groups of equal size wait for each other, while the buckets of one group, or a small group
+        after a large one, follow without waiting.
+        """
+        if self._limit is not None:
+            return len(self._in_flight) >= self._limit
+        together = [*(each.launch for each in self._in_flight), launch]
+        largest = max(_MIN_BYTES_IN_FLIGHT, *(each.round_bytes for each in together))
+        return sum(each.nbytes for each in together) > largest + largest // _SLACK_DIVISOR
 
     def _start(self) -> None:
         """Launch second stages whose first stage is done.

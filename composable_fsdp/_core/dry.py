@@ -13,7 +13,9 @@ from typing import Any, cast
 
 import torch
 
+from composable_fsdp._core.gather_plan import ScheduleSettings
 from composable_fsdp._core.root import SETTINGS, Root
+from composable_fsdp._core.seams import Observer
 from composable_fsdp._layout.plan import GroupPlan, MessageSizes
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, ReductionLaunch
@@ -27,9 +29,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     Pass,
     advance,
 )
-from composable_fsdp._runtime.root.observer import Observer
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-from composable_fsdp._runtime.schedule.passes import ScheduleSettings
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
     Event,

@@ -12,24 +12,65 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from composable_fsdp._core.launcher import Launcher
-from composable_fsdp._layout.plan import SMALL_BYTES
+from composable_fsdp._layout.plan import SMALL_BYTES, MessageSizes
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
 from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
-from composable_fsdp._runtime.root.group_spec import settings_of
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-from composable_fsdp._runtime.schedule.passes import ScheduleSettings
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["PASSES", "GroupFacts", "Limits", "Plan", "Planner", "Run", "fuse", "keep_last", "make_plan", "prefetch"]
+__all__ = [
+    "PASSES",
+    "GroupFacts",
+    "Limits",
+    "Plan",
+    "Planner",
+    "Run",
+    "ScheduleSettings",
+    "fuse",
+    "keep_last",
+    "make_plan",
+    "prefetch",
+    "set_by_user",
+]
+
+PREFETCH_LIMIT = 1
+"""The default number of prefetched groups.
+
+Each further one costs its unsharded size. It pays where reductions take longer than the computation of the modules.
+"""
+
+DEFAULT_FUSED_BYTES = 1 << 20
+"""The default maximum size of the full parameters in one fusion, in bytes."""
 
 Together: TypeAlias = Mapping[str, tuple[str, ...]]
 """The groups of each fusion, by each of its groups."""
 
 ALONE: Together = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSettings:
+    """The settings of a schedule that may be chosen by costs.
+
+    Args:
+        zero_copy: large parameters have messages of their own (:class:`MessageSizes`).
+        grad_buckets: the maximum number of gradient buckets of a group.
+        prefetch_limit: the number of groups to prefetch.
+        max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
+    """
+
+    zero_copy: bool = True
+    grad_buckets: int = MessageSizes().grad_buckets
+    prefetch_limit: int = PREFETCH_LIMIT
+    max_fused_bytes: int = DEFAULT_FUSED_BYTES
+
+    @property
+    def message_sizes(self) -> MessageSizes:
+        return MessageSizes(self.zero_copy, self.grad_buckets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +100,8 @@ Facts: TypeAlias = Mapping[str, GroupFacts]
 class Limits:
     """The properties of a root that a plan depends on."""
 
-    prefetch: int = 1
-    fused_bytes: int = 1 << 20
+    prefetch: int = PREFETCH_LIMIT
+    fused_bytes: int = DEFAULT_FUSED_BYTES
     has_streams: bool = False
 
 
@@ -422,7 +463,8 @@ class Planner:
     @property
     def settings(self) -> ScheduleSettings:
         """The settings in use: those of :meth:`use`, and those that the user has set."""
-        return settings_of(self._root, self._chosen)
+        options = self._root.options
+        return replace(self._chosen, **{name: getattr(options, name) for name in set_by_user(self._root)})
 
     @property
     def version(self) -> int:
@@ -484,3 +526,8 @@ def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str],
         chosen(state.forward_prefetch),
         chosen(state.backward_prefetch),
     )
+
+
+def set_by_user(root: FSDPState) -> frozenset[str]:
+    """Return the names of the settings that the user has set for ``root``."""
+    return frozenset(name for name in ("prefetch_limit", "max_fused_bytes") if getattr(root.options, name) is not None)

@@ -17,15 +17,18 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
 from composable_fsdp._core.backward import Progress, ReductionQueue
+from composable_fsdp._core.checks import another_thread, check_settings, left_by_an_exception, unseen_output
 from composable_fsdp._core.gather_plan import Planner, Run
 from composable_fsdp._core.launcher import Launcher, StreamLauncher
+from composable_fsdp._core.passes_underway import Finalization, PassesUnderway
+from composable_fsdp._core.seams import OBSERVERS, Events, Observer
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.callers_context import (
     dispatch_modes,
@@ -45,12 +48,6 @@ from composable_fsdp._runtime.groups.state_machine import (
     ParameterState,
     Pass,
 )
-from composable_fsdp._runtime.root import iteration
-from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
-from composable_fsdp._runtime.root.finalization import Finalization
-from composable_fsdp._runtime.root.observer import OBSERVERS, Events, Observer
-from composable_fsdp._runtime.root.passes_underway import PassesUnderway
-from composable_fsdp._runtime.root.root_options import check_settings
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
@@ -126,7 +123,6 @@ class Root:
         self.lent: ParamGroup | None = None
         self.launches_reductions = True
         self.plans = Planner(root, states, launcher)
-        self.runner: Any = self.plans  # the name by which observers know it
         self._progress = Progress(states.values(), self.plans.steps, run)
         self.queue = ReductionQueue(launcher, self.plans)
         self._passes = passes
@@ -145,10 +141,8 @@ class Root:
 
     @classmethod
     def on_streams(cls, root: FSDPState, states: Mapping[str, FSDPState], streams: CommStreams) -> Root:
-        """Return a root that launches on ``streams``, and is known to this process."""
-        made = cls(root, states, StreamLauncher(streams), AutogradRun(), PassesUnderway(), OBSERVERS)
-        iteration._register(cast(Any, made))
-        return made
+        """Return a root that launches on ``streams``."""
+        return cls(root, states, StreamLauncher(streams), AutogradRun(), PassesUnderway(), OBSERVERS)
 
     # -- forward
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from composable_fsdp._core.root import Root
+from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.callers_context import outside_callers_context, runs_outside
 from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
 from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, find_state, state_of_parameter
 from composable_fsdp._runtime.params.optimizer_steps import note_optimizer_step
 from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp._runtime.root.iteration import Iteration, known_iterations
-from composable_fsdp._runtime.root.observer import OBSERVERS
 
 __all__ = [
     "ROOT_NAME",
@@ -32,22 +31,25 @@ __all__ = [
 
 ROOT_NAME = "root"
 
-_SPINES: Mapping[str, Callable[[FSDPState, Mapping[str, FSDPState], CommStreams], Iteration]] = {
-    "old": Iteration,
-    "new": cast(Any, Root.on_streams),
-}
-_spine = os.environ.get("COMPOSABLE_FSDP_SPINE", "old")
-"""The class of roots, while there are two. For tests only."""
+_roots: tuple[ref[Root], ...] = ()
+"""All roots, oldest first: in the same order on every rank. Replaced, never changed."""
+_roots_lock = threading.Lock()
 
 
-def known_iteration(state: FSDPState) -> Iteration | None:
+def _register(root: Root) -> None:
+    global _roots
+    with _roots_lock:
+        _roots = (*(known for known in _roots if known() is not None), ref(root))
+
+
+def known_iteration(state: FSDPState) -> Root | None:
     """Return the iteration of ``state``, or ``None`` before its root is initialized."""
     iteration = state.iteration
-    assert iteration is None or isinstance(iteration, Iteration | Root)
-    return cast(Iteration | None, iteration)
+    assert iteration is None or isinstance(iteration, Root)
+    return iteration
 
 
-def iteration_of(state: FSDPState) -> Iteration:
+def iteration_of(state: FSDPState) -> Root:
     """Return the iteration of ``state``. If there is none, make one with ``state`` as the root.
 
     Raises:
@@ -61,7 +63,7 @@ def iteration_of(state: FSDPState) -> Iteration:
 
 
 @runs_outside
-def assemble(root: FSDPState) -> Iteration:
+def assemble(root: FSDPState) -> Root:
     """Build the iteration of ``root`` and name the states below it by their qualified names.
 
     A module that ran on its own before its parent was a root; its states now belong to the new root.
@@ -71,7 +73,8 @@ def assemble(root: FSDPState) -> Iteration:
         state.group.check_can_unshard()
     for observer in OBSERVERS:
         observer.before_assembly(root, states)
-    iteration = _SPINES[_spine](root, states, CommStreams(root.group.axes.device))
+    iteration = Root.on_streams(root, states, CommStreams(root.group.axes.device))
+    _register(iteration)
     for former in {iteration_of(state) for state in states.values() if state.iteration is not None}:
         former.drain()
         iteration.finalization.take_settings(former.finalization)
@@ -111,7 +114,6 @@ def _install_optimizer_hooks() -> Callable[[], None]:
         with optimizer_hooks, outside_callers_context():
             for observer in OBSERVERS:
                 observer.before_step(optimizer)
-            _wait_for_readers(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks, outside_callers_context():
@@ -137,23 +139,13 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
     """
     sharded = sharded_parameters(optimizer)
     note_optimizer_step([p for p, _ in sharded])
-    stepped: Iterable[Iteration] = _iterations_of(sharded)
+    stepped: Iterable[Root] = _iterations_of(sharded)
     if not sharded:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         storages = {local_part(p).untyped_storage()._cdata for p in parameters}
-        stepped = [iteration for iteration in known_iterations() if iteration.has_shards_in(storages)]
+        stepped = [iteration for known in _roots if (iteration := known()) and iteration.has_shards_in(storages)]
     for iteration in stepped:
-        iteration.runner.steps.note()
-
-
-def _wait_for_readers(optimizer: torch.optim.Optimizer) -> None:
-    """Wait until no rank reads shared memory that ``optimizer`` will write. Parameters are looked up only if needed."""
-    awaiting = [iteration for iteration in known_iterations() if getattr(iteration, "awaits_readers", False)]
-    if awaiting:
-        own = _iterations_of(sharded_parameters(optimizer))
-        for iteration in awaiting:
-            if iteration in own:
-                iteration.wait_for_readers()
+        iteration.plans.steps.note()
 
 
 def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, FSDPState]]:
@@ -162,5 +154,5 @@ def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Ten
     return [(p, state) for p in parameters if (state := state_of_parameter(p)) is not None]
 
 
-def _iterations_of(sharded: Sequence[tuple[torch.Tensor, FSDPState]]) -> set[Iteration]:
+def _iterations_of(sharded: Sequence[tuple[torch.Tensor, FSDPState]]) -> set[Root]:
     return {iteration_of(state) for state in {state for _, state in sharded} if state.iteration is not None}

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from composable_fsdp._runtime.schedule.passes import GroupSpec
 from composable_fsdp.plan.known_accelerators import Accelerator
 from composable_fsdp.plan.rehearsal import Rehearsal
 from composable_fsdp.plan.simulated_job import mesh_shape
+from composable_fsdp.plugins.tuning.group_spec import GroupSpec
 from composable_fsdp.policies import CPUOffloadPolicy, Reshard
 
 __all__ = ["CHANGES", "PERSISTENT", "Advice", "advise", "offload_seconds"]

@@ -21,13 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import fully_shard, to_empty
+from composable_fsdp._core.root import Root
 from composable_fsdp._layout.plan import GroupPlan, plan_group
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.schedule.costs import AxisCosts, Costs
-from composable_fsdp._runtime.schedule.passes import GroupSpec
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import ConfigurationError, FSDPError
@@ -37,6 +36,7 @@ from composable_fsdp.plan.model_inputs import Batch, make_batch
 from composable_fsdp.plan.simulated_job import mesh_shape, simulated_job
 from composable_fsdp.plugins.tuning.calibration import Calibration
 from composable_fsdp.plugins.tuning.clock import Clock
+from composable_fsdp.plugins.tuning.group_spec import GroupSpec
 from composable_fsdp.plugins.tuning.predict import predicted
 from composable_fsdp.plugins.tuning.simulate import Timeline
 from composable_fsdp.plugins.tuning.tuning import tuning_of
@@ -248,13 +248,13 @@ def _sharded(build: Callable[[], nn.Module], mesh: Any, options: Mapping[str, An
     return model
 
 
-def _calibration(iteration: Iteration, ledger: MemoryLedger) -> Calibration:
+def _calibration(iteration: Root, ledger: MemoryLedger) -> Calibration:
     groups = {name: state.group for name, state in iteration.states.items() if state.group.parameters}
     clock = Clock(iteration.root.group.axes.device, lambda: ledger.seconds)
     return Calibration((), (), groups, 1, clock)
 
 
-def _observe(iteration: Iteration, ledger: MemoryLedger) -> _Observer:
+def _observe(iteration: Root, ledger: MemoryLedger) -> _Observer:
     """Return the observer of ``iteration``, which also notes the bytes of inputs of the modules of each group."""
     observer = _Observer(ledger, iteration.states, _calibration(iteration, ledger))
     tuning_of(iteration).measure(iteration, observer)
@@ -269,7 +269,7 @@ def _observe(iteration: Iteration, ledger: MemoryLedger) -> _Observer:
     return observer
 
 
-def _recompute(iteration: Iteration) -> None:
+def _recompute(iteration: Root) -> None:
     """Recompute the forward of the modules of each group within the model in backward."""
     for state in iteration.states.values():
         if state is not iteration.root:
@@ -288,7 +288,7 @@ def _compute(model: nn.Module, ledger: MemoryLedger, forward: Callable[[], torch
             ledger.mark(local_part(tensor.grad), "gradients")
 
 
-def _dtypes(iteration: Iteration, state: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _dtypes(iteration: Root, state: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the dtypes of the floating-point shards, of the computation with them, and of the optimizer state."""
     parameters = [each for found in iteration.states.values() for each in found.group.parameters]
     kept = [each for values in state for each in values.values() if isinstance(each, torch.Tensor) and each.dim()]

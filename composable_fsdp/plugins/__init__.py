@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from composable_fsdp._comm.communicator import SUM, Around, Collective, Communicator, Transfer
 from composable_fsdp._comm.factory import AROUND, TRANSPORTS
-from composable_fsdp._runtime.root.observer import OBSERVERS, Observer, Root
+from composable_fsdp._core.seams import OBSERVERS, Observer, Root
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.forward_order import ForwardOrder

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._consistency.running_pass import RunningPass
-from composable_fsdp._runtime.root.observer import Observer, Root
+from composable_fsdp._core.seams import Observer, Root
 
 __all__ = ["ExecutionOrderWarning", "ForwardOrder"]
 
@@ -35,7 +35,7 @@ class ForwardOrder(Observer):
     def end_pass(self, root: Root, running: RunningPass) -> None:
         is_whole = running.kind == "forward" and running.module == root.root.name and running.succeeded
         if is_whole and root.root.options.order_check is not OrderCheck.OFF:
-            self.compare(root.runner.record.ended)
+            self.compare(root.plans.record.ended)
 
     def compare(self, order: Sequence[str]) -> None:
         """Compare ``order``, that of a completed forward, with the first one.

@@ -23,9 +23,9 @@ from composable_fsdp._consistency.starting_values import (
     shard_details,
     start_details,
 )
+from composable_fsdp._core.seams import Observer, Root
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.root.observer import Observer, Root
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp.errors import DivergenceError, ParameterError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from composable_fsdp import trace
 from composable_fsdp._consistency.running_pass import RunningPass
 from composable_fsdp._consistency.watchdog import Watchdog, job_watchdog
-from composable_fsdp._runtime.root.observer import Observer, Root
+from composable_fsdp._core.seams import Observer, Root
 
 __all__ = ["ReportedPasses", "TracedPasses"]
 

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable_fsdp._core.seams import Observer
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
-from composable_fsdp._runtime.root.observer import Observer
 
 __all__ = ["PlainParameterWarning", "PlainParameters"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from composable_fsdp._core.seams import Observer, Root
 from composable_fsdp._runtime.groups import profiling
-from composable_fsdp._runtime.root.observer import Observer, Root
 from composable_fsdp._runtime.schedule.schedule import Hook
 
 __all__ = ["ProfilerLabels"]

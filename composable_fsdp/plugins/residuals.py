@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from composable_fsdp._core.seams import Observer, Root
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients
 from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp._runtime.root.observer import Observer, Root
 
 __all__ = ["Residuals", "commit_residuals"]
 
@@ -24,7 +24,7 @@ class Residuals(Observer):
         is_used = not root.reductions_are_in_flight and not any(each.are_waiting for each in changed)
         if is_used or self._has_ended(root, changed):  # no gradient of the step is left: they were used or dropped
             _commit(changed)
-        self._steps = root.runner.steps.number
+        self._steps = root.plans.steps.number
 
     def after_reset(self, root: Root) -> None:
         self.commit(root)  # those of the step before, if this rank failed in between
@@ -38,7 +38,7 @@ class Residuals(Observer):
             _commit(changed)
 
     def _has_ended(self, root: Root, changed: list[ParamGroupGradients]) -> bool:
-        return root.runner.steps.number != self._steps or any(each.shards_changed for each in changed)
+        return root.plans.steps.number != self._steps or any(each.shards_changed for each in changed)
 
 
 def commit_residuals(root: Root) -> None:

@@ -1,15 +1,24 @@
-"""Ranks that run different modules (``set_reduce_scatter_unused_params``) launch the same collectives."""
+"""Ranks that run different modules (``set_reduce_scatter_unused_params``) launch the same collectives.
+
+All ranks go through all groups in the order in which they are registered: a rank launches the collectives of the groups
+that it skips before those of the next group that it runs, and at the ends of forward and backward. Gradients of outer
+states wait for the end. So the sequence of collectives is the same on all ranks.
+"""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from weakref import ref
 
-from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
-from composable_fsdp._runtime.groups.state_machine import Pass
-from composable_fsdp._runtime.root.observer import Observer, Root
-from composable_fsdp._runtime.root.unused_modules import UnusedModules
+from composable_fsdp._core import root as core
+from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, find_state
+from composable_fsdp._runtime.groups.state_machine import ParameterState, Pass
+from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp.errors import LifecycleError
 
-__all__ = ["SkippedModules"]
+__all__ = ["SkippedModules", "UnusedGroups", "UnusedModules"]
 
 
 class SkippedModules(Observer):
@@ -18,15 +27,16 @@ class SkippedModules(Observer):
     def __init__(self) -> None:
         self._current: _CurrentForward | None = None
 
-    def for_root(self, root: Root) -> Observer | None:
-        return SkippedModules() if hasattr(root, "plans") else None
+    def for_root(self, root: Root) -> Observer:
+        return SkippedModules()
 
     def begin_forward(self, root: Root, outermost: FSDPState) -> None:
         root.events.remove(self._current)
+        assert isinstance(root, core.Root)
         is_needed = any(state.unequal_use for state in root.states.values())
-        self._current = _CurrentForward(UnusedModules(cast(Any, root), outermost)) if is_needed else None
+        self._current = _CurrentForward(UnusedModules(root, outermost)) if is_needed else None
         root.events.add(self._current)
-        cast(Any, root).launches_reductions = not is_needed
+        root.launches_reductions = not is_needed
 
 
 class _CurrentForward(Observer):
@@ -58,3 +68,178 @@ class _CurrentForward(Observer):
 
     def after_reset(self, root: Root) -> None:
         self._modules.forget_backward()
+
+
+class SkippedGroup(NamedTuple):
+    """The beginning of a group that this rank skips, or its end, after the groups inside it."""
+
+    group: str
+    begins: bool
+
+
+class UnusedGroups:
+    """Computes the groups that this rank skips, so that it can join their collectives.
+
+    Every rank begins all groups in one order and ends each after those inside it, whatever it runs itself.
+
+    Args:
+        order: the groups, each before those inside it, with the number of groups inside.
+    """
+
+    def __init__(self, order: Sequence[tuple[str, int]]) -> None:
+        self._order = [group for group, _ in order]
+        self._place = {group: place for place, group in enumerate(self._order)}
+        self._end = [place + 1 + inside for place, (_, inside) in enumerate(order)]
+        self._next = 0
+        self._open: list[int] = []
+
+    def is_late(self, group: str) -> bool:
+        """Return whether ``group``, or a later group, has begun already."""
+        return self._place.get(group, self._next) < self._next
+
+    def before(self, group: str) -> list[SkippedGroup]:
+        """Begin ``group`` and return the skipped groups before it."""
+        place = self._place.get(group)
+        if place is None:
+            return []
+        skipped = self._up_to(place)
+        self._next = place + 1
+        return skipped
+
+    def inside(self, group: str) -> list[SkippedGroup]:
+        """End ``group`` and return the skipped groups inside it."""
+        place = self._place.get(group)
+        return [] if place is None else self._up_to(self._end[place])
+
+    def rest(self) -> list[SkippedGroup]:
+        """Return all groups that are left at the end of forward."""
+        return self._up_to(len(self._order))
+
+    def _up_to(self, end: int) -> list[SkippedGroup]:
+        skipped: list[SkippedGroup] = []
+        for place in range(self._next, end):
+            skipped += self._close(place)
+            skipped.append(SkippedGroup(self._order[place], begins=True))
+            self._open.append(place)
+        self._next = max(self._next, end)
+        return skipped + self._close(end)
+
+    def _close(self, place: int) -> list[SkippedGroup]:
+        skipped = []
+        while self._open and self._end[self._open[-1]] <= place:
+            skipped.append(SkippedGroup(self._order[self._open.pop()], begins=False))
+        return skipped
+
+
+class UnusedModules:
+    """One forward and its backward with the same collectives on all ranks. Final."""
+
+    def __init__(self, root: core.Root, outermost: FSDPState) -> None:
+        beneath = _states_beneath(outermost)
+        for state in beneath:
+            if state.has_several_modules:
+                raise LifecycleError(
+                    f"{state.name!r} are several modules of one group, which have no single position in the order. "
+                    "With set_reduce_scatter_unused_params, shard them one by one, or a module that contains them."
+                )
+        self._owner = ref(root)
+        self._groups = UnusedGroups(
+            [(name, len(_states_beneath(state)) - 1) for name, state in root.states.items() if state in beneath]
+        )
+        self._records: list[ForwardRecord] = []
+        self._reached: list[FSDPState] = []
+        self._outer: list[FSDPState] = []
+
+    @property
+    def _root(self) -> core.Root:
+        """The root whose observer owns this object."""
+        root = self._owner()
+        assert root is not None
+        return root
+
+    # -- forward
+
+    def begin(self, state: FSDPState) -> None:
+        """Begin ``state``: first do the collectives of the groups skipped before it."""
+        if self._groups.is_late(state.name):
+            raise LifecycleError(
+                f"{state.name!r} runs a second time in one forward, or after a module that is registered behind it. "
+                "With set_reduce_scatter_unused_params, all ranks go through the sharded modules in the order in which "
+                "they are registered, once per forward. Register them in the order in which they run, or shard a "
+                "module that contains them instead of each."
+            )
+        self._take(self._groups.before(state.name))
+
+    def end(self, state: FSDPState) -> None:
+        """End ``state``: do the collectives of the groups skipped inside it."""
+        self._take(self._groups.inside(state.name))
+
+    def end_forward(self) -> None:
+        """End the forward: do the collectives of all groups that are left."""
+        self._take(self._groups.rest())
+
+    def _take(self, skipped: Iterable[SkippedGroup]) -> None:
+        for name, begins in skipped:
+            state = self._root.states[name]
+            if begins:
+                self._root.begin_skipped(state)
+            else:
+                self._root.end_skipped(state)
+
+    # -- backward
+
+    def check_recomputed(self, state: FSDPState) -> None:
+        """Check that the parameters of ``state``, which is recomputed, are unsharded.
+
+        Ranks that skip it all-gather later.
+        """
+        if state.group.parameter_state is ParameterState.SHARDED and state.group.parameters:
+            raise LifecycleError(
+                f"{state.name!r} is recomputed as part of a module around it. With set_reduce_scatter_unused_params, "
+                "checkpoint each sharded module by itself (and with use_reentrant=False)."
+            )
+
+    def reach(self, record: ForwardRecord, position: int, backward: int, running: FSDPState | None) -> None:
+        """Join the collectives of the groups that backward skipped before ``running`` at ``position`` of ``record``.
+
+        Gradients that are complete by then are reduced. A state around ``running`` was not skipped: its output may be
+        the same tensor.
+        """
+        if record not in self._records:
+            self._records.append(record)
+        for each in record.reach(position, backward):
+            self._settle_reached()
+            state = self._root.states[record.ended[each]]
+            self._reached.append(state)
+            if state is running:
+                continue
+            self._root.reach_skipped(state, record, each)
+            if state.reshard_after_backward and (running is None or running not in _states_beneath(state)):
+                self._root.launcher.free(state.group)
+
+    def end_backward(self, backward: int) -> None:
+        """End the backward: do the collectives that are left."""
+        for record in self._records:
+            self.reach(record, 0, backward, None)
+        self._settle_reached()
+        for state in self._outer:
+            self._root.reduce_gradients(state, contributes=True)
+        self.forget_backward()
+
+    def forget_backward(self) -> None:
+        """Forget the backward, which is over or failed."""
+        for of_backward in (self._records, self._reached, self._outer):
+            of_backward.clear()
+
+    def _settle_reached(self) -> None:
+        for state in self._reached:
+            if state.has_nested_states:
+                self._outer.append(state)
+            else:
+                self._root.reduce_gradients(state, contributes=True)
+        self._reached.clear()
+
+
+def _states_beneath(state: FSDPState) -> set[FSDPState]:
+    """Return ``state`` and all states inside its modules."""
+    return {below for top in state.modules for m in top.modules() if (below := find_state(m)) is not None}

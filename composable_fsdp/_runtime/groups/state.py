@@ -256,9 +256,7 @@ class ForwardCall:
     def end_unseen(self) -> None:
         """Note that no hook will report the gradients of this call's inputs."""
         self.tape.append(("end_unseen", self.number))
-        run = self.first or self
-        run.ends_unseen = True
-        run.record.unseen.add(run.position)
+        (self.first or self).ends_unseen = True
 
     def await_inputs(self) -> None:
         """Note that a hook will report the gradients of this call's inputs."""

@@ -1,10 +1,10 @@
-"""The record of one forward: the events of its groups, from which the schedule of its backward is built. Pure."""
+"""The record of one forward: the events of its groups, from which the plan of its backward is made. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from composable_fsdp._runtime.schedule.schedule import Event, Hook
+from composable_fsdp._runtime.schedule.schedule import Event
 
 __all__ = ["ForwardRecord"]
 
@@ -13,22 +13,15 @@ class ForwardRecord:
     """The events of one forward. The autograd graph of that forward keeps it alive.
 
     Attributes:
-        events: the pre-forward events, which the runner appends, and the post-forward events, in order.
+        events: the pre-forward events, which the planner appends, and the post-forward events, in order.
         ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
         fused: the fusions of groups in this forward and its backward.
-        unsharded: the groups that were unsharded when it began.
-        unseen: the positions of runs whose inputs needed no gradient, so that no hook shows the end of their backward.
     """
 
-    def __init__(
-        self, fused: Mapping[str, tuple[str, ...]] | None = None, unsharded: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, fused: Mapping[str, tuple[str, ...]] | None = None) -> None:
         self.events: list[Event] = []
         self.ended: list[str] = []
         self.fused = fused or {}
-        self.unsharded = unsharded
-        self.unseen: set[int] = set()
-        self._without_backward: list[int] = []
         self._backward = -1
         self._lowest = 0
 
@@ -36,7 +29,6 @@ class ForwardRecord:
         """Append the post-forward event of a group. Return its position, or -1 if no backward comes back to it."""
         self.events.append(event)
         if not leads_to_backward:
-            self._without_backward.append(len(self.events) - 1)
             return -1
         self.ended.append(event.group)
         return len(self.ended) - 1
@@ -45,27 +37,6 @@ class ForwardRecord:
         """Remove the last ``event``, the pre-forward of a group whose forward raised an error."""
         index = len(self.events) - 1 - self.events[::-1].index(event)
         del self.events[index]
-        self._without_backward = [each - (each > index) for each in self._without_backward]
-
-    def order_of_backward(self) -> list[Event]:
-        """Return the events of those runs of groups that a backward may come back to."""
-        if not self._without_backward:
-            return self.events
-        dropped = set(self._without_backward)
-        begun: dict[str, list[int]] = {self.events[index].group: [] for index in dropped}
-        for index, (hook, group, _) in enumerate(self.events):
-            if group not in begun:
-                continue
-            if hook is Hook.PRE_FORWARD:
-                begun[group].append(index)
-            else:
-                start = begun[group].pop()
-                if index in dropped:
-                    dropped.add(start)
-        events = self.events.copy()
-        for index in sorted(dropped, reverse=True):
-            del events[index]
-        return events
 
     def reach(self, position: int, backward: int) -> range:
         """Return the later positions that backward number ``backward`` has not reached yet, last first.

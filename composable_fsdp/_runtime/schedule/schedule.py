@@ -1,6 +1,6 @@
-"""The schedule of one iteration as a value: the actions that the runtime performs at each event. Pure.
+"""The schedule of one step as a value: the actions that a root performs at each event. Pure.
 
-``passes`` builds schedules, ``simulate`` predicts their time and memory, and the iteration of a root performs them.
+A dry run makes schedules, and ``simulate`` predicts their time and memory.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import NamedTuple, TypeAlias
 
 __all__ = [
     "Action",
-    "Barrier",
     "Event",
     "Free",
     "Gather",
     "GradBucket",
     "Hook",
-    "Keep",
     "Reduce",
     "Schedule",
     "Shrink",
@@ -96,12 +94,6 @@ class Free(_OnGroup):
     __slots__ = ()
 
 
-class Keep(_OnGroup):
-    """Leave ``group`` unsharded after its forward."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
 class Shrink:
     """Free ``group`` except for a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
@@ -135,15 +127,7 @@ class WaitReduce:
         return f"wait for {self.count} reduction{'s' if self.count > 1 else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class Barrier:
-    """Wait until no rank reads shared memory any more, so that each may write to its part."""
-
-    def __str__(self) -> str:
-        return "barrier"
-
-
-Action: TypeAlias = Gather | Wait | Free | Keep | Shrink | Reduce | WaitReduce | Barrier
+Action: TypeAlias = Gather | Wait | Free | Shrink | Reduce | WaitReduce
 
 
 class Step(NamedTuple):
@@ -157,14 +141,11 @@ class Step(NamedTuple):
 class Schedule:
     """The actions at each event of one forward and its backward; the same on every rank.
 
-    ``initially_unsharded`` are the groups that are unsharded before the first event.
-
     Invariants: a group is waited for before its modules compute, and freed or kept after. Every bucket is reduced once.
     A schedule without its prefetches computes the same values. ``print`` shows it as a table.
     """
 
     steps: tuple[Step, ...]
-    initially_unsharded: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)

@@ -13,10 +13,10 @@ from weakref import ref
 import torch
 
 from composable_fsdp._comm.communicator import AliasingCommunicator, barrier
+from composable_fsdp._core.seams import Observer, Root
 from composable_fsdp._memory.streams import Work
 from composable_fsdp._runtime.groups.state import FSDPState, state_of_parameter
 from composable_fsdp._runtime.groups.state_machine import Pass
-from composable_fsdp._runtime.root.observer import Observer, Root
 
 __all__ = ["Epochs"]
 
@@ -31,7 +31,7 @@ class Epochs(Observer):
     def for_root(self, root: Root) -> Observer | None:
         axes = (pgs.axes.shard for state in root.states.values() for pgs in state.group.process_groups)
         aliasing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.traits.aliases and c.size > 1]
-        if not aliasing or not hasattr(root, "plans"):
+        if not aliasing:
             return None
         known = _EpochsOfRoot(root, aliasing)
         self._of_roots = (*(each for each in self._of_roots if each() is not None), ref(known))
@@ -86,7 +86,7 @@ class _EpochsOfRoot(Observer):
     def before_end(self, root: Root, which: Pass) -> Sequence[Work]:
         if which is Pass.BACKWARD:
             return self.end("end of backward", self._communicators)
-        if not root.runner.runs_on_all_ranks:
+        if not root.plans.runs_on_all_ranks:
             return ()  # a forward that gathered nothing must not change what ranks do together
         if not root.leads_to_backward:  # kept parameters may be used in forwards that other ranks do not run
             for state in self.states:

@@ -13,7 +13,6 @@ from math import sqrt
 
 from composable_fsdp._layout.plan import GradientMemory
 from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
-from composable_fsdp._runtime.schedule.passes import GroupSpec, Specs
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
     Event,
@@ -26,6 +25,7 @@ from composable_fsdp._runtime.schedule.schedule import (
     Wait,
     WaitReduce,
 )
+from composable_fsdp.plugins.tuning.group_spec import GroupSpec, Specs
 
 __all__ = ["Span", "Timeline", "fit_computation", "simulate"]
 
@@ -95,8 +95,6 @@ def simulate(schedule: Schedule, specs: Specs, costs: Costs) -> Timeline:
         costs: the costs of its collectives and of its computation.
     """
     simulation = _Simulation(specs, costs)
-    for name in schedule.initially_unsharded:
-        simulation.unshard(name, 0.0)
     events = Counter((event.hook, event.group) for event, _ in schedule)
     last_ready = {event.group: event for event, _ in schedule if event.hook is Hook.GRAD_READY}
     memory, moments = [], []

@@ -10,13 +10,12 @@ import torch
 
 from composable_fsdp import trace
 from composable_fsdp._comm.communicator import Communicator
+from composable_fsdp._core.gather_plan import ScheduleSettings, set_by_user
+from composable_fsdp._core.seams import Observer, Root
 from composable_fsdp._runtime.groups import profiling
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
-from composable_fsdp._runtime.root.group_spec import set_by_user
-from composable_fsdp._runtime.root.observer import Observer, Root
 from composable_fsdp._runtime.schedule.costs import Costs
-from composable_fsdp._runtime.schedule.passes import ScheduleSettings
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp.plugins.tuning.calibration import Calibration, StepObserver
@@ -65,7 +64,7 @@ class Tuning(Observer):
         """
         if any(state.unequal_use for state in root.states.values()):
             self._stop(root)
-        elif torch.is_grad_enabled() and outermost is root.root and root.runner.will_gather():
+        elif torch.is_grad_enabled() and outermost is root.root and root.plans.will_gather():
             self._begin_step(root)
 
     def _begin_step(self, root: Root) -> None:
@@ -93,35 +92,34 @@ class Tuning(Observer):
             return self.choice is not None
         before, self._inputs = self._inputs, self._inputs_now(root)
         has_changed = self._chosen_for[0] is not costs or before == self._inputs != self._chosen_for
-        return has_changed and bool(root.runner.known.events)
+        return has_changed and bool(root.plans.known.events)
 
     def _inputs_now(self, root: Root) -> tuple[object, ...]:
-        runner = root.runner
-        if self._specs[0] != runner.version:
-            self._specs = runner.version, specs_for(root, runner.settings)
-        return root.root.options.costs, runner.known.events, runner.training_options, self._specs[1]
+        plans = root.plans
+        if self._specs[0] != plans.version:
+            self._specs = plans.version, specs_for(root, plans.settings)
+        return root.root.options.costs, plans.known.events, plans.training_options, self._specs[1]
 
     def _choose(self, root: Root) -> None:
         """Choose the settings by the costs of the root. The choice is the same on every rank."""
-        costs, runner = root.root.options.costs, root.runner
+        costs, plans = root.root.options.costs, root.plans
         if costs is None:
             self.choice = None
         else:
             specs_of = cache(partial(specs_for, root))
 
             def predict(settings: ScheduleSettings) -> Timeline:
-                specs = specs_of(replace(settings, prefetch_limit=0))
-                return simulate(schedule_for(root, settings, specs), specs, costs)
+                return simulate(schedule_for(root, settings), specs_of(replace(settings, prefetch_limit=0)), costs)
 
             self.choice = choose(
                 predict,
                 costs.source,
-                current=runner.settings,
-                default=runner.default_settings,
+                current=plans.settings,
+                default=plans.default_settings,
                 before=self.choice.seconds if self.choice else None,
                 fixed=set_by_user(root.root),
             )
-        runner.use(self.choice.settings if self.choice else runner.default_settings)
+        plans.use(self.choice.settings if self.choice else plans.default_settings)
         self._chosen_for = self._inputs = self._inputs_now(root)
 
     def after_reset(self, root: Root) -> None:
@@ -164,10 +162,10 @@ def choice_of(root: Root) -> Choice | None:
 
 def _fitted(root: Root, costs: Costs, waited: float) -> Costs:
     """Return ``costs`` by which the last steps take as long as they did, each with ``waited`` seconds of waits."""
-    if not root.runner.known.events:
+    if not root.plans.known.events:
         return costs
-    specs = specs_for(root, root.runner.settings)
-    return fit_computation(schedule_for(root, root.runner.settings, specs), specs, costs, waited)
+    specs = specs_for(root, root.plans.settings)
+    return fit_computation(schedule_for(root, root.plans.settings), specs, costs, waited)
 
 
 def _axes(root: Root) -> list[DataParallelAxes]:

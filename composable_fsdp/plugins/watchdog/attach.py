@@ -12,8 +12,8 @@ from composable_fsdp._comm.factory import communicators, timeout_of
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.wait_warning import ENDED_AT, REPORTED_AT
 from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._core.seams import Observer, Root
 from composable_fsdp._runtime.groups.state import connections
-from composable_fsdp._runtime.root.observer import Observer, Root
 from composable_fsdp.plugins.watchdog.decorators import Exchange, OrderChecked, StoreExchange, Watched
 
 __all__ = ["OrderCheckLevel", "compare", "compared", "order_checked", "watched"]

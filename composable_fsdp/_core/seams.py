@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from composable_fsdp._consistency.running_pass import RunningPass
+from composable_fsdp._core.gather_plan import Planner
 from composable_fsdp._memory.streams import CommStreams, Work
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
 from composable_fsdp._runtime.groups.state_machine import Pass
@@ -21,14 +22,14 @@ __all__ = ["OBSERVERS", "Events", "Observer", "Root"]
 
 
 class Root(Protocol):
-    """The members of an iteration that observers and :class:`PassesUnderway` use."""
+    """The members of a root that observers use."""
 
     root: FSDPState
     """The state of the outermost module, which has the options of all."""
     states: Mapping[str, FSDPState]
     """All FSDP states, by name, in module order."""
-    runner: Any
-    """The schedule, its record of the last forward, and the choice of its settings."""
+    plans: Planner
+    """The plan of the passes, and the record of the last forward."""
     events: Events
 
     @property
@@ -40,6 +41,11 @@ class Root(Protocol):
     @property
     def evaluates(self) -> bool:
         """True in a forward to which no backward comes back."""
+        ...
+
+    @property
+    def leads_to_backward(self) -> bool:
+        """True if a backward may follow the running forward."""
         ...
 
     @property
@@ -71,7 +77,7 @@ class Observer:
         """Note that ``clone`` is a copy of ``state``."""
 
     def before_assembly(self, root: FSDPState, states: Mapping[str, FSDPState]) -> None:
-        """Note that ``states``, those below ``root``, are about to get an iteration."""
+        """Note that ``states``, those below ``root``, are about to get a root object."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that ``optimizer`` is about to step. Called while the process has FSDP states, for every optimizer."""

@@ -1,13 +1,15 @@
-"""Errors for passes that cannot go on. Each text says what to do."""
+"""Errors for passes that cannot go on, and the check of settings that exist once per root. Texts say what to do."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from dataclasses import fields
 
-from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp.errors import LifecycleError
+from composable_fsdp._runtime.groups.state import FSDPState, RootOptions
+from composable_fsdp.errors import ConfigurationError, LifecycleError
 
-__all__ = ["another_thread", "left_by_an_exception", "unseen_output"]
+__all__ = ["another_thread", "check_settings", "left_by_an_exception", "unseen_output"]
 
 
 def another_thread(state: FSDPState, thread: threading.Thread, kind: str, root: FSDPState) -> LifecycleError:
@@ -37,3 +39,32 @@ def unseen_output(state: FSDPState) -> LifecycleError:
         "torch.utils._pytree.register_pytree_node; if it hands tensors on in another way, shard it with "
         "reshard_after_forward=False. Then call reset_iter_state() on the root module before the next step."
     )
+
+
+_REMEDIES = {"device": "Give all of them meshes of one device type."}
+
+
+def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
+    """Check that no state has another value of a root setting than ``root``, except the default, for the root's value.
+
+    Raises:
+        ConfigurationError: a group below ``root`` has another value. The text has both.
+    """
+    of_root = _values(root)
+    for state in states:
+        for name, value in _values(state).items():
+            if value not in (of_root[name], None):
+                remedy = _REMEDIES.get(name, f"Call set_{name.replace(' ', '_')} on the root{_only(name)}.")
+                raise ConfigurationError(
+                    f"the {name} of {state.name!r} ({state.class_name}) is {value}, but that of {root.name!r} "
+                    f"({root.class_name}), which contains it, is {of_root[name]}, and one counts for all. {remedy}"
+                )
+
+
+def _only(name: str) -> str:
+    return "" if name == "order check" else " only"
+
+
+def _values(state: FSDPState) -> dict[str, object]:
+    options = {each.name: getattr(state.options, each.name) for each in fields(RootOptions)}
+    return {"device": state.group.axes.device, "order check": options.pop("order_check").value, **options}

@@ -1,1 +1,0 @@
-"""The iteration of a root module: its passes, prefetching, reductions in flight, and recovery."""
