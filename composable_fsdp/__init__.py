@@ -13,6 +13,7 @@ Shard every block, then the model itself::
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._api.fsdp_module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
 from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
 from composable_fsdp._api.materialize import initialize, to_empty
@@ -29,7 +30,6 @@ from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.codecs.error_feedback import ErrorFeedback
 from composable_fsdp.codecs.float8 import Float8
-from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow, communication_report
 from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription, describe
 from composable_fsdp.diagnostics.nonfinite import find_nonfinite

@@ -48,9 +48,10 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
+    from composable_fsdp._core import backward, gather_plan
     from composable_fsdp._core.backward import _MOST_FORWARDS, ReductionQueue
     from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot
-    from composable_fsdp._core.gather_plan import ScheduleSettings
+    from composable_fsdp._core.gather_plan import Planner, ScheduleSettings
     from composable_fsdp._core.root import Root
     from composable_fsdp._layout import pinned
     from composable_fsdp._layout import plan as layout_plan
@@ -94,7 +95,6 @@ if TYPE_CHECKING:
         GatherCache,
         _runs_of,
         cached_gather,
-        launch_gather,
         pack_messages,
     )
     from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket, CachedPart
@@ -103,7 +103,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.groups import param_group_buckets
     from composable_fsdp._runtime.groups import state as groups_state
     from composable_fsdp._runtime.groups.callers_context import outside_callers_context
-    from composable_fsdp._runtime.groups.param_group import ParamGroup
+    from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup, unshard_together
     from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
     from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, RootOptions, find_state, state_of
     from composable_fsdp._runtime.groups.state_machine import (
@@ -127,7 +127,6 @@ if TYPE_CHECKING:
         local_part,
         take_gradients,
     )
-    from composable_fsdp.plugins.skipped_modules import UnusedGroups
     from composable_fsdp._runtime.schedule import schedule
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
@@ -193,6 +192,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.shared_memory.connect import SWITCH
     from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES
     from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
+    from composable_fsdp.plugins.skipped_modules import UnusedGroups
     from composable_fsdp.plugins.tuning import tuning
     from composable_fsdp.plugins.tuning.calibration import Calibration, measure_collective
     from composable_fsdp.plugins.tuning.choose import (
@@ -201,6 +201,8 @@ if TYPE_CHECKING:
         Choice,
         choose,
     )
+    from composable_fsdp.plugins.tuning.group_spec import GroupSpec, Specs
+    from composable_fsdp.plugins.tuning.predict import specs_for
     from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
     from composable_fsdp.plugins.version_check import reads_shards
     from composable_fsdp.plugins.visible_collectives import Visible

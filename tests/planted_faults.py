@@ -70,7 +70,6 @@ NO_ORDER = {
     ("_memory/streams.py", "InFlight.start", "wait"): "only where waits block the host: streams order it by `enqueue`",
     ("checkpoint/_dcp/storage.py", "read", "wait"): "a future of torch's reader of files",
     ("_runtime/collectives/all_gather.py", "_AllGather._await_readers", "wait"): "memory that ranks of a host share",
-    ("_runtime/root/iteration.py", "_wait_for", "wait"): "memory that ranks of a host share",
 }
 """Sites that order no work of streams, by path, function and method."""
 

@@ -41,12 +41,14 @@ class Progress:
     Attributes:
         number: the number of this backward. Calls store it when backward reaches them.
         reached: the states that this backward, or the last one, reached through an output with a hook.
+        is_in_forward: this backward is inside of a forward.
         run: autograd's run, inside which reentrant checkpoints begin others.
     """
 
     def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps, run: AutogradRun) -> None:
         self.number = 0
         self.reached: set[FSDPState] = set()
+        self.is_in_forward = False
         self.run = run
         self._states = states
         self._steps, self._seen_steps = steps, steps.number
@@ -92,8 +94,9 @@ class Progress:
 
     # -- this backward
 
-    def begin(self) -> None:
+    def begin(self, *, is_in_forward: bool) -> None:
         self.number += 1
+        self.is_in_forward = is_in_forward
         self.reached.clear()
         self.run.number = torch._C._current_graph_task_id()
 

@@ -69,7 +69,7 @@ def schedule_of(
             settings,
             {name: state.group.tensors.plan_with(settings.message_sizes) for name, state in root.states.items()},
         )
-    replay.play(root.tape)
+    replay.play(root.tape.events)
     return Schedule(tuple(Step(event, tuple(actions)) for event, actions in replay.steps))
 
 

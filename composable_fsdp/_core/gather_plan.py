@@ -261,6 +261,7 @@ class Planner:
         runs_on_all_ranks: True if all ranks run the current forward. Any other may run on some ranks only, so it must
             not influence later launches.
         fused: the fusions of the current or last forward that all ranks ran.
+        unequal_use: ranks may run different modules, so nothing is fused, and an observer launches the reductions.
     """
 
     def __init__(self, root: FSDPState, states: Mapping[str, FSDPState], launcher: Launcher) -> None:
@@ -273,7 +274,7 @@ class Planner:
         sizes = root.group.process_groups[0].default_message_sizes
         self.default_settings = self._chosen = ScheduleSettings(sizes.zero_copy, sizes.grad_buckets)
         """The settings of the transport."""
-        self._in_common = False
+        self.unequal_use = False
         self._version = -1
         self._facts: dict[str, GroupFacts] = {}
         self._limits = Limits()
@@ -289,10 +290,9 @@ class Planner:
 
     # -- the order
 
-    def begin_forward(self, *, leads_to_backward: bool, in_common: bool) -> None:
-        """Begin a forward. With ``in_common``, ranks may run different modules: nothing is fused."""
+    def begin_forward(self, *, leads_to_backward: bool) -> None:
         self.seen_steps = self.steps.number
-        self.runs_on_all_ranks, self._in_common, self._cursor = leads_to_backward, in_common, 0
+        self.runs_on_all_ranks, self._cursor = leads_to_backward, 0
         self.refresh()
         plan = self._plan_of(self.known, None)
         self._forward = plan.forward
@@ -340,7 +340,7 @@ class Planner:
 
     def eager(self, name: str, *, in_backward: bool = False, recomputes: bool = False) -> Run:
         """Return the plan of an unexpected run: no more is gathered ahead than the user chose."""
-        fused = ALONE if self._in_common else self.fused
+        fused = ALONE if self.unequal_use else self.fused
         if self._eager_for is not fused:
             self._eager_for = fused
             self._eager.clear()
@@ -385,7 +385,7 @@ class Planner:
         limit = self._root.options.max_unsharded_bytes
         if limit is None:
             return True
-        if self._in_common:  # ranks hold different groups at this point
+        if self.unequal_use:  # ranks hold different groups at this point
             return False
         held = {name: each.group.plan.unsharded_bytes for name, each in self._states.items() if each.group.is_gathered}
         return sum((held | {name: self._facts[name].nbytes for name in names}).values()) <= limit
@@ -443,7 +443,7 @@ class Planner:
     # -- plans
 
     def _plan_of(self, record: ForwardRecord, fused: Together | None) -> Plan:
-        if self._in_common:
+        if self.unequal_use:
             fused = ALONE
         key = self._facts, self._limits, record.events, record.ended, fused
         for at, (known, plan) in enumerate(self._plans):

@@ -6,6 +6,7 @@ Each skips what is done already. ``dry.py`` has a launcher that only notes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch.autograd import Variable
@@ -62,11 +63,16 @@ class StreamLauncher:
     """Launches on the streams of a device. Final."""
 
     def __init__(self, streams: CommStreams) -> None:
-        self.streams = streams
         self.has_streams = streams.device.has_streams
+        self.streams = streams
 
-    def gather(self, groups: Sequence[ParamGroup], label: str) -> None:
-        unshard_together(groups, self.streams, label)
+    @property
+    def streams(self) -> CommStreams:
+        return self._streams
+
+    @streams.setter
+    def streams(self, streams: CommStreams) -> None:
+        self._streams, self.gather = streams, partial(unshard_together, streams)
 
     wait = staticmethod(ParamGroup.wait)
     free = staticmethod(ParamGroup.reshard)

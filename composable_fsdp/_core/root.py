@@ -35,7 +35,6 @@ from composable_fsdp._runtime.groups.callers_context import (
     function_modes,
     in_autocast,
     in_transform,
-    outside_callers_context,
     runs_outside,
 )
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
@@ -57,7 +56,15 @@ __all__ = ["SETTINGS", "Root"]
 
 _current_run = torch._C._current_graph_task_id
 
+# Up to Python 3.11, a member takes as long as a call to look up on its enum.
 IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
+_SUM_UNSHARDED, _SHARDED, _UNSHARDING = (
+    Accumulation.UNSHARDED,
+    ParameterState.SHARDED,
+    ParameterState.UNSHARDING,
+)
+_ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, GradientState.PARTIAL
+_NEVER, _AUTO, _SMALLER = ReshardKind.NEVER, ReshardKind.AUTO, ReshardKind.SMALLER
 
 SETTINGS = (
     *("reshard", "reshard_after_backward", "unshard_in_backward", "accumulation", "all_reduce"),
@@ -69,31 +76,30 @@ _LONGEST_TAPE = 1 << 16
 """The number of events after which a forward begins a new tape: forwards come that no backward follows."""
 
 
-def _hook(hook: Hook) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Any], None]]:
-    """Run a method of :class:`Root` outside of the caller's context, and tell observers of it."""
+class Tape:
+    """The events of one step, for dry runs: forwards that lead to a backward, and the backwards after them.
 
-    def around(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        @functools.wraps(method)
-        def run(root: Root, subject: Any) -> None:
-            if root._pass is IDLE:
-                for observe in root.events.before_first_hook:
-                    observe(root)
-            is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
-            if not is_in_context and not root.events.before_hook and "spmd_types" not in sys.modules:
-                method(root, subject)
-                return
-            with outside_callers_context():
-                for observe in root.events.before_hook:
-                    observe(root, hook, subject)
-                try:
-                    method(root, subject)
-                finally:
-                    for observe in root.events.after_hook:
-                        observe(root, hook, subject)
+    Attributes:
+        events: the events, each a hook with what it cannot look up later.
+        of_forward: the events of the current or last forward: those of a step, or of a forward without a backward.
+    """
 
-        return run
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.of_forward = self.events
+        self._has_backward = False
 
-    return around
+    def begin_forward(self, *, leads_to_backward: bool, follows_forwards: bool) -> None:
+        """Begin a forward, and a new tape if it is the first one of a step."""
+        is_new_step = self._has_backward and not follows_forwards
+        if leads_to_backward and (is_new_step or len(self.events) > _LONGEST_TAPE):
+            self.events, self._has_backward = [], False
+        self.of_forward = self.events if leads_to_backward else []
+
+    def end_backward(self, arriving: Sequence[str]) -> None:
+        """End a backward, after which the gradients of the groups ``arriving`` were not complete."""
+        self.events.append(("end_backward", arriving))
+        self._has_backward = True
 
 
 class Root:
@@ -103,9 +109,8 @@ class Root:
         finalization: the end of the reductions of a step.
         post_optimizer_event: the event after the optimizer's step, for which the next forward's first gather waits.
         lent: a group in LENT, while there is one: no module of this root may run.
-        launches_reductions: False while an observer launches them, because ranks run different modules.
         events: the observers.
-        tape: the events of the last forward that leads to a backward, and of the backwards after it.
+        tape: the events of the last step.
     """
 
     def __init__(
@@ -121,20 +126,17 @@ class Root:
         self.finalization = Finalization()
         self.post_optimizer_event: Any = None
         self.lent: ParamGroup | None = None
-        self.launches_reductions = True
         self.plans = Planner(root, states, launcher)
         self._progress = Progress(states.values(), self.plans.steps, run)
         self.queue = ReductionQueue(launcher, self.plans)
         self._passes = passes
-        self._pass = self._pass_around_backward = IDLE
+        self._pass = IDLE
         self._outermost: FSDPState | None = None
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
         self.is_verified = False
         """True once the observers have compared the model between ranks."""
-        self.tape: list[tuple[Any, ...]] = []
-        self._tape_of_forward = self.tape
-        self._tape_has_backward = False
+        self.tape = Tape()
         for state in states.values():
             state.group.gradients.on_ready = _weak_callback(self, state)
         self.events = Events(self, observers)
@@ -144,19 +146,42 @@ class Root:
         """Return a root that launches on ``streams``."""
         return cls(root, states, StreamLauncher(streams), AutogradRun(), PassesUnderway(), OBSERVERS)
 
+    # -- around every hook
+
+    def _is_plain(self) -> bool:
+        """Return whether a hook is outside of contexts of the caller, and no observer is told of hooks."""
+        if self._pass is IDLE:
+            for observe in self.events.before_first_hook:
+                observe(self)
+        is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
+        return not is_in_context and not self.events.before_hook and "spmd_types" not in sys.modules
+
+    @runs_outside
+    def _observed(self, hook: Hook, work: Callable[[Any], None], subject: Any) -> None:
+        """Do the ``work`` of ``hook`` for ``subject`` outside of the caller's context, and tell observers of it."""
+        for observe in self.events.before_hook:
+            observe(self, hook, subject)
+        try:
+            work(subject)
+        finally:
+            for observe in self.events.after_hook:
+                observe(self, hook, subject)
+
     # -- forward
 
     def pre_forward(self, state: FSDPState) -> None:
         """A forward of a module of ``state`` begins."""
         self._check_alive(state)
         if state.run is None:  # else another module of the group ran before, and shares its run
-            self._begin_run(state)
+            if self._is_plain():
+                self._begin_run(state)
+            else:
+                self._observed(Hook.PRE_FORWARD, self._begin_run, state)
         call = state.calls_under_way[-1]
-        call.tape = tape = self.tape if self._pass is BACKWARD else self._tape_of_forward
+        call.tape = tape = self.tape.events if self._pass is BACKWARD else self.tape.of_forward
         call.number = len(tape)
         tape.append(("pre_forward", state.group.name, call.number, torch.is_grad_enabled()))
 
-    @_hook(Hook.PRE_FORWARD)
     def _begin_run(self, state: FSDPState) -> None:
         recomputes, call = self._pass is BACKWARD, state.calls_under_way[-1]
         if self._pass is IDLE:
@@ -188,16 +213,19 @@ class Root:
             run.remaining.discard(module_id)
         if has_grad:
             call.is_recomputed = self._pass is BACKWARD
-        self._end_run(call)
+        if self._is_plain():
+            self._end_run(call)
+        else:
+            self._observed(Hook.POST_FORWARD, self._end_run, call)
         if has_grad and run.position < 0:  # not in the record of a forward: backward serves it eagerly
             run.record, run.position = ForwardRecord(), 0
         return has_grad
 
-    @_hook(Hook.POST_FORWARD)
     def _end_run(self, call: ForwardCall) -> None:
         if self._pass is BACKWARD:
             return  # the backward that asked for recomputation still needs the parameters
-        state, run, has_grad = call.state, call.first or call, self.leads_to_backward
+        state, run = call.state, call.first or call
+        has_grad = self.leads_to_backward if self.plans.unequal_use else torch.is_grad_enabled()
         for observe in self.events.end_run:
             observe(self, state)
         if not run.is_recorded:
@@ -212,7 +240,10 @@ class Root:
         state.run = None
         self.free_after_forward(state, run.after, has_grad=has_grad)
         if is_outermost:
-            self._end_forward(state)
+            if self._is_plain():
+                self._end_forward(state)
+            else:
+                self._observed(Hook.END_FORWARD, self._end_forward, state)
 
     def _begin_forward(self, state: FSDPState, call: ForwardCall) -> None:
         self._pass, self._outermost = FORWARD, state
@@ -226,18 +257,14 @@ class Root:
         self._grad_mode = torch.is_grad_enabled()
         for observe in self.events.begin_forward:
             observe(self, state)
-        is_new_step = self._tape_has_backward and not self._progress.has_forwards
-        if self._grad_mode and (is_new_step or len(self.tape) > _LONGEST_TAPE):
-            self.tape, self._tape_has_backward = [], False
-        self._tape_of_forward = self.tape if self._grad_mode else []
+        self.tape.begin_forward(leads_to_backward=self._grad_mode, follows_forwards=self._progress.has_forwards)
         for each in self.states.values():
             if each.kept is not None:
                 self.plans.drop_stale(each)
             if each.group.parameter_state in UNSHARD_STARTED:
                 each.group.tensors.registration.find_given()
-        self.plans.begin_forward(leads_to_backward=self._grad_mode, in_common=not self.launches_reductions)
+        self.plans.begin_forward(leads_to_backward=self._grad_mode)
 
-    @_hook(Hook.END_FORWARD)
     def _end_forward(self, outermost: FSDPState) -> None:
         for observe in self.events.end_forward:
             observe(self)
@@ -254,7 +281,7 @@ class Root:
     @runs_outside
     def abort_forward(self, state: FSDPState, error: BaseException | None) -> None:
         """Reshard ``state``, whose forward raised. Return to IDLE if it is the outermost one."""
-        (self.tape if self._pass is BACKWARD else self._tape_of_forward).append(("abort", state.group.name))
+        (self.tape.events if self._pass is BACKWARD else self.tape.of_forward).append(("abort", state.group.name))
         if error is not None:
             in_backward, ends_forward = self._pass is BACKWARD, state is self._outermost
             self._passes.note(self, error, state, in_backward=in_backward, ends_forward=ends_forward)
@@ -275,9 +302,11 @@ class Root:
     def pre_backward(self, call: ForwardCall) -> None:
         """A gradient reached an output of ``call``."""
         if self._pass is not BACKWARD or call.entered != self._progress.number:  # else one reached another output
-            self._enter_backward(call)
+            if self._is_plain():
+                self._enter_backward(call)
+            else:
+                self._observed(Hook.PRE_BACKWARD, self._enter_backward, call)
 
-    @_hook(Hook.PRE_BACKWARD)
     def _enter_backward(self, call: ForwardCall) -> None:
         if self._pass is not BACKWARD:
             self._begin_backward()
@@ -292,13 +321,18 @@ class Root:
         if state.unshard_in_backward:
             self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
 
-    @_hook(Hook.GRAD_READY)
     def gradient_ready(self, state: FSDPState) -> None:
         """The gradients of the next reduce unit of ``state`` are complete, or those of all units."""
+        if self._is_plain():
+            self._reduce_ready(state)
+        else:
+            self._observed(Hook.GRAD_READY, self._reduce_ready, state)
+
+    def _reduce_ready(self, state: FSDPState) -> None:
         if self._pass is not BACKWARD:
             self._begin_backward()  # no hook saw an output of the module
-        was_seen, is_complete = self._progress.was_seen(state), state.group.gradients.state is GradientState.LOCAL
-        self.tape.append(("gradient_ready", state.group.name, is_complete, _current_run()))
+        was_seen, is_complete = self._progress.was_seen(state), state.group.gradients.state is _LOCAL
+        self.tape.events.append(("gradient_ready", state.group.name, is_complete, _current_run()))
         if not is_complete:
             if was_seen and self._reduces_units(state):
                 self.queue.launch_unit(state)
@@ -309,16 +343,21 @@ class Root:
             return
         if state.open_calls <= 0 and state.reshard_after_backward and self._progress.is_over_for(state):
             self.launcher.free(state.group)  # first, because the reduction allocates memory
-        if state.accumulation is not Accumulation.UNSHARDED and self.launches_reductions:
+        if state.accumulation is not _SUM_UNSHARDED and not self.plans.unequal_use:
             self.reduce_gradients(state)
 
-    @_hook(Hook.POST_BACKWARD)
     def post_backward(self, call: ForwardCall) -> None:
         """The gradients of the inputs of ``call``, and of its use of the parameters, are complete."""
+        if self._is_plain():
+            self._leave_backward(call)
+        else:
+            self._observed(Hook.POST_BACKWARD, self._leave_backward, call)
+
+    def _leave_backward(self, call: ForwardCall) -> None:
         if self._pass is not BACKWARD:
             self._begin_backward()  # the output is the input
         state, run = call.state, call.first or call
-        is_arriving = state.group.gradients.state is GradientState.ARRIVING
+        is_arriving = state.group.gradients.state is _ARRIVING
         call.tape.append(("post_backward", call.number, is_arriving, _current_run()))
         self._progress.leave(call)
         if run.ends_unseen:
@@ -327,19 +366,20 @@ class Root:
             for done in (state, *state.owner_states):
                 if done.reshard_after_backward and not done.user_states:
                     self.launcher.free(done.group)
-        if state.open_calls <= 0 and self.launches_reductions and not self.queue.is_waiting(state):
+        if state.open_calls <= 0 and not self.plans.unequal_use and not self.queue.is_waiting(state):
             self.reduce_gradients(state)
 
     def end_backward(self) -> None:
         """Autograd has run the backward: reduce what is left, reshard, and wait if this is the step's last one."""
-        self._end_backward(self.root)
+        if self._is_plain():
+            self._end_backward(self.root)
+        else:
+            self._observed(Hook.END_BACKWARD, self._end_backward, self.root)
 
-    @_hook(Hook.END_BACKWARD)
     def _end_backward(self, _: FSDPState) -> None:
         states = self.states.items()
-        arriving = [name for name, state in states if state.group.gradients.state is GradientState.ARRIVING]
-        self.tape.append(("end_backward", arriving))
-        self._tape_has_backward = True
+        arriving = [name for name, state in states if state.group.gradients.state is _ARRIVING]
+        self.tape.end_backward(arriving)
         for observe in self.events.end_backward:
             observe(self)
         self._progress.end()
@@ -353,7 +393,7 @@ class Root:
         for work in works:
             work.wait()
         self._passes.end_backward(self)
-        self._pass, self._pass_around_backward = self._pass_around_backward, IDLE
+        self._pass, self._progress.is_in_forward = FORWARD if self._progress.is_in_forward else IDLE, False
 
     def _end_backward_of(self, state: FSDPState) -> None:
         """Reduce or hold what is left of ``state``'s gradients, and free or keep its parameters."""
@@ -362,9 +402,9 @@ class Root:
             self.drain()  # this backward did not use the group, which holds the sums only then
         if gradients.state in HELD_GRADIENTS:
             self.reduce_gradients(state, at_end=True)
-        if state.accumulation is Accumulation.UNSHARDED:
+        if state.accumulation is _SUM_UNSHARDED:
             gradients.note_sums()
-        if state.group.parameter_state is ParameterState.SHARDED:
+        if state.group.parameter_state is _SHARDED:
             return
         if state.reshard_after_backward:
             self.launcher.free(state.group)
@@ -376,8 +416,8 @@ class Root:
 
     def _begin_backward(self) -> None:
         self.check_not_lent()
-        self._progress.begin()
-        self._pass_around_backward, self._pass = self._pass, BACKWARD
+        self._progress.begin(is_in_forward=self._pass is FORWARD)
+        self._pass = BACKWARD
         self.drain_before_changes()
         self.launcher.at_end_of_backward(self._passes.begin_backward(self))
         self.plans.begin_backward()
@@ -394,7 +434,7 @@ class Root:
 
     def _reduces_units(self, state: FSDPState) -> bool:
         """Return whether ``state`` now reduces unit by unit: no collective of another group may come in between."""
-        if not state.reduces_grad_buckets or not self.launches_reductions or state.runs > 1:
+        if not state.reduces_grad_buckets or self.plans.unequal_use or state.runs > 1:
             return False
         return not self._progress.run.is_around_another
 
@@ -419,7 +459,7 @@ class Root:
     def unshard(self, state: FSDPState, run: Run, direction: str) -> None:
         """Make the parameters of ``state`` and of its owners ready, and gather what ``run`` plans ahead."""
         plans, launcher = self.plans, self.launcher
-        direction = direction if self.launches_reductions else ""
+        direction = "" if plans.unequal_use else direction
         needed = (state, *state.owner_states) if state.owner_states else (state,)
         is_late = run.before_wait
         for each in needed:
@@ -448,10 +488,10 @@ class Root:
             if done.is_in_use:
                 continue
             kind = done.reshard.kind
-            stays = kind is ReshardKind.NEVER or (kind is ReshardKind.AUTO and done is self.root and has_grad)
+            stays = kind is _NEVER or (kind is _AUTO and done is self.root and has_grad)
             if stays or (has_grad and self._grad_mode and run is not None and self.plans.keeps(done, run)):
                 done.note_kept(self.plans.seen_steps)
-            elif kind is ReshardKind.SMALLER and has_grad:
+            elif kind is _SMALLER and has_grad:
                 done.note_kept(self.plans.seen_steps)
                 self.launcher.shrink(done.group, done.reshard.mesh_size)
             else:
@@ -466,14 +506,14 @@ class Root:
         zeros for parameters without a gradient.
         """
         gradients = state.group.gradients
-        if contributes and state.accumulation is not Accumulation.UNSHARDED:
+        if contributes and state.accumulation is not _SUM_UNSHARDED:
             gradients.contribute()
         is_local = gradients.state in LOCAL_GRADIENTS
-        if not is_local and not (at_end and gradients.state is GradientState.PARTIAL and not state.keeps_partial):
+        if not is_local and not (at_end and gradients.state is _PARTIAL and not state.keeps_partial):
             return
-        if gradients.state is GradientState.ARRIVING and not self._progress.was_seen(state):
+        if gradients.state is _ARRIVING and not self._progress.was_seen(state):
             raise unseen_output(state)
-        alone = not self.launches_reductions
+        alone = self.plans.unequal_use
         if state.client.post_backward is None:
             self.queue.send(state, at_end=at_end, alone=alone)
         else:
@@ -508,8 +548,8 @@ class Root:
     @property
     def leads_to_backward(self) -> bool:
         """True if a backward may follow the running forward. Ranks that run different modules all get the same."""
-        in_common = not self.launches_reductions and self._pass is FORWARD
-        return self._grad_mode if in_common else torch.is_grad_enabled()
+        is_common = self.plans.unequal_use and self._pass is FORWARD
+        return self._grad_mode if is_common else torch.is_grad_enabled()
 
     @property
     def reductions_are_in_flight(self) -> bool:
@@ -605,9 +645,9 @@ class Root:
         self._progress.forget()
         self.queue.clear_waiting()
         self._passes.end(self)
-        self._pass, self._pass_around_backward, self._outermost = IDLE, IDLE, None
+        self._pass, self._outermost = IDLE, None
         self.finalization.forget()
-        self.tape = self._tape_of_forward = []
+        self.tape = Tape()
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""

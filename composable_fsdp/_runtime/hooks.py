@@ -141,9 +141,11 @@ def _call_as_forward(
 ) -> Any:
     """Return ``method(*args, **kwargs)``, called with unsharded parameters of ``state``, as in a call of ``module``."""
     hooks = _ModuleHooks(state)
-    hooks.begin(sys._getframe())
+    call = hooks.begin(sys._getframe())
     try:
-        args, kwargs = hooks.take_inputs(args, kwargs)
+        if not call.is_inner:
+            call.iteration.pre_forward(state)
+        args, kwargs = hooks.take_inputs(call, args, kwargs)
         output = method(*args, **kwargs)
     except BaseException as error:
         explain(error)  # before parameters that were unsharded here are sharded again
@@ -180,14 +182,18 @@ class _ModuleHooks:
     # -- forward
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self.begin(calling_frame())
-        return self.take_inputs(args, kwargs)
+        call = self.begin(calling_frame())
+        if not call.is_inner:
+            call.iteration.pre_forward(self._state)
+        return self.take_inputs(call, args, kwargs)
 
     def pre_forward_through_others(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        self.begin(frame_of_call(module))
-        return self.take_inputs(args, kwargs)
+        call = self.begin(frame_of_call(module))
+        if not call.is_inner:
+            call.iteration.pre_forward(self._state)
+        return self.take_inputs(call, args, kwargs)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         calls = self._state.calls_under_way
@@ -198,21 +204,22 @@ class _ModuleHooks:
             return None
         return self.finish(module, output)
 
-    def begin(self, caller: FrameType) -> None:
+    def begin(self, caller: FrameType) -> ForwardCall:
         """Begin a call that the frame ``caller`` runs."""
         state = self._state
         iteration: PassHooks = state.iteration or assemble(state)
         iteration.check_thread(state)
         calls = state.calls_under_way
         is_inner = bool(calls) and is_being_called(state)
-        calls.append(ForwardCall(state, iteration, caller, sys.exc_info()[1], is_inner))
+        call = ForwardCall(state, iteration, caller, sys.exc_info()[1], is_inner)
+        calls.append(call)
+        return call
 
-    def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Unshard the parameters, and move and cast the inputs."""
-        state, call = self._state, self._state.calls_under_way[-1]
+    def take_inputs(self, call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Move and cast the inputs of ``call``, whose parameters are unsharded."""
+        state = self._state
         group, watched = state.group, False
         if not call.is_inner:
-            call.iteration.pre_forward(state)
             if group.typed:
                 group.restore_types()
             if group.tensors.registration.keeps_given:

@@ -36,7 +36,7 @@ class SkippedModules(Observer):
         is_needed = any(state.unequal_use for state in root.states.values())
         self._current = _CurrentForward(UnusedModules(root, outermost)) if is_needed else None
         root.events.add(self._current)
-        root.launches_reductions = not is_needed
+        root.plans.unequal_use = is_needed
 
 
 class _CurrentForward(Observer):

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from tests.goldens.cases import Found, draw, run_all
+from tests.goldens.dry_runs import compare_dry_runs
 from tests.goldens.records import UNSTABLE, differences, read, stable, write
-from tests.goldens.spines import KINDS, compare_dry_runs, compare_spines
 from tests.helpers.transports import TRANSPORTS
 
 __all__ = ["main"]
@@ -39,13 +39,6 @@ def main() -> int:
     shown.add_argument("case", help="the name in the record: the number of a program, or the id of a test")
     shown.add_argument("--transport", choices=[*TRANSPORTS, "its own"], help="run only on this transport")
     shown.add_argument("--against", metavar="COMMIT", help="print the difference from another commit or folder")
-    spines = commands.add_parser("spines", help="run the programs on both spines and compare these")
-    spines.add_argument("--quick", action="store_true", help="only a fixed tenth of the programs")
-    spines.add_argument("--only", nargs="+", default=(), metavar="NUMBER", help="only these programs")
-    spines.add_argument("--kind", choices=KINDS, default="", help="only programs of this kind")
-    spines.add_argument("--transport", choices=TRANSPORTS, help="run only on this transport")
-    spines.add_argument("--assuming", action="store_true", help="leave the old spine as it is")
-    spines.add_argument("--unfused", action="store_true", help="fuse no small groups")
     dry = commands.add_parser("dry", help="compare each pass of the programs with its dry run")
     dry.add_argument("--quick", action="store_true", help="only a fixed tenth of the programs")
     dry.add_argument("--only", nargs="+", default=(), metavar="NUMBER", help="only these programs")
@@ -54,15 +47,6 @@ def main() -> int:
     if chosen.command == "dry":
         transports = [chosen.transport] if chosen.transport else tuple(TRANSPORTS)
         return compare_dry_runs(quick=chosen.quick, only=chosen.only, transports=transports)
-    if chosen.command == "spines":
-        return compare_spines(
-            quick=chosen.quick,
-            only=chosen.only,
-            transports=[chosen.transport] if chosen.transport else tuple(TRANSPORTS),
-            assuming=chosen.assuming,
-            unfused=chosen.unfused,
-            kind=chosen.kind,
-        )
     if chosen.command == "draw":
         draw()
         return 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,18 @@ from unittest import mock
 
 from composable_fsdp import trace
 from composable_fsdp.trace import Operation, TraceEvent
-from tests._internals import DryLauncher, Replay, Root, Snapshot, lazy_init, schedule
+from tests._internals import DryLauncher, Replay, Root, Snapshot, schedule
+from tests.goldens.cases import QUICK, known_programs
+from tests.goldens.observe import PORTABLE
 from tests.helpers.fuzz.programs import Program
 from tests.helpers.fuzz.reference import Meshes, train
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.transports import TRANSPORTS
 
-__all__ = ["observe_dry_runs"]
+__all__ = ["compare_dry_runs"]
+
+BATCH = 50
+"""The number of programs in one call of ``run_ranks``."""
 
 SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE, Operation.REDUCED)
 
@@ -51,7 +59,7 @@ class Recording:
             return
         snapshot, first_line = Snapshot.of(root), len(self.lines)
         begin(root, *args)
-        tape = root._tape_of_forward if root.current_pass.value == "forward" else root.tape
+        tape = root.tape.of_forward if root.current_pass.value == "forward" else root.tape.events
         self.spans.setdefault(root, []).append(Span(snapshot, tape, len(tape), first_line))
 
     def end(self, root: Root, end: Any, *args: Any) -> None:
@@ -88,8 +96,44 @@ class Recording:
         return mock.patch.object(Root, name, wrapped)
 
 
+def compare_dry_runs(
+    *, quick: bool, only: Collection[str] = (), transports: Collection[str] = tuple(TRANSPORTS)
+) -> int:
+    """Compare each pass of the drawn programs with its dry run. Return 1 if any differs."""
+    programs = known_programs()
+    chosen = {n: p for n, p in programs.items() if (n in only if only else not quick or int(n) % QUICK == 0)}
+    different = 0
+    for transport in transports:
+        kinds: Counter[str] = Counter()
+        for ranks in sorted({program.world_size for program in chosen.values()}):
+            names = [name for name, program in chosen.items() if program.world_size == ranks]
+            for start in range(0, len(names), BATCH):
+                batch = names[start : start + BATCH]
+                environment = {**TRANSPORTS[transport], **PORTABLE}
+                seen = run_ranks(
+                    observe_dry_runs, ranks, [chosen[n] for n in batch], timeout=600.0, environment=environment
+                )
+                for name, lines in zip(batch, zip(*seen, strict=True), strict=True):
+                    line = next((each for each in lines if each.startswith("differs")), lines[0])
+                    kind, _, rest = line.partition(":")
+                    kinds[line if kind == "left out" else kind] += 1
+                    for word in rest.split(", ") if kind == "equal" else ():
+                        number, of = word.split()
+                        kinds[of] += int(number)
+                    if kind == "differs":
+                        different += 1
+                        _say(f"== {name}, {transport}: {line}")
+        _say(f"{transport}: {', '.join(f'{kind} {number}' for kind, number in kinds.items())}")
+    return 1 if different else 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def observe_dry_runs(programs: Sequence[Program]) -> list[str]:
-    """Train programs on the new spine. Return a line for each, and the difference where there is one."""
+    """Train programs. Return a line for each, and the difference where there is one."""
     meshes: Meshes = {}
     return [_observe(program, meshes) for program in programs]
 
@@ -98,7 +142,7 @@ def _observe(program: Program, meshes: Meshes) -> str:
     if program.beside is not None:
         return "left out: threads"
     recording = Recording()
-    with mock.patch.object(lazy_init, "_spine", "new"), recording.recording():
+    with recording.recording():
         for run in train(program, meshes):
             if run.error:
                 raise RuntimeError(run.error)

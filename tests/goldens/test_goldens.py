@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import BucketReduceScatter, ReducedBucket, ScheduleRunner, passes
+from tests._internals import BucketReduceScatter, FSDPState, ReducedBucket, gather_plan
 from tests.goldens.cases import Found, known_programs
 from tests.goldens.observe import PORTABLE, Digest, Observation, observe_programs
 from tests.goldens.records import UNSTABLE, Key, Record, differences, read, stable, write
@@ -21,8 +21,8 @@ from tests.helpers.transports import SOCKETS, TRANSPORTS
 SOME = {name: program for name, program in known_programs().items() if program.world_size == 2 and int(name) < 12}
 
 
-def free_after_every_forward(self: ScheduleRunner, state: Any) -> None:
-    state.group.reshard()  # so that backward gathers parameters that should have been kept
+def free_after_every_forward(self: FSDPState, steps: int) -> None:
+    self.group.reshard()  # so that backward gathers parameters that should have been kept
 
 
 def fuse_nothing(*args: object) -> dict[str, tuple[str, ...]]:
@@ -39,8 +39,8 @@ def flip_bits(self: BucketReduceScatter, *args: Any) -> ReducedBucket:
 
 FINISH = BucketReduceScatter.finish
 BREAKAGES: dict[str, tuple[Any, Callable[..., Any], str]] = {
-    "_keep": (ScheduleRunner, free_after_every_forward, "collective:all-gather"),
-    "fuse_adjacent": (passes, fuse_nothing, "collective:all-gather"),
+    "note_kept": (FSDPState, free_after_every_forward, "collective:all-gather"),
+    "fusions": (gather_plan, fuse_nothing, "collective:all-gather"),
     "finish": (BucketReduceScatter, flip_bits, "results"),
 }
 """Maps each replaced name to its owner, the replacement, and the difference that must be found."""

@@ -34,11 +34,11 @@ from composable_fsdp.testing import RanksError
 from tests._internals import (
     Bucket,
     BucketReduceScatter,
-    Iteration,
     ModelParallel,
     OptimizerSteps,
     ParamGroupGradients,
     Reduction,
+    Root,
 )
 from tests.helpers.fuzz.draw import programs
 from tests.helpers.fuzz.features import FEATURES, features
@@ -274,7 +274,7 @@ def forget_to_divide(self: BucketReduceScatter, *args: object) -> object:
     return ORIGINALS["finish"](self, scatter, Reduction(reduction.op, reduction.pre_divide, 1.0))
 
 
-def forget_kept_groups(self: Iteration, *args: object) -> object:
+def forget_kept_groups(self: Root, *args: object) -> object:
     ORIGINALS["end_backward"](self, *args)
     for state in self.states.values():
         state.kept = None
@@ -318,7 +318,7 @@ STEPS = SimpleNamespace()
 
 BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
     "finish": (BucketReduceScatter, forget_to_divide, "backward all", SOCKETS),
-    "end_backward": (Iteration, forget_kept_groups, "keep always", SOCKETS),
+    "end_backward": (Root, forget_kept_groups, "keep always", SOCKETS),
     "hold": (ParamGroupGradients, forget_held_gradients, "hold all", SOCKETS),
     "commit": (BucketReduceScatter, forget_residuals, "error feedback", SOCKETS),
     "prepare_gather": (Bucket, leave_out_a_rank, "backward all", SOCKETS),

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
 from composable_fsdp.trace import TraceEvent, listeners
-from tests._internals import NewReductionQueue, ReductionQueue, lazy_init, pinned, pinned_bytes
+from tests._internals import ReductionQueue, pinned, pinned_bytes
 from tests.helpers.stream_training import (
     BF16,
     IN_BUCKETS,
@@ -101,14 +101,11 @@ def test_events_and_works_are_freed_without_the_garbage_collector(name: str) -> 
 @pytest.mark.parametrize("limit", [None, 2])
 def test_backwards_that_leave_reductions_in_flight_have_neither(limit: int | None) -> None:
     seen: list[bool] = []
-    is_new = lazy_init._spine == "new"
-    kind: Any = NewReductionQueue if is_new else ReductionQueue
-    name = "launch_unit" if is_new else "reduce_grad_bucket"
-    reduce_grad_bucket = getattr(kind, name)
+    launch_unit = ReductionQueue.launch_unit
 
     def noting(queue: Any, state: Any) -> None:
         seen.append(queue.are_in_flight)
-        reduce_grad_bucket(queue, state)
+        launch_unit(queue, state)
 
     def prepare(model: Any) -> None:
         give_costs(model)
@@ -116,7 +113,7 @@ def test_backwards_that_leave_reductions_in_flight_have_neither(limit: int | Non
             model.set_reduce_scatter_max_input_buffers(limit)
 
     with (
-        mock.patch.object(kind, name, noting),
+        mock.patch.object(ReductionQueue, "launch_unit", noting),
         chosen(IN_BUCKETS),
         alone() as mesh,
         simulated_accelerator(records=True) as device,

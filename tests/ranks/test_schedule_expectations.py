@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import FSDPModule, fully_shard
-from tests._internals import ForwardRecord, ScheduleRunner, schedule
+from tests._internals import ForwardRecord, Planner, schedule
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import TRANSPORTS
@@ -33,28 +33,28 @@ def expect_another_order(order: list[schedule.Event], draws: random.Random) -> l
 
 
 def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tuple[list[bytes], int]:
-    """Train, and return the bytes of losses, gradients and parameters, and the number of eagerly served rows.
+    """Train, and return the bytes of losses, gradients and parameters, and the number of eagerly served runs.
 
     ``expect`` changes the order that each forward expects, in the same way on all ranks.
     """
     task, rank, draws, eager = TASKS[task_name], dist.get_rank(), random.Random(0), []
-    begin, row = ScheduleRunner.begin_forward, ScheduleRunner._eager_row
+    begin, run = Planner.begin_forward, Planner.eager
 
-    def begin_forward(self: ScheduleRunner, **arguments: Any) -> None:
+    def begin_forward(self: Planner, **arguments: Any) -> None:
         if expect is not None:
             wrong = ForwardRecord()
-            wrong.events = expect(self._known.events, draws)
-            known, self._known = self._known, wrong
+            wrong.events = expect(self.known.events, draws)
+            known, self.known = self.known, wrong
             begin(self, **arguments)
-            self._known = known
+            self.known = known
         else:
             begin(self, **arguments)
 
-    def eager_row(self: ScheduleRunner, *arguments: Any, **more: Any) -> Any:
+    def eager_run(self: Planner, *arguments: Any, **more: Any) -> Any:
         eager.append(arguments)
-        return row(self, *arguments, **more)
+        return run(self, *arguments, **more)
 
-    ScheduleRunner.begin_forward, ScheduleRunner._eager_row = begin_forward, eager_row  # type: ignore[method-assign]
+    Planner.begin_forward, Planner.eager = begin_forward, eager_run  # type: ignore[method-assign]
     try:
         model = shard_layers(task.build(), fully_shard)
         for name, value in options.items():
@@ -74,7 +74,7 @@ def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tup
         seen += [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
         return [each.detach().numpy().tobytes() for each in seen], len(eager)
     finally:
-        ScheduleRunner.begin_forward, ScheduleRunner._eager_row = begin, row  # type: ignore[method-assign]
+        Planner.begin_forward, Planner.eager = begin, run  # type: ignore[method-assign]
 
 
 def compare_expectations(task_name: str, options: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import MessageSizes, ParameterState, passes, process_groups, state_of
+from tests._internals import MessageSizes, ParameterState, backward, process_groups, state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
@@ -39,7 +39,7 @@ def streams() -> Iterator[None]:
         sim = importlib.import_module("sim.device")
         with (
             sim.Device(flops=1.0, bandwidth=1.0).installed(),
-            mock.patch.object(passes, "_MIN_BYTES_IN_FLIGHT", 0),
+            mock.patch.object(backward, "_MIN_BYTES_IN_FLIGHT", 0),
             mock.patch.object(process_groups, "_ONE_MESSAGE", MessageSizes()),
         ):
             yield
@@ -104,7 +104,7 @@ def reduce_whole_groups_on_streams() -> None:
         assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, (
             "a group with one bucket waits for the reduction before it"
         )
-        with mock.patch.object(passes, "_MIN_BYTES_IN_FLIGHT", 1 << 20), Recorder() as recorder:
+        with mock.patch.object(backward, "_MIN_BYTES_IN_FLIGHT", 1 << 20), Recorder() as recorder:
             task.loss(model, task.batch_of(3, rank)).backward()
         operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
         assert operations == [Operation.REDUCE] * 4 + [Operation.REDUCED] * 4, (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests._internals import AllGatherBuffers, Collective, CommStreams, GatherCache, Traits, Transfer, launch_gather
+from tests._internals import AllGatherBuffers, Collective, CommStreams, GatherCache, Traits, Transfer, unshard_together
 
 CPU = torch.device("cpu")
 
@@ -54,10 +55,22 @@ class Bucket:
         self.is_freed = True
 
 
+class Group:
+    """A group that is sharded."""
+
+    def __init__(self, buckets: list[Any]) -> None:
+        self.axes = SimpleNamespace(device=CPU)
+        self.tensors = SimpleNamespace(buckets=buckets, last_gather=GatherCache())
+
+    def _needs_gather(self, streams: CommStreams) -> bool:
+        return True
+
+
 @pytest.mark.behaviour("H-01")
 @pytest.mark.parametrize("first_works", [True, False])
 def test_memory_is_freed_after_a_failed_launch_unless_it_is_in_flight(first_works: bool) -> None:
     buckets: list[Any] = [Bucket(ShmSocket(works=first_works)), Bucket(ShmSocket(works=False))]
+    group: Any = Group(buckets)
     with pytest.raises(MemoryError, match="all-gather of a"):
-        launch_gather(CommStreams(CPU), buckets, CPU, "all-gather of a", GatherCache())
+        unshard_together(CommStreams(CPU), [group], "all-gather of a")
     assert [bucket.is_freed for bucket in buckets] == [not first_works] * 2

@@ -1,22 +1,196 @@
-"""Steady iterations of drawn models perform exactly the printed schedule, which is a dry run of the last one."""
+"""Schedules are dry runs of the last iteration, and steady iterations of drawn models perform exactly these."""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
+import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from composable_fsdp.trace import Operation
-from tests._internals import lazy_init
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.trace import Operation, Recorder
+from tests._internals import Root, gather_plan, iteration_of, schedule, specs_for, state_of
 from tests.goldens.dry_runs import performed
-from tests.unit.test_schedule_performed import SHOWN, Drawn, build, fake_ranks, models, play
+from tests.helpers.chain_schedule import chain_schedule
+from tests.helpers.sharding import sharded
+
+RANKS, WIDTH = 4, 8
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A drawn model with leaves, blocks around leaves, and sharding options."""
+
+    leaves: tuple[tuple[int, bool, bool | int | None], ...]
+    """For each leaf: its hidden size, a flag to shard it by itself, and ``reshard_after_forward``."""
+    around: tuple[int, ...]
+    """The leaves that have their own block, which is also sharded."""
+    own_last: bool
+    """The parameters of a block are used after the group inside it, not before it."""
+    order: tuple[int, ...]
+    limit: int
+    max_unsharded: int | None
+    max_fused: int
+    keeps_after_backward: bool
+    frozen: int | None
+    is_synced: bool
+    input_needs_gradient: bool
+
+
+LEAF = st.tuples(
+    st.sampled_from([1, 8, 4096, 70_000]), st.integers(0, 3).map(bool), st.sampled_from([None, True, False, 2])
+)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Drawn:
+    leaves = tuple(draw(st.lists(LEAF, min_size=1, max_size=6)))
+    places = st.integers(0, len(leaves) - 1)
+    repeats = draw(st.lists(places, max_size=2))
+    return Drawn(
+        leaves,
+        tuple(sorted(draw(st.sets(places, max_size=2)))),
+        draw(st.booleans()),
+        (*range(len(leaves)), *repeats),
+        draw(st.integers(0, 3)),
+        draw(st.none() | st.sampled_from([0, 200_000, 5_000_000])),
+        draw(st.sampled_from([0, 100_000, 1 << 20])),
+        draw(st.booleans()),
+        draw(st.none() | places),
+        draw(st.integers(0, 3)) > 0,
+        draw(st.booleans()),
+    )
+
+
+class Leaf(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, size), nn.Linear(size, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(x))
+        return out
+
+
+class Sequence(nn.Module):
+    def __init__(self, parts: list[nn.Module], order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.parts, self.order = nn.ModuleList(parts), order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.parts[index](x)
+        return 2 * x  # so that backward reaches this module before its last child
+
+
+def build(drawn: Drawn) -> FSDPModule:
+    leaves: list[nn.Module] = [Leaf(size) for size, _, _ in drawn.leaves]
+    if drawn.frozen is not None:
+        leaves[drawn.frozen].requires_grad_(False)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for leaf, (_, is_sharded, reshard) in zip(leaves, drawn.leaves, strict=True):
+        if is_sharded:
+            fully_shard(leaf, mesh=mesh, reshard_after_forward=reshard)
+    parts = leaves
+    for index in drawn.around:
+        inner = [nn.Linear(WIDTH, WIDTH), parts[index]]
+        parts[index] = Sequence(inner[::-1] if drawn.own_last else inner, (0, 1))
+        fully_shard(parts[index], mesh=mesh)
+    model = Sequence([nn.Linear(WIDTH, WIDTH), *parts], (0, *(1 + index for index in drawn.order)))
+    fully_shard(model, mesh=mesh)
+    assert isinstance(model, FSDPModule)
+    model.set_prefetch_limit(drawn.limit)
+    model.set_max_unsharded_bytes(drawn.max_unsharded)
+    model.set_max_fused_bytes(drawn.max_fused)
+    model.set_reshard_after_backward(not drawn.keeps_after_backward)
+    model.set_requires_gradient_sync(drawn.is_synced)
+    return model
+
+
+@contextmanager
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def play(model: FSDPModule, drawn: Drawn) -> Recorder:
+    with Recorder() as recorder:
+        assert isinstance(model, nn.Module)
+        model(torch.ones(1, WIDTH, requires_grad=drawn.input_needs_gradient)).sum().backward()
+    return recorder
+
+
+SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE, Operation.REDUCED)
+
+
+def root_of(model: FSDPModule) -> Root:
+    assert isinstance(model, nn.Module)
+    return iteration_of(state_of(model))
+
+
+def check(plan: schedule.Schedule, model: FSDPModule, drawn: Drawn) -> None:
+    """Check that groups are in memory when they compute, within the bound, and that each gradient is reduced once."""
+    states = root_of(model).states
+    held = {name for name, state in states.items() if state.group.is_gathered}
+    unused, in_flight, reduced = set[str](), 0, Counter[schedule.GradBucket]()
+    for event, actions in plan:
+        for action in actions:
+            match action:
+                case schedule.Gather(groups):
+                    assert not held.intersection(groups), f"{event}: gathered twice"
+                    held.update(groups)
+                    unused.update(groups)
+                    nbytes = sum(states[name].group.plan.unsharded_bytes for name in held)
+                    is_ahead = event.group not in groups
+                    assert not is_ahead or drawn.max_unsharded is None or nbytes <= drawn.max_unsharded, event
+                case schedule.Wait(group):
+                    assert group in held, f"{event}: waits for a group that is not gathered"
+                    unused.discard(group)
+                case schedule.Free(group) | schedule.Shrink(group, _):
+                    assert group in held, f"{event}: frees a group that is not unsharded"
+                    held.remove(group)
+                    unused.discard(group)
+                case schedule.Reduce(buckets):
+                    in_flight += 1
+                    reduced.update(buckets)
+                case schedule.WaitReduce(count):
+                    in_flight -= count
+        if event.hook in (schedule.Hook.PRE_FORWARD, schedule.Hook.PRE_BACKWARD):
+            assert event.group in held
+        if event.hook in (schedule.Hook.END_FORWARD, schedule.Hook.END_BACKWARD):
+            assert not unused, "a group is gathered but not used"
+    assert in_flight == 0
+    assert not held or drawn.keeps_after_backward
+    plans = {name: state.group.plan for name, state in states.items() if state.group.plan.num_trainable}
+    expected = [
+        schedule.GradBucket(name, number)
+        for name, plan in (plans if drawn.is_synced else {}).items()
+        for number in (plan.trainable_buckets if plan.in_grad_buckets else (0,))
+    ]
+    assert reduced == Counter(expected)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, derandomize=True)
 @given(models())
 def test_a_steady_iteration_performs_what_its_dry_run_says(drawn: Drawn) -> None:
-    with fake_ranks(), mock.patch.object(lazy_init, "_spine", "new"):
+    with fake_ranks():
         model = build(drawn)
         optimizer = SGD(model.parameters(), 0.1)  # type: ignore[attr-defined]
         for _ in range(2):
@@ -26,13 +200,15 @@ def test_a_steady_iteration_performs_what_its_dry_run_says(drawn: Drawn) -> None
                 first.grad = first.new_zeros(first.shape)
             optimizer.step()
         optimizer.zero_grad()
-        expected = list(performed(model.schedule(), []))
+        plan = model.schedule()
+        check(plan, model, drawn)
+        expected = list(performed(plan, []))
         found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
-        assert found == expected, model.schedule()
+        assert found == expected, plan
 
 
 def test_the_schedule_before_a_first_backward_has_the_forward_only() -> None:
-    with fake_ranks(), mock.patch.object(lazy_init, "_spine", "new"):
+    with fake_ranks():
         drawn = Drawn(((8, True, True), (8, True, True)), (), False, (0, 1), 1, None, 0, False, None, True, True)
         model = build(drawn)
         assert not model.schedule().steps
@@ -42,3 +218,272 @@ def test_the_schedule_before_a_first_backward_has_the_forward_only() -> None:
         assert lines.pop(0) == "reshard root"  # kept for a backward, and an optimizer may step before the next forward
         assert sorted(lines) == sorted(str(event) for event in events if event.operation in SHOWN)
         assert not any(line.startswith(Operation.REDUCE.value) for line in lines)
+
+
+# -- the schedules of a chain of equal groups
+
+SIDE = 512
+MIB = 4 * SIDE * SIDE
+"""The bytes of one group."""
+
+
+class Chain(nn.Sequential):
+    """Layers with names, each a group of the same size."""
+
+    def __init__(self, names: str = "abc", *, own_bias: str = "") -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(SIDE, SIDE, bias=name in own_bias))
+
+
+def schedule_of(
+    model: nn.Module, *, has_streams: bool, change: Callable[[Any], object] | None = None
+) -> schedule.Schedule:
+    """Return the schedule of ``model`` after two steps, on the host or as it would be on streams.
+
+    The layers of a model without groups are made groups, and ``change`` is called on it afterwards.
+    """
+    if not isinstance(model, FSDPModule):
+        for layer in model.children():
+            fully_shard(layer)
+        fully_shard(model)
+    if change is not None:
+        change(model)
+    for _ in range(2):
+        model(torch.ones(1, SIDE, requires_grad=True)).sum().backward()
+    with mock.patch.object(root_of(sharded(model)).launcher, "has_streams", has_streams):
+        return sharded(model).schedule()
+
+
+def line_of(plan: schedule.Schedule, event: str) -> str:
+    """Return the actions at ``event``."""
+    (line,) = ["; ".join(map(str, step.actions)) for step in plan if str(step.event) == event]
+    return line
+
+
+def chosen(**options: int | None) -> Callable[[Any], object]:
+    """Return the function that sets ``options`` of a root."""
+
+    def choose(model: Any) -> None:
+        for name, value in options.items():
+            getattr(model, f"set_{name}")(value)
+
+    return choose
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    with fake_ranks():
+        yield
+
+
+@pytest.mark.parametrize("has_streams", [False, True])
+@pytest.mark.parametrize("limit", [0, 1, 2])
+@pytest.mark.parametrize("max_fused", [0, 2 * MIB])
+@pytest.mark.usefixtures("ranks")
+def test_the_schedules_that_other_tests_simulate_are_those_of_a_dry_run(
+    has_streams: bool, limit: int, max_fused: int
+) -> None:
+    model, options = Chain("abcde"), {"prefetch_limit": limit, "max_fused_bytes": max_fused}
+    found = schedule_of(model, has_streams=has_streams, change=chosen(**options))
+    root = root_of(sharded(model))
+    specs = specs_for(root, root.plans.settings)
+    expected = chain_schedule(specs, gather_plan.Limits(limit, max_fused, has_streams))
+
+    def lines(plan: schedule.Schedule) -> list[str]:
+        """Return those of the layers: the root has no parameters."""
+        kept = [step for step in plan if step.event.group != "root"]
+        return [f"{event}: {'; '.join(str(a) for a in actions if str(a) != 'free root')}" for event, actions in kept]
+
+    assert lines(found) == lines(expected)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_schedule_prints_as_a_table() -> None:
+    plan = schedule_of(Chain(), has_streams=False)
+    lines = str(plan).splitlines()
+    assert lines[1] == "pre-forward a              | gather a; gather b; wait a"
+    assert lines[-1] == "end of backward            | wait for 1 reduction"
+    assert len({line.index("|") for line in lines if "|" in line}) == 1
+
+
+@pytest.mark.parametrize(("has_streams", "second"), [(True, "gather c; wait b"), (False, "wait b; gather c")])
+@pytest.mark.usefixtures("ranks")
+def test_the_next_group_is_gathered_before_the_wait_or_on_the_host_after_that_for_a_prefetched_one(
+    has_streams: bool, second: str
+) -> None:
+    plan = schedule_of(Chain(), has_streams=has_streams)
+    assert line_of(plan, "pre-forward a") == "gather a; gather b; wait a"
+    assert line_of(plan, "pre-forward b") == second
+    assert line_of(plan, "pre-forward c") == "wait c"
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_prefetch_in_backward_follows_the_wait_for_a_prefetched_group() -> None:
+    plan = schedule_of(Chain("abcd"), has_streams=False)
+    assert line_of(plan, "pre-backward d") == "gather d; gather c; wait d"
+    assert line_of(plan, "pre-backward c") == "wait c; gather b"
+    plan = schedule_of(Chain("abcd"), has_streams=True)
+    assert line_of(plan, "pre-backward c") == "gather b", "it is kept"
+    assert line_of(plan, "pre-backward b") == "wait b; gather a"
+
+
+@pytest.mark.parametrize(
+    ("has_streams", "options", "after", "back"),
+    [
+        (True, {}, "", ""),
+        (True, {"max_unsharded_bytes": MIB}, "", ""),
+        (True, {"prefetch_limit": 0}, "free c", "gather c; wait c"),
+        (False, {}, "free c", "gather c; gather b; wait c"),
+        (True, {"max_unsharded_bytes": 0}, "free c", "gather c; wait c"),
+    ],
+)
+@pytest.mark.usefixtures("ranks")
+def test_the_last_groups_of_forward_are_kept_if_the_device_would_wait_for_them(
+    has_streams: bool, options: dict[str, int], after: str, back: str
+) -> None:
+    plan = schedule_of(Chain(), has_streams=has_streams, change=chosen(**options))
+    assert (line_of(plan, "post-forward c"), line_of(plan, "pre-backward c")) == (after, back)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.usefixtures("ranks")
+def test_groups_kept_for_backward_take_no_more_memory_than_a_prefetch_of_them(limit: int) -> None:
+    plan = schedule_of(Chain("abcde"), has_streams=True, change=chosen(prefetch_limit=limit))
+    held, kept = set[str](), set[str]()
+    for event, actions in plan:
+        for action in actions:
+            if isinstance(action, schedule.Gather):
+                held.update(action.groups)
+            elif isinstance(action, schedule.Free):
+                held.discard(action.group)
+        assert len(held - {"root"}) <= 1 + limit, event
+        if event.hook is schedule.Hook.END_FORWARD:
+            kept = held - {"root"}
+    assert kept == set("abcde"[-1 - limit :])
+
+
+@pytest.mark.usefixtures("ranks")
+def test_the_user_chooses_the_prefetched_groups() -> None:
+    def choose(model: Any) -> None:
+        model.a.set_modules_to_forward_prefetch([model.c])
+        model.c.set_modules_to_backward_prefetch([])
+
+    plan = schedule_of(Chain(), has_streams=False, change=choose)
+    assert line_of(plan, "pre-forward a") == "gather a; gather c; wait a"
+    assert line_of(plan, "pre-backward c") == "gather c; wait c"
+    assert line_of(plan, "pre-backward b") == "gather b; gather a; wait b"
+
+
+@pytest.mark.usefixtures("ranks")
+def test_small_adjacent_groups_share_a_gather_and_a_reduction() -> None:
+    plan = schedule_of(Chain(), has_streams=False, change=chosen(max_fused_bytes=2 * MIB))
+    assert line_of(plan, "pre-forward a") == "gather a, b; wait a"
+    assert line_of(plan, "pre-backward b") == "wait b"
+    assert line_of(plan, "gradients ready b bucket 0") == ""
+    assert line_of(plan, "gradients ready a bucket 0") == "wait for 1 reduction; reduce a[0], b[0]"
+
+
+@pytest.mark.parametrize("has_streams", [False, True])
+@pytest.mark.usefixtures("ranks")
+def test_a_fused_gather_is_not_moved_if_one_of_its_groups_does_not_fit(has_streams: bool) -> None:
+    model = Chain()
+    model.a = nn.Sequential(nn.Linear(SIDE, 3 * SIDE, bias=False), nn.Linear(3 * SIDE, SIDE, bias=False))
+    options = chosen(max_unsharded_bytes=7 * MIB, max_fused_bytes=2 * MIB)
+    plan = schedule_of(model, has_streams=has_streams, change=options)
+    assert line_of(plan, "pre-forward a") == "gather a; wait a"
+    assert line_of(plan, "pre-forward b") == "gather b, c; wait b"
+
+
+def tied() -> nn.Module:
+    """Return a chain of groups, of which c uses the weight of a."""
+    a, b, c = model = Chain(own_bias="c")
+    c.weight = a.weight
+    fully_shard(a)
+    fully_shard(b)
+    fully_shard(c, shared_from=[a])
+    return fully_shard(model)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_tied_weights_are_gathered_with_their_user_and_freed_after_the_last_one() -> None:
+    plan = schedule_of(tied(), has_streams=False, change=chosen(prefetch_limit=0))
+    assert line_of(plan, "pre-forward c") == "gather c; gather a; wait c; wait a"
+    assert line_of(plan, "post-forward c") == "free c; free a"
+
+
+@pytest.mark.usefixtures("ranks")
+def test_tied_weights_inside_of_their_user_are_freed_with_it() -> None:
+    owner, own = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)
+    own.weight = owner.weight
+    user = fully_shard(nn.Sequential(fully_shard(owner), own), shared_from=[owner])
+    plan = schedule_of(fully_shard(nn.Sequential(user, nn.Linear(SIDE, SIDE))), has_streams=False)
+    assert line_of(plan, "post-forward 0.0") == ""
+    assert line_of(plan, "post-forward 0") == "free 0; free 0.0"
+
+
+class Checkpointed(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with set_checkpoint_early_stop(False):  # so that recomputation reaches the end of each layer
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("has_streams", [False, True])
+@pytest.mark.usefixtures("ranks")
+def test_a_recomputed_group_stays_unsharded_for_its_backward(has_streams: bool) -> None:
+    plan = schedule_of(Checkpointed(), has_streams=has_streams)
+    in_backward = plan.steps[plan.steps.index(plan.at(schedule.Hook.END_FORWARD)[0]) :]
+    found = [(str(event), [str(action) for action in actions]) for event, actions in in_backward]
+    recomputed = [event for event, _ in found if event.startswith("pre-forward")]
+    assert recomputed == [f"pre-forward {name}" for name in "cba"]
+    assert [actions for event, actions in found if event.startswith("post-forward")] == [[], [], []]
+    freed = [event for event, actions in found for action in actions if action.startswith("free")]
+    assert freed == [f"post-backward {name}" for name in ("c", "b", "a", "root")]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_streams_reduce_a_whole_group_once_its_parameters_are_freed() -> None:
+    def lines(model: nn.Module, name: str, *, has_streams: bool = True, keeps: bool = False) -> tuple[str, str]:
+        change = (lambda m: m.c.set_reshard_after_backward(False)) if keeps else None
+        plan = schedule_of(model, has_streams=has_streams, change=change)
+        ready, after = line_of(plan, f"gradients ready {name} bucket 0"), line_of(plan, f"post-backward {name}")
+        return ready.split("; ")[-1], after
+
+    assert lines(Chain(), "c") == ("", "free c; reduce c[0]")
+    assert lines(Chain(), "c", has_streams=False) == ("reduce c[0]", "free c")
+    assert lines(Chain(), "c", keeps=True) == ("reduce c[0]", ""), "nothing is freed first"
+    assert lines(tied(), "a") == ("reduce a[0]", ""), "its user may still need it"
+    around = nn.Sequential(nn.Linear(SIDE, SIDE), fully_shard(nn.Linear(SIDE, SIDE)))
+    assert lines(nn.Sequential(around), "0") == ("reduce 0[0]", "free 0"), "groups inside it come first"
+
+
+# -- the work of the host
+
+
+def calls_per_group(groups: int) -> float:
+    """Return the number of Python calls of a steady step per group. All groups except the root are fused."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(groups)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    inputs, calls = torch.ones(1, 4), 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for step in range(3):
+        if step == 2:
+            sys.setprofile(count)
+        try:
+            model(inputs).sum().backward()
+        finally:
+            sys.setprofile(None)
+    return calls / groups
+
+
+def test_host_work_is_linear_in_the_number_of_fused_groups() -> None:
+    with fake_ranks():
+        assert calls_per_group(64) < 1.2 * calls_per_group(16)

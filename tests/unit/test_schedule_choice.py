@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 from hypothesis import given
@@ -17,23 +15,17 @@ from tests._internals import (
     EXTRA_BYTES,
     GradientMemory,
     GroupSpec,
-    ScheduleOptions,
     ScheduleSettings,
     Timeline,
     choose,
-    passes,
+    gather_plan,
     simulate,
 )
-from tests._internals import schedule as s
+from tests.helpers.chain_schedule import chain_schedule
 
 PLAIN = ScheduleSettings(zero_copy=False, grad_buckets=1, max_fused_bytes=0)
 MIB = 1 << 20
 NAMES = [f"layers.{i}" for i in range(6)]
-ORDER = [
-    s.Event(s.Hook.PRE_FORWARD, "root"),
-    *(s.Event(hook, name) for name in NAMES for hook in (s.Hook.PRE_FORWARD, s.Hook.POST_FORWARD)),
-    s.Event(s.Hook.POST_FORWARD, "root"),
-]
 
 
 def specs_of(size: int, settings: ScheduleSettings) -> dict[str, GroupSpec]:
@@ -47,8 +39,6 @@ def specs_of(size: int, settings: ScheduleSettings) -> dict[str, GroupSpec]:
             unsharded_bytes=size,
             full_bytes=size,
             gradient_bytes=(2 * part,) * buckets,
-            is_small=size <= settings.max_fused_bytes // 2,
-            reduces_grad_buckets=buckets > 1 and size > settings.max_fused_bytes // 2,
             ranks=64,
             gather_messages=4 if settings.zero_copy else 1,
             gather_copied_bytes=0 if settings.zero_copy else size,
@@ -56,7 +46,7 @@ def specs_of(size: int, settings: ScheduleSettings) -> dict[str, GroupSpec]:
             gradient_memory=(GradientMemory(part, 3 * part, 2 * part, part // 32),) * buckets,
             gradients=tuple(((number, part),) for number in range(buckets)),
         )
-    return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
+    return {"root": GroupSpec("root", has_parameters=False), **specs}
 
 
 @contextmanager
@@ -69,14 +59,18 @@ def extra_bytes(bound: int) -> Iterator[None]:
 def costs_of(latency: float, bandwidth: float, compute: float) -> Costs:
     cost = CollectiveCost(latency, bandwidth)
     times = dict.fromkeys(NAMES, compute)
-    return Costs({"": AxisCosts(cost, cost, cost)}, times, times, copy_bandwidth=1e12, source="a test")
+    return Costs({"": AxisCosts(cost, cost, cost)}, times, times, copy_bandwidth=1e12)
 
 
-def timeline_of(size: int, settings: ScheduleSettings, options: ScheduleOptions, costs: Costs) -> Timeline:
-    specs = specs_of(size, settings)
-    chosen = ("prefetch_limit", "max_fused_bytes")
-    options = replace(options, **{name: getattr(settings, name) for name in chosen})
-    return simulate(passes.build(ORDER, specs, options), specs, costs)
+def predicting(size: int, costs: Costs, *, has_streams: bool = True) -> Callable[[ScheduleSettings], Timeline]:
+    """Return the function from settings to the timeline of a step."""
+
+    def predict(settings: ScheduleSettings) -> Timeline:
+        specs = specs_of(size, settings)
+        limits = gather_plan.Limits(settings.prefetch_limit, settings.max_fused_bytes, has_streams)
+        return simulate(chain_schedule(specs, limits), specs, costs)
+
+    return predict
 
 
 SIZES = st.sampled_from([1 << 10, 1 << 18, 1 << 22, 1 << 28])
@@ -85,23 +79,19 @@ TIMES = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])
 
 @given(SIZES, TIMES, st.sampled_from([1e6, 1e9, 5e10, 4e11]), TIMES, st.booleans())
 def test_a_choice_is_as_predicted_and_neither_slower_nor_larger_than_allowed(
-    size: int, latency: float, bandwidth: float, compute: float, host_waits: bool
+    size: int, latency: float, bandwidth: float, compute: float, has_streams: bool
 ) -> None:
-    options, costs = ScheduleOptions(host_waits=host_waits), costs_of(latency, bandwidth, compute)
-    choice = choose(ORDER, lambda settings: specs_of(size, settings), options, costs)
-    default, plain, chosen = (
-        timeline_of(size, each, options, costs) for each in (DEFAULT_SETTINGS, PLAIN, choice.settings)
-    )
+    predict = predicting(size, costs_of(latency, bandwidth, compute), has_streams=has_streams)
+    choice = choose(predict, "a test")
+    default, plain, chosen = (predict(each) for each in (DEFAULT_SETTINGS, PLAIN, choice.settings))
     assert (choice.seconds, choice.peak_bytes) == (chosen.seconds, chosen.peak_bytes)
     assert choice.default_seconds == default.seconds
     assert 0.995 * choice.seconds <= plain.seconds
     assert 0.995 * choice.seconds <= default.seconds or default.excess_over(plain) > EXTRA_BYTES
     assert chosen.excess_over(plain) <= EXTRA_BYTES
     assert chosen.peak_bytes <= plain.peak_bytes + EXTRA_BYTES
-    assert choose(ORDER, lambda settings: specs_of(size, settings), options, costs) == choice, "the same on every rank"
-    again = choose(
-        ORDER, lambda each: specs_of(size, each), options, costs, current=choice.settings, before=choice.seconds
-    )
+    assert choose(predict, "a test") == choice, "the same on every rank"
+    again = choose(predict, "a test", current=choice.settings, before=choice.seconds)
     assert again.settings == choice.settings, "nothing has changed"
 
 
@@ -109,10 +99,8 @@ def test_a_choice_is_as_predicted_and_neither_slower_nor_larger_than_allowed(
 def test_what_the_user_has_set_is_kept(latency: float, compute: float, limit: int, fused: int) -> None:
     current = ScheduleSettings(prefetch_limit=limit, max_fused_bytes=fused)
     choice = choose(
-        ORDER,
-        lambda settings: specs_of(1 << 22, settings),
-        ScheduleOptions(),
-        costs_of(latency, 5e10, compute),
+        predicting(1 << 22, costs_of(latency, 5e10, compute)),
+        "a test",
         current=current,
         fixed={"prefetch_limit", "max_fused_bytes"},
     )
@@ -121,9 +109,8 @@ def test_what_the_user_has_set_is_kept(latency: float, compute: float, limit: in
 
 def test_a_long_latency_gives_few_messages_and_a_short_one_many() -> None:
     def settings(latency: float) -> ScheduleSettings:
-        costs = costs_of(latency, 5e10, 5e-2)
         with extra_bytes(1 << 40):
-            return choose(ORDER, lambda each: specs_of(1 << 28, each), ScheduleOptions(), costs).settings
+            return choose(predicting(1 << 28, costs_of(latency, 5e10, 5e-2)), "a test").settings
 
     assert settings(1e-6) == DEFAULT_SETTINGS
     slow = settings(5e-2)
@@ -132,13 +119,12 @@ def test_a_long_latency_gives_few_messages_and_a_short_one_many() -> None:
 
 def test_settings_are_kept_unless_others_are_clearly_faster() -> None:
     def kept(compute: float, *, is_first: bool) -> bool:
-        costs, current = costs_of(1e-6, 5e10, compute), ScheduleSettings(grad_buckets=2)
-        seconds = [timeline_of(1 << 28, each, ScheduleOptions(), costs).seconds for each in (current, DEFAULT_SETTINGS)]
+        predict, current = predicting(1 << 28, costs_of(1e-6, 5e10, compute)), ScheduleSettings(grad_buckets=2)
+        seconds = [predict(each).seconds for each in (current, DEFAULT_SETTINGS)]
         assert seconds[0] > seconds[1]
-        specs = partial(specs_of, 1 << 28)
         before = None if is_first else seconds[0]
         with extra_bytes(1 << 40):
-            choice = choose(ORDER, specs, ScheduleOptions(), costs, current=current, before=before)
+            choice = choose(predict, "a test", current=current, before=before)
         return choice.settings == current
 
     assert [kept(5e-1, is_first=first) for first in (True, False)] == [True, True], "no prediction is that exact"
@@ -147,7 +133,7 @@ def test_settings_are_kept_unless_others_are_clearly_faster() -> None:
 
 
 def test_a_choice_prints_settings_prediction_and_source() -> None:
-    text = str(choose(ORDER, lambda each: specs_of(MIB, each), ScheduleOptions(), costs_of(1e-5, 5e10, 1e-3)))
+    text = str(choose(predicting(MIB, costs_of(1e-5, 5e10, 1e-3)), "a test"))
     for name in ("zero_copy", "grad_buckets", "prefetch_limit", "max_fused_bytes", "predicted", "without costs"):
         assert name in text
     assert text.endswith("costs            a test")
@@ -156,12 +142,13 @@ def test_a_choice_prints_settings_prediction_and_source() -> None:
 def test_a_bound_on_extra_memory_is_used_and_kept() -> None:
     """The network is slower than the computation, so that a deeper prefetch and an early reduction pay."""
     size, costs = 1 << 28, costs_of(1e-6, 5e10, 1.2e-2)
-    plain = timeline_of(size, PLAIN, ScheduleOptions(), costs)
+    predict = predicting(size, costs)
+    plain = predict(PLAIN)
     excess, seconds = [], []
     for extra in (0, size // 2, 4 * size):
         with extra_bytes(extra):
-            choice = choose(ORDER, partial(specs_of, size), ScheduleOptions(), costs)
-        excess.append(timeline_of(size, choice.settings, ScheduleOptions(), costs).excess_over(plain))
+            choice = choose(predict, "a test")
+        excess.append(predict(choice.settings).excess_over(plain))
         seconds.append(choice.seconds)
         assert excess[-1] <= extra
     assert excess[0] == 0

@@ -10,16 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp import AxisCosts, CollectiveCost, Costs
-from tests._internals import GradientMemory, GroupSpec, ScheduleOptions, fit_computation, passes, schedule, simulate
+from tests._internals import GradientMemory, GroupSpec, fit_computation, gather_plan, simulate
 from tests._internals import schedule as s
+from tests.helpers.chain_schedule import HOST, STREAMS, chain_schedule
 
 MIB = 1 << 20
 NAMES = "abc"
-ORDER = [
-    s.Event(s.Hook.PRE_FORWARD, "root"),
-    *(s.Event(hook, name) for name in NAMES for hook in (s.Hook.PRE_FORWARD, s.Hook.POST_FORWARD)),
-    s.Event(s.Hook.POST_FORWARD, "root"),
-]
+EAGER_HOST = replace(HOST, prefetch=0)
 SECONDS = st.floats(0, 1)
 
 
@@ -27,7 +24,7 @@ def specs_of(**options: object) -> dict[str, GroupSpec]:
     values: dict[str, Any] = {"gradient_memory": (GradientMemory(MIB, MIB, MIB),), "ranks": 8, **options}
     values.setdefault("gradient_bytes", (MIB,))
     specs = {n: GroupSpec(n, MIB, MIB, **values) for n in NAMES}
-    return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
+    return {"root": GroupSpec("root", has_parameters=False), **specs}
 
 
 def costs_of(latency: float, compute: float, bandwidth: float = 1e18) -> Costs:
@@ -37,25 +34,29 @@ def costs_of(latency: float, compute: float, bandwidth: float = 1e18) -> Costs:
 
 
 def test_a_prefetched_chain_exposes_the_first_gather_and_the_last_reduction() -> None:
-    plan = passes.build(ORDER, specs_of(), ScheduleOptions())
-    timeline = simulate(plan, specs_of(), costs_of(latency=1.0, compute=2.0))
+    timeline = simulate(chain_schedule(specs_of(), STREAMS), specs_of(), costs_of(latency=1.0, compute=2.0))
     assert timeline.exposed == pytest.approx(2.0, abs=1e-6)
     assert timeline.seconds == pytest.approx(14.0, abs=1e-6)
 
 
 def test_without_prefetching_every_gather_is_exposed() -> None:
     specs = specs_of(separate_reduce=True)
-    plan = passes.eager(ORDER, specs, ScheduleOptions())
-    plan = passes.bound_in_flight(plan, specs, ScheduleOptions())
-    timeline = simulate(plan, specs, costs_of(latency=1.0, compute=2.0))
+    timeline = simulate(chain_schedule(specs, replace(STREAMS, prefetch=0)), specs, costs_of(latency=1.0, compute=2.0))
     assert timeline.exposed == pytest.approx(7.0, abs=1e-6), (
         "three gathers in each pass and the last reduction are exposed"
     )
 
 
+def test_the_host_waits_for_a_reduction_before_it_launches_the_next_one() -> None:
+    fast, slow, specs = CollectiveCost(0.0, 1e18), CollectiveCost(3.0, 1e18), specs_of(separate_reduce=True)
+    costs = replace(costs_of(0.0, compute=1.0), axes={"": AxisCosts(fast, slow, slow)})
+    spans = {span.label: span for span in simulate(chain_schedule(specs, HOST), specs, costs).spans}
+    assert spans["gradients ready b bucket 0"].begin == pytest.approx(spans["reduce c[0]"].begin)
+    assert spans["gradients ready a bucket 0"].begin == pytest.approx(spans["reduce c[0]"].end)
+
+
 def test_predicted_memory_is_the_unsharded_groups_plus_reductions_in_flight() -> None:
-    plan = passes.build(ORDER, specs_of(), ScheduleOptions(host_waits=True))
-    timeline = simulate(plan, specs_of(), costs_of(1.0, 2.0))
+    timeline = simulate(chain_schedule(specs_of(), HOST), specs_of(), costs_of(1.0, 2.0))
     after = dict(timeline.memory)
     assert after[s.Event(s.Hook.PRE_FORWARD, "a")] == 2 * MIB
     assert after[s.Event(s.Hook.END_FORWARD)] == 0
@@ -65,10 +66,10 @@ def test_predicted_memory_is_the_unsharded_groups_plus_reductions_in_flight() ->
 
 @given(SECONDS, SECONDS, SECONDS, st.integers(0, 3), st.booleans(), st.booleans())
 def test_a_step_takes_at_least_its_computation_and_its_wire_and_more_with_a_longer_latency(
-    latency: float, more: float, compute: float, limit: int, host_waits: bool, small: bool
+    latency: float, more: float, compute: float, limit: int, has_streams: bool, is_fused: bool
 ) -> None:
-    specs = specs_of(is_small=small)
-    plan: schedule.Schedule = passes.build(ORDER, specs, ScheduleOptions(prefetch_limit=limit, host_waits=host_waits))
+    specs, limits = specs_of(), gather_plan.Limits(limit, 2 * MIB if is_fused else 0, has_streams)
+    plan = chain_schedule(specs, limits)
     timeline = simulate(plan, specs, costs_of(latency, compute))
     wire = sum(span.end - span.begin for span in timeline.spans if span.stream != "compute")
     assert timeline.seconds >= max(6 * compute, wire) - 1e-9
@@ -77,26 +78,22 @@ def test_a_step_takes_at_least_its_computation_and_its_wire_and_more_with_a_long
 
 
 def test_the_time_of_a_group_is_that_of_all_its_runs() -> None:
-    twice = [*ORDER[:-1], *ORDER[1:]]
     costs = costs_of(latency=0.0, compute=1.0)
     once, repeated = (
-        simulate(passes.build(o, specs_of(), ScheduleOptions()), specs_of(), costs) for o in (ORDER, twice)
+        simulate(chain_schedule(specs_of(), STREAMS, order), specs_of(), costs) for order in (NAMES, 2 * NAMES)
     )
     assert repeated.seconds == pytest.approx(once.seconds)
 
 
 def test_messages_are_in_memory_until_their_wait() -> None:
     specs, packed = specs_of(), specs_of(gather_copied_bytes=MIB)
-    peaks = [
-        simulate(passes.build(ORDER, s, ScheduleOptions()), s, costs_of(1.0, 2.0)).peak_bytes for s in (specs, packed)
-    ]
+    peaks = [simulate(chain_schedule(s, STREAMS), s, costs_of(1.0, 2.0)).peak_bytes for s in (specs, packed)]
     assert peaks[1] == peaks[0] + MIB
 
 
 def test_messages_that_are_copied_out_late_are_beside_the_parameters_for_a_moment() -> None:
     specs = specs_of(gather_copied_bytes=MIB, late_bytes=MIB, gradient_memory=(GradientMemory(),))
-    plan = passes.build(ORDER, specs, ScheduleOptions(host_waits=True, prefetch_limit=0))
-    timeline = simulate(plan, specs, costs_of(1.0, 2.0))
+    timeline = simulate(chain_schedule(specs, EAGER_HOST), specs, costs_of(1.0, 2.0))
     assert dict(timeline.memory)[s.Event(s.Hook.PRE_FORWARD, "a")] == MIB, "the message is freed by the wait"
     assert timeline.peak_bytes == 2 * MIB
 
@@ -104,8 +101,7 @@ def test_messages_that_are_copied_out_late_are_beside_the_parameters_for_a_momen
 def test_gradients_arrive_are_sent_and_stay_sharded() -> None:
     memory = GradientMemory(arrived=2 * MIB, launched=7 * MIB, in_flight=5 * MIB, sharded=MIB)
     specs = specs_of(gradient_memory=(memory,))
-    plan = passes.build(ORDER, specs, ScheduleOptions(host_waits=True, prefetch_limit=0))
-    timeline = simulate(plan, specs, costs_of(1.0, 2.0))
+    timeline = simulate(chain_schedule(specs, EAGER_HOST), specs, costs_of(1.0, 2.0))
     after = dict(timeline.memory)
     assert after[s.Event(s.Hook.GRAD_READY, "c", 0)] == MIB + 5 * MIB, "unsharded parameters and messages"
     assert after[s.Event(s.Hook.POST_BACKWARD, "a")] == 2 * MIB + 5 * MIB
@@ -126,8 +122,7 @@ def test_early_gradients_stay_until_the_group_is_complete() -> None:
     specs["root"] = replace(specs["root"], **own, gradient_memory=(memory,))
     gradients = ((0, MIB // 2), (1, MIB // 2))
     specs["root"] = replace(specs["root"], gradients=(gradients,), early_gradients=frozenset({1}))
-    plan = passes.build(ORDER, specs, ScheduleOptions(host_waits=True, prefetch_limit=0))
-    after = dict(simulate(plan, specs, costs_of(1.0, 2.0)).memory)
+    after = dict(simulate(chain_schedule(specs, EAGER_HOST), specs, costs_of(1.0, 2.0)).memory)
     assert after[s.Event(s.Hook.PRE_BACKWARD, "c")] == 2 * MIB + MIB // 2
     assert after[s.Event(s.Hook.END_BACKWARD)] == 0
 
@@ -135,7 +130,7 @@ def test_early_gradients_stay_until_the_group_is_complete() -> None:
 def test_replicas_add_their_all_reduce() -> None:
     plain, hybrid = specs_of(), specs_of(replicas=4, replicate_axis="replicate")
     costs = costs_of(latency=1.0, compute=2.0)
-    seconds = [simulate(passes.build(ORDER, s, ScheduleOptions()), s, costs).seconds for s in (plain, hybrid)]
+    seconds = [simulate(chain_schedule(s, STREAMS), s, costs).seconds for s in (plain, hybrid)]
     assert seconds[1] == pytest.approx(seconds[0] + 1.0, abs=1e-6), "the last one, which nothing hides"
 
 
@@ -147,7 +142,7 @@ def test_one_rank_sends_nothing() -> None:
 
 @given(st.floats(0, 20))
 def test_fitted_computation_predicts_the_measured_step(waited: float) -> None:
-    plan, costs = passes.build(ORDER, specs_of(), ScheduleOptions()), costs_of(latency=1.0, compute=2.0)
+    plan, costs = chain_schedule(specs_of(), STREAMS), costs_of(latency=1.0, compute=2.0)
     exposed = simulate(plan, specs_of(), costs).exposed
     fitted = fit_computation(plan, specs_of(), costs, waited)
     assert fitted.axes == costs.axes
@@ -165,7 +160,6 @@ def in_two_buckets(**options: Any) -> dict[str, GroupSpec]:
         gradient_bytes=(MIB, MIB),
         gradient_memory=(GradientMemory(half, 3 * half, 2 * half),) * 2,
         gradients=(((1, half),), ((0, half),)),
-        reduces_grad_buckets=True,
         **options,
     )
 
@@ -173,6 +167,6 @@ def in_two_buckets(**options: Any) -> dict[str, GroupSpec]:
 def test_all_gathers_of_two_axes_run_beside_each_other_and_reductions_do_not() -> None:
     specs = in_two_buckets() | {"b": replace(in_two_buckets()["b"], axis="other")}
     costs = costs_of(1e-9, 1e-9)
-    spans = {span.label: span for span in simulate(passes.build(ORDER, specs, ScheduleOptions()), specs, costs).spans}
+    spans = {span.label: span for span in simulate(chain_schedule(specs, STREAMS), specs, costs).spans}
     assert spans["gather b"].begin < spans["gather a"].end, "prefetched from the begin of a"
     assert spans["reduce b[0]"].begin >= spans["reduce c[1]"].end

@@ -1,4 +1,4 @@
-"""The transition tables of a group's parameters and gradients."""
+"""The transition tables of a group's parameters and gradients, and the passes of a root."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from composable_fsdp import fully_shard
 from composable_fsdp.errors import FSDPError, LifecycleError
+from composable_fsdp.plugins import Observer
 from tests._internals import (
-    ACTIONS_OF_HOOKS,
     GRADIENT_TRANSITIONS,
     HELD_GRADIENTS,
     LOCAL_GRADIENTS,
@@ -25,8 +29,11 @@ from tests._internals import (
     ParameterState,
     Pass,
     advance,
+    iteration_of,
     schedule,
+    state_of,
 )
+from tests.helpers.sharding import single_rank
 
 Hook = schedule.Hook
 P, PO, G, GO = ParameterState, ParameterOperation, GradientState, GradientOperation
@@ -239,18 +246,102 @@ def test_an_illegal_gradient_operation_has_the_same_error_format() -> None:
         advance(GRADIENT_TRANSITIONS, G.NONE, GO.COMPLETE, "")
 
 
-def test_each_hook_has_actions_in_each_pass_in_which_it_can_fire() -> None:
-    never = {
-        (Pass.IDLE, Hook.POST_FORWARD),
-        (Pass.IDLE, Hook.END_FORWARD),
-        (Pass.BACKWARD, Hook.END_FORWARD),  # recomputation is not a separate forward
-        (Pass.FORWARD, Hook.END_BACKWARD),  # the forward that contains a backward continues after it
+# -- the passes of a root
+
+
+class Unseen:
+    """An output in which hooks find no tensor."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Layer(nn.Linear):
+    """Its backward begins with the given hook."""
+
+    def __init__(self, first: Hook) -> None:
+        super().__init__(4, 4)
+        self.first = first
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.first is Hook.POST_BACKWARD:
+            return Unseen(x)
+        return Unseen(super().forward(x)) if self.first is Hook.GRAD_READY else super().forward(x)
+
+
+def run_layer(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output = layer(x)
+    value: torch.Tensor = output.value if isinstance(output, Unseen) else output
+    return value
+
+
+class WithBackward(nn.Module):
+    """Its forward has a backward of its layer, and another one in which the layer is recomputed."""
+
+    def __init__(self, first: Hook) -> None:
+        super().__init__()
+        self.layer = fully_shard(Layer(first), reshard_after_forward=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        run_layer(self.layer, x).sum().backward()
+        if self.layer.first is Hook.PRE_BACKWARD:
+            self.layer(checkpoint(self.layer, x, use_reentrant=True)).sum().backward()
+        return x
+
+
+class SeenPasses(Observer):
+    """Notes each hook of a root, with the pass before it and after it."""
+
+    def __init__(self) -> None:
+        self.before: list[Pass] = []
+        self.found: list[tuple[Pass, Hook, Pass]] = []
+
+    def before_hook(self, root: Any, hook: Hook, subject: Any) -> None:
+        self.before.append(root.current_pass)
+
+    def after_hook(self, root: Any, hook: Hook, subject: Any) -> None:
+        self.found.append((self.before.pop(), hook, root.current_pass))
+
+
+def passes_of(first: Hook, *, in_forward: bool) -> list[tuple[Pass, Hook, Pass]]:
+    """Return the hooks of a step in which ``first`` begins the backward, which is in a forward or comes after it."""
+    with single_rank():
+        seen, x = SeenPasses(), torch.ones(2, 4, requires_grad=True)
+        model: Any = WithBackward(first) if in_forward else Layer(first)
+        root = iteration_of(state_of(fully_shard(model, reshard_after_forward=False)))
+        root.events.add(seen)
+        loss = run_layer(model, x).sum()
+        assert root.current_pass is Pass.IDLE
+        if not in_forward:
+            loss.backward()
+        assert root.current_pass is Pass.IDLE
+    return seen.found
+
+
+IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
+OF_BACKWARD = (Hook.PRE_BACKWARD, Hook.GRAD_READY, Hook.POST_BACKWARD)
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+@pytest.mark.parametrize("first", OF_BACKWARD)
+def test_a_hook_of_backward_begins_it_in_any_other_pass(first: Hook, *, in_forward: bool) -> None:
+    around = FORWARD if in_forward else IDLE
+    found = passes_of(first, in_forward=in_forward)
+    assert next(each for each in found if each[1] in OF_BACKWARD) == (around, first, BACKWARD)
+    assert (BACKWARD, Hook.END_BACKWARD, around) in found, "the pass around it goes on"
+
+
+def test_each_pass_begins_and_ends_with_a_hook_of_its_own() -> None:
+    found = {each for first in OF_BACKWARD for inside in (False, True) for each in passes_of(first, in_forward=inside)}
+    assert found == {
+        (IDLE, Hook.PRE_FORWARD, FORWARD),
+        (FORWARD, Hook.PRE_FORWARD, FORWARD),
+        (FORWARD, Hook.POST_FORWARD, FORWARD),
+        (FORWARD, Hook.END_FORWARD, IDLE),
+        (FORWARD, Hook.POST_FORWARD, IDLE),  # of the outermost module: it has the end inside
+        *((begun, hook, BACKWARD) for begun in Pass for hook in OF_BACKWARD),
+        (BACKWARD, Hook.PRE_FORWARD, BACKWARD),  # recomputation is not a separate forward
+        (BACKWARD, Hook.POST_FORWARD, BACKWARD),
+        (BACKWARD, Hook.END_BACKWARD, IDLE),
+        (BACKWARD, Hook.END_BACKWARD, FORWARD),
     }
-    assert set(ACTIONS_OF_HOOKS) == {(each, hook) for each in Pass for hook in Hook} - never
-
-
-def test_a_hook_of_backward_begins_it_in_any_other_pass() -> None:
-    for hook in (Hook.PRE_BACKWARD, Hook.GRAD_READY, Hook.POST_BACKWARD):
-        begins, *same = ACTIONS_OF_HOOKS[Pass.IDLE, hook]
-        assert ACTIONS_OF_HOOKS[Pass.FORWARD, hook] == (begins, *same)
-        assert ACTIONS_OF_HOOKS[Pass.BACKWARD, hook] == tuple(same)

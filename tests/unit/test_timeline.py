@@ -20,17 +20,16 @@ from composable_fsdp.trace import Operation, Position, TraceEvent
 from tests._internals import (
     Dump,
     Header,
-    ScheduleOptions,
     Timeline,
     encode,
     file_name,
     merged,
-    passes,
     simulate,
     write_chrome_trace,
 )
 from tests._internals import schedule as s
-from tests.unit.test_schedule_simulated import ORDER, costs_of, specs_of
+from tests.helpers.chain_schedule import STREAMS, chain_schedule
+from tests.unit.test_schedule_simulated import costs_of, specs_of
 
 
 def event(operation: str, group: str, begin: float, end: float, nbytes: int = 0, number: int = 0) -> TraceEvent:
@@ -134,7 +133,7 @@ def test_the_summary_is_of_training_steps() -> None:
 
 
 def simulated() -> Timeline:
-    return simulate(passes.build(ORDER, specs_of(), ScheduleOptions()), specs_of(), costs_of(1.0, 2.0))
+    return simulate(chain_schedule(specs_of(), STREAMS), specs_of(), costs_of(1.0, 2.0))
 
 
 def simulated_step() -> Lanes:
@@ -191,8 +190,8 @@ def test_a_picture_of_a_step_is_drawn(tmp_path: Path) -> None:
 
 
 def test_notebooks_show_reports_as_tables() -> None:
-    rows = s.Schedule((s.Step(s.Event(s.Hook.PRE_FORWARD, "<a>"), (s.Wait("<a>"), s.Keep("<a>"))),))._repr_html_()
-    assert "<td>pre-forward &lt;a&gt;</td><td>wait &lt;a&gt;; keep &lt;a&gt;</td>" in rows
+    rows = s.Schedule((s.Step(s.Event(s.Hook.PRE_FORWARD, "<a>"), (s.Wait("<a>"), s.Free("<a>"))),))._repr_html_()
+    assert "<td>pre-forward &lt;a&gt;</td><td>wait &lt;a&gt;; free &lt;a&gt;</td>" in rows
     assert "<p>(no forward has run yet" in s.Schedule(())._repr_html_()
     report = CommunicationReport((CommunicationRow("root", "all-gather", 2, 1000, 2000),))
     assert "<td>root</td><td>all-gather</td><td>2</td><td>1,000</td><td>2,000</td><td>0.50</td>" in report._repr_html_()

@@ -17,11 +17,11 @@ from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
 from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp._memory.device_capabilities import is_host
-from composable_fsdp._memory.streams import CommStreams, InFlight, Work
+from composable_fsdp._memory.streams import Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
 from composable_fsdp._sharding.process_groups import group_by_key
 
-__all__ = ["CachedLaunch", "GatherCache", "cached_gather", "launch_gather", "pack_messages"]
+__all__ = ["CachedLaunch", "GatherCache", "all_gather_of", "cached_gather", "pack_messages"]
 
 
 class GatherCache:
@@ -47,36 +47,19 @@ class GatherCache:
         return self._gather
 
 
-def launch_gather(
-    streams: CommStreams, buckets: Sequence[AnyBucket], device: torch.device, label: str, last: GatherCache
-) -> InFlight[None]:
-    """Launch the all-gather of ``buckets``, one collective per communicator.
-
-    If this raises, the unsharded memory of ``buckets`` is freed, unless part of the all-gather is in flight.
+def all_gather_of(
+    buckets: Sequence[AnyBucket], device: torch.device, label: str, last: GatherCache
+) -> _AllGather | CachedLaunch:
+    """Return the all-gather of ``buckets``, which is one collective per communicator, to be launched once.
 
     Args:
-        streams: where to launch.
         buckets: in the same order on every rank.
         device: where modules compute.
         label: the name in errors, the same on every rank.
         last: the cached all-gather of the same buckets, if any.
     """
     cached = last.of(buckets)
-    gathering = _AllGather(buckets, device, label) if cached is None else CachedLaunch(cached, label)
-    try:
-        # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
-        return streams.gather.run(
-            gathering.launch,
-            gathering.finish,
-            allocate=gathering.allocate,
-            prepare=gathering.prepare,
-            finish_in_wait=True,
-        )
-    except BaseException:
-        if not gathering.writes_to_places:
-            for bucket in buckets:
-                bucket.free()
-        raise
+    return _AllGather(buckets, device, label) if cached is None else CachedLaunch(cached, label)
 
 
 class _AllGather:

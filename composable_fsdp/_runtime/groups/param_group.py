@@ -11,7 +11,7 @@ from torch import nn
 from composable_fsdp import trace
 from composable_fsdp._layout.plan import GroupPlan, MessageSizes
 from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
-from composable_fsdp._runtime.collectives.all_gather import launch_gather
+from composable_fsdp._runtime.collectives.all_gather import all_gather_of
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._runtime.collectives.wire_bytes import all_gather_wire_bytes, smaller_mesh_wire_bytes
 from composable_fsdp._runtime.groups import profiling
@@ -250,7 +250,7 @@ class ParamGroup:
 
     def unshard(self, streams: CommStreams) -> None:
         """Launch the all-gather, unless it is in flight or done."""
-        unshard_together((self,), streams, f"all-gather of {self.name}")
+        unshard_together(streams, (self,), f"all-gather of {self.name}")
 
     @contextmanager
     def unshard_async_op(self, async_op: bool) -> Iterator[None]:
@@ -413,16 +413,29 @@ class ParamGroup:
         self._noted_bytes = held
 
 
-def unshard_together(groups: Sequence[ParamGroup], streams: CommStreams, label: str) -> None:
-    """Launch one all-gather for those of ``groups`` that need it, called ``label`` in errors."""
+def unshard_together(streams: CommStreams, groups: Sequence[ParamGroup], label: str) -> None:
+    """Launch one all-gather for those of ``groups`` that need it, called ``label`` in errors.
+
+    If this raises, their unsharded memory is freed, unless part of the all-gather is in flight.
+    """
     needed = [group for group in groups if group._needs_gather(streams)]
     buckets = [bucket for group in needed for bucket in group.tensors.buckets]
     pending, begin = None, None
     if buckets:  # not, for example, a root whose parameters all belong to nested modules
         begin = trace.now() if trace.listeners else None
-        launch = launch_gather
+        run = streams.gather.run
         if profiling.active:
-            launch = profiling.label("all_gather", profiling.describe_groups([group.name for group in needed]))(launch)
-        pending = launch(streams, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
+            run = profiling.label("all_gather", profiling.describe_groups([group.name for group in needed]))(run)
+        gather = all_gather_of(buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
+        try:
+            # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
+            pending = run(
+                gather.launch, gather.finish, allocate=gather.allocate, prepare=gather.prepare, finish_in_wait=True
+            )
+        except BaseException:
+            if not gather.writes_to_places:
+                for bucket in buckets:
+                    bucket.free()
+            raise
     for group in needed:
         group._begin_gather(pending, streams.gather.name, begin)

@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._runtime.params.sharded_param import alias_of
 from composable_fsdp._runtime.shard_extent import states_below
@@ -42,7 +43,6 @@ from composable_fsdp.checkpoint._state_dict.optimizer import (
     shard_flags,
 )
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, checksum, tensors_of
-from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.shard_extent import like
 from composable_fsdp.checkpoint._coordination.arguments import check_arguments, progress_bar, wants_progress
@@ -52,7 +53,6 @@ from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, has_shards_shape
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, plain_name, prepare_for_access, tensors_of
-from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["load", "read_objects"]
