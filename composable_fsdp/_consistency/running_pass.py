@@ -1,8 +1,7 @@
 """Running forward and backward passes of sharded modules, and how each of them ends.
 
 The thread that runs a pass publishes its end. No hook sees an interrupt that ends a forward, or an exception that ends
-a backward. Both are detected without inspecting the stack of a running thread, because CPython would create frame
-objects while the stack changes, which has crashed a rank.
+a backward. Both are detected without reading the stack of a running thread.
 
 - Autograd holds a callback for the end of its run, and releases it with the run, also after an exception.
   :class:`EndOfRun` is this callback; its finalizer publishes the end.

@@ -1,28 +1,28 @@
-"""Stacks of this process's threads, read in C by ``faulthandler``.
+"""Stacks of this process's threads, also of those that run or hang.
 
-It creates no frame objects, so it may also read threads that run or hang. CPython's own frames of other threads have
-crashed a rank.
+Two other ways have crashed ranks. ``faulthandler`` reads without a lock: a thread of C++ that enters Python meanwhile
+ends the process. Python 3.11 makes frame objects for ``f_back``: if that collects garbage, a finalizer can let the
+other thread change its stack. So nothing is collected while stacks are read.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import gc
 import linecache
 import os
-import re
+import sys
 import sysconfig
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
 
 import torch
 
 __all__ = ["Frame", "main_thread_frames", "thread_stacks", "user_line", "waits_in_torch"]
-
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 _TORCH = Path(torch.__file__).parent
 _LIBRARIES = (
@@ -32,6 +32,7 @@ _LIBRARIES = (
     f"{Path(__file__).parents[1]}{os.sep}",
 )
 _COLLECTIVES = f"{_TORCH / 'distributed'}{os.sep}"
+_MOST_FRAMES = 100
 _WAITING_FRAMES = 6
 """The innermost frames of which one is torch's collective. A custom operator such as ``wait_tensor`` has four below."""
 
@@ -51,14 +52,14 @@ class Frame:
 def thread_stacks() -> Iterator[tuple[str, tuple[Frame, ...]]]:
     """Yield the name of each thread and its frames, at most 100, the innermost last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frames in _stacks_by_ident():
+    for ident, frames in _stacks().items():
         yield names.get(ident, str(ident)), frames
 
 
 def main_thread_frames() -> tuple[Frame, ...]:
     """Return the frames of the main thread, the innermost last."""
     main = threading.main_thread().ident
-    return next((frames for ident, frames in _stacks_by_ident() if ident == main), ())
+    return _stacks(main).get(main or 0, ())
 
 
 def user_line(frames: tuple[Frame, ...]) -> str:
@@ -71,12 +72,17 @@ def waits_in_torch(frames: tuple[Frame, ...]) -> bool:
     return any(frame.path.startswith(_COLLECTIVES) for frame in frames[-_WAITING_FRAMES:])
 
 
-def _stacks_by_ident() -> Iterator[tuple[int, tuple[Frame, ...]]]:
-    with tempfile.TemporaryFile("w+", errors="replace") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read()
-    _, *parts = _THREAD.split(text)
-    for ident, lines in zip(parts[::2], parts[1::2], strict=True):
-        frames = [Frame(path, int(line), name) for path, line, name in _FRAME.findall(lines)]
-        yield int(ident, 16), tuple(reversed(frames))
+def _stacks(only: int | None = None) -> dict[int, tuple[Frame, ...]]:
+    """Return the frames of each thread, or of one ``only``, by identifier."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return {ident: _frames(top) for ident, top in sys._current_frames().items() if only in (None, ident)}
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _frames(top: FrameType) -> tuple[Frame, ...]:
+    walked = islice(walk_stack(top), _MOST_FRAMES)
+    return tuple(Frame(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked)[::-1]

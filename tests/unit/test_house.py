@@ -20,7 +20,7 @@ MOST_LINES = {
     ".": 810,
     "_api": 2718,
     "_comm": 1056,
-    "_consistency": 1929,
+    "_consistency": 1934,
     "_layout": 1391,
     "_memory": 625,
     "_runtime": 11341,

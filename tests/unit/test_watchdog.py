@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -318,13 +319,54 @@ def test_the_line_of_the_program_is_found_below_calls_of_libraries() -> None:
     items = torch.utils.data.default_collate  # a function of torch
 
     class Item(dict[str, int]):
-        def __getitem__(self, key: str) -> int:  # below it: three functions that read the stack
+        def __getitem__(self, key: str) -> int:  # below it: the functions that read the stack
             found.append(user_line(main_thread_frames()[:-4]))
             return super().__getitem__(key)
 
     items([Item(a=1), Item(a=2)])
     assert found[0].endswith("items([Item(a=1), Item(a=2)])"), found
     assert not waits_in_torch(main_thread_frames())
+
+
+READ_STACKS = """
+import ctypes, gc, os, sys, threading, time
+from tests._internals import main_thread_frames
+
+enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: 0)
+libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+
+class Garbage:
+    def __init__(self):
+        self.cycle = self
+
+    def __del__(self):
+        time.sleep(0)  # another thread runs
+
+def recurse(depth):
+    garbage = Garbage()
+    return recurse(depth - 1) if depth else sum(each for each in range(9))
+
+def read():
+    end, number = time.monotonic() + 3.0, 0
+    while time.monotonic() < end:
+        number += main_thread_frames()[0].name == "<module>"
+    os._exit(0 if number > 100 else 1)
+
+sys.setswitchinterval(1e-6)
+gc.set_threshold(20)
+threading.Thread(target=read).start()
+while True:
+    recurse(50)
+    if not libc.pthread_create(ctypes.byref(thread), None, enter, None):
+        libc.pthread_join(thread, None)
+"""
+
+
+def test_stacks_can_be_read_while_threads_enter_python_and_garbage_is_collected() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", READ_STACKS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_handled_interrupt_ends_no_later_wait() -> None:
@@ -490,10 +532,30 @@ def test_checking_a_suspended_coroutine_does_not_close_it() -> None:
     assert next(suspended) == 2
 
 
-def test_no_code_reads_stacks_of_other_threads() -> None:
-    """CPython creates frame objects while the other thread changes its stack. A rank crashed there."""
-    package = Path(composable_fsdp.__file__).parent
-    assert [path for path in package.rglob("*.py") if "_current_frames" in path.read_text()] == []
+def test_nothing_is_collected_while_stacks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    collects: list[bool] = []
+    current = sys._current_frames
+
+    def noting() -> dict[int, Any]:
+        collects.append(gc.isenabled())
+        return current()
+
+    monkeypatch.setattr(sys, "_current_frames", noting)
+    for was_enabled in (True, False):
+        (gc.enable if was_enabled else gc.disable)()
+        try:
+            assert main_thread_frames()
+            assert gc.isenabled() == was_enabled
+        finally:
+            gc.enable()
+    assert collects == [False, False]
+
+
+def test_only_one_module_reads_stacks_of_other_threads() -> None:
+    """Ranks have crashed when they read them with ``faulthandler``, or while garbage was collected."""
+    sources = {path.name: path.read_text() for path in Path(composable_fsdp.__file__).parent.rglob("*.py")}
+    assert [name for name, text in sources.items() if "_current_frames" in text] == ["stacks.py"]
+    assert [name for name, text in sources.items() if "dump_traceback" in text] == []
 
 
 # -- order checks
