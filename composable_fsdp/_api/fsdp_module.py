@@ -178,11 +178,14 @@ class FSDPModule(TorchFSDPModule):
             state.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Set the modules to all-gather when this module begins its forward, instead of the default order."""
+        """Set the modules to all-gather when this module begins its forward, instead of the default order.
+
+        Modules that are not below the same root are ignored.
+        """
         _state(self).forward_prefetch = list(map(ref, _sharded_states("set_modules_to_forward_prefetch", modules)))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Set the modules to all-gather when this module begins its backward, instead of the default order."""
+        """Set the modules to all-gather when this module begins its backward; else as the method for forward."""
         _state(self).backward_prefetch = list(map(ref, _sharded_states("set_modules_to_backward_prefetch", modules)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -370,8 +373,8 @@ class FSDPModule(TorchFSDPModule):
     def schedule(self) -> Schedule:
         """Return the schedule of the next training iteration: what happens at each event of forward and backward.
 
-        ``print(model.schedule())`` shows it as a table. It is built from the order of modules in the last forward, so
-        it is empty before the first one. Call it on the root.
+        ``print(model.schedule())`` shows it as a table. It is a dry run of the events of the last iteration, so it is
+        empty before the first one. Call it on the root.
         """
         return schedule_of(iteration_of(_state(self)))
 
@@ -781,7 +784,7 @@ def _state(module: object) -> FSDPState:
 
 def _parameters_below(module: object, state: FSDPState) -> Sequence[ShardedParameter]:
     """Return the parameters of ``state`` that belong to ``module`` and the modules in it: not all of a list's."""
-    if not state.has_several_modules:
+    if len(state.module_ids) == 1:
         return state.group.parameters
     assert isinstance(module, nn.Module)
     own = set(map(id, module.modules()))

@@ -28,6 +28,10 @@ _MOST_FORWARDS = 256
 """The maximum number of forwards kept for a later backward. There are more only if no backward is intended."""
 
 
+# Up to Python 3.11, a member takes as long as a call to look up on its enum.
+_SUM_UNSHARDED = Accumulation.UNSHARDED
+_SHARDED, _UNSHARDED = ParameterState.SHARDED, ParameterState.UNSHARDED
+
 _MIN_BYTES_IN_FLIGHT = 1 << 20
 """On streams, the bytes of gradients that may always be in flight: small messages cost latency, not bandwidth."""
 
@@ -42,13 +46,14 @@ class Progress:
         number: the number of this backward. Calls store it when backward reaches them.
         reached: the states that this backward, or the last one, reached through an output with a hook.
         is_in_forward: this backward is inside of a forward.
+        is_plain: its last pre-backward was outside of contexts of the caller, and no observer is told of hooks.
         run: autograd's run, inside which reentrant checkpoints begin others.
     """
 
     def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps, run: AutogradRun) -> None:
         self.number = 0
         self.reached: set[FSDPState] = set()
-        self.is_in_forward = False
+        self.is_in_forward = self.is_plain = False
         self.run = run
         self._states = states
         self._steps, self._seen_steps = steps, steps.number
@@ -139,7 +144,7 @@ class Progress:
     def was_seen(self, state: FSDPState) -> bool:
         """Return whether backward reached ``state`` through an output that its hooks saw, or did not need to."""
         is_reached = state in self.reached or not state.unshard_in_backward
-        return is_reached or state.group.parameter_state is ParameterState.UNSHARDED
+        return is_reached or state.group.parameter_state is _UNSHARDED
 
     def is_over_for(self, state: FSDPState) -> bool:
         """Return whether the rest of backward needs no parameter of ``state``, all of which have gradients.
@@ -150,7 +155,7 @@ class Progress:
             return False
         others = (other for other in self._states if other is not state and other.group.plan.specs)
         return not state.has_nested_states or all(
-            other in self.reached and other.group.parameter_state is ParameterState.SHARDED for other in others
+            other in self.reached and other.group.parameter_state is _SHARDED for other in others
         )
 
 
@@ -164,7 +169,7 @@ class ReductionQueue:
         """Reductions before those in flight, which hold no buffers any more. Flags of the first block the host."""
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
-        self._waiting: set[FSDPState] = set()
+        self.waiting: set[FSDPState] = set()
         """States whose gradients are complete and wait for those of their fusion."""
         self._fused_buckets = FusedBuckets()
         self._fusions: dict[FSDPState, Sequence[FSDPState]] = {}
@@ -201,7 +206,7 @@ class ReductionQueue:
             alone: do not fuse them with those of other groups.
         """
         gradients = state.group.gradients
-        if state.accumulation is Accumulation.UNSHARDED:
+        if state.accumulation is _SUM_UNSHARDED:
             gradients.hold()
             return
         fusion, partial = self._fusions.get(state), False
@@ -209,16 +214,16 @@ class ReductionQueue:
             fusion = self._find_fusion(state)
         if state in fusion and gradients.run.is_around_another:
             # More gradients may follow a backward inside this one, and a fusion would change the order of their sum.
-            self._waiting.discard(state)
+            self.waiting.discard(state)
             self._fusions.update(dict.fromkeys(fusion, ()))
             fusion = ()
         if alone or state not in fusion:
             together, partial = [gradients], state.keeps_partial
         else:
-            self._waiting.add(state)
-            if not at_end and not self._waiting.issuperset(fusion):
+            self.waiting.add(state)
+            if not at_end and not self.waiting.issuperset(fusion):
                 return
-            self._waiting.difference_update(fusion)
+            self.waiting.difference_update(fusion)
             together = [each.group.gradients for each in fusion]
             for member in together:
                 if member.state not in LOCAL_GRADIENTS:
@@ -235,12 +240,8 @@ class ReductionQueue:
             for launch in reduce_together([state.group.gradients], self._launcher.streams):
                 self._launch(launch)
 
-    def is_waiting(self, state: FSDPState) -> bool:
-        """Return whether the gradients of ``state`` are complete and wait for those of its fusion."""
-        return state in self._waiting
-
     def clear_waiting(self) -> None:
-        self._waiting.clear()
+        self.waiting.clear()
 
     @property
     def are_in_flight(self) -> bool:

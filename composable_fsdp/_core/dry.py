@@ -15,7 +15,7 @@ import torch
 
 from composable_fsdp._core.gather_plan import ScheduleSettings
 from composable_fsdp._core.root import SETTINGS, Root
-from composable_fsdp._core.seams import Observer
+from composable_fsdp._core.seams import OBSERVERS, Observer
 from composable_fsdp._layout.plan import GroupPlan, MessageSizes
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, ReductionLaunch
@@ -141,7 +141,7 @@ class Replay:
             ]
         self._run, self._launcher = _ReplayedRun(), DryLauncher(self._note, has_streams=real.launcher.has_streams)
         states = {name: self._copies[state] for name, state in real.states.items()}
-        passes, observers = cast(Any, _Unwatched()), (_Hooks(self.steps),)
+        passes, observers = cast(Any, _Unwatched()), (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
         root = Root(self._copies[real.root], states, self._launcher, cast(Any, self._run), passes, observers)
         self._root = root
         self._calls: dict[int, ForwardCall] = {}
@@ -218,7 +218,7 @@ class Replay:
         call = self._calls[number]
         call.state.calls_under_way.remove(call)
         with torch.set_grad_enabled(has_grad):
-            self._root.end_call(call, module_id)
+            self._root.post_forward(call, module_id)
 
     def _abort(self, name: str) -> None:
         state = self._root.states[name]

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from composable_fsdp._core.launcher import Launcher
 from composable_fsdp._layout.plan import SMALL_BYTES, MessageSizes
-from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
+from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
@@ -374,9 +374,7 @@ class Planner:
         self._launcher.gather(groups, label)
 
     def gather_ahead(self, names: tuple[str, ...], fused: Together, direction: str) -> None:
-        """Gather groups together ahead of their use, unless the first is in memory or they do not fit."""
-        if self._states[names[0]].group.parameter_state in UNSHARD_STARTED:
-            return
+        """Gather groups together ahead of their use, unless they do not fit."""
         if self._root.options.max_unsharded_bytes is None or self.fits(names):
             self.gather(names, fused, direction)
 
@@ -397,8 +395,9 @@ class Planner:
 
     def free_unused(self) -> None:
         """Free what was gathered ahead for runs that did not come."""
+        unsharding = ParameterState.UNSHARDING
         for state in self._states.values():
-            if state.group.parameter_state is ParameterState.UNSHARDING:
+            if state.group.parameter_state is unsharding:
                 self._launcher.free(state.group)
 
     def is_stale(self, state: FSDPState) -> bool:

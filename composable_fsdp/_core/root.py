@@ -21,14 +21,13 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
 
 from composable_fsdp._core.backward import Progress, ReductionQueue
 from composable_fsdp._core.checks import another_thread, check_settings, left_by_an_exception, unseen_output
 from composable_fsdp._core.gather_plan import Planner, Run
-from composable_fsdp._core.launcher import Launcher, StreamLauncher
+from composable_fsdp._core.launcher import Launcher
 from composable_fsdp._core.passes_underway import Finalization, PassesUnderway
-from composable_fsdp._core.seams import OBSERVERS, Events, Observer
+from composable_fsdp._core.seams import Events, Observer
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.callers_context import (
     dispatch_modes,
@@ -141,11 +140,6 @@ class Root:
             state.group.gradients.on_ready = _weak_callback(self, state)
         self.events = Events(self, observers)
 
-    @classmethod
-    def on_streams(cls, root: FSDPState, states: Mapping[str, FSDPState], streams: CommStreams) -> Root:
-        """Return a root that launches on ``streams``."""
-        return cls(root, states, StreamLauncher(streams), AutogradRun(), PassesUnderway(), OBSERVERS)
-
     # -- around every hook
 
     def _is_plain(self) -> bool:
@@ -171,7 +165,8 @@ class Root:
 
     def pre_forward(self, state: FSDPState) -> None:
         """A forward of a module of ``state`` begins."""
-        self._check_alive(state)
+        if state is self._outermost or self._pass is BACKWARD:
+            self._check_alive(state)
         if state.run is None:  # else another module of the group ran before, and shares its run
             if self._is_plain():
                 self._begin_run(state)
@@ -194,17 +189,14 @@ class Root:
             return
         call.after = run = self.plans.next_run(state)
         self.unshard(state, run, "forward")
-        if state.has_several_modules:
+        if len(state.module_ids) > 1:
             call.remaining = set(state.module_ids)
         state.run = call
         for observe in self.events.enter_forward:
             observe(self, call)
 
-    def post_forward(self, call: ForwardCall, module: nn.Module) -> bool:
-        """The forward ``call`` of ``module`` has ended. Return whether a backward may come back to it."""
-        return self.end_call(call, id(module))
-
-    def end_call(self, call: ForwardCall, module_id: int) -> bool:
+    def post_forward(self, call: ForwardCall, module_id: int) -> bool:
+        """The forward ``call`` of a module has ended. Return whether a backward may come back to it."""
         run, has_grad = call.state.run or call, torch.is_grad_enabled()  # each recomputation is a run of its own
         call.tape.append(("post_forward", call.number, module_id, has_grad))
         if run is not call:
@@ -302,7 +294,8 @@ class Root:
     def pre_backward(self, call: ForwardCall) -> None:
         """A gradient reached an output of ``call``."""
         if self._pass is not BACKWARD or call.entered != self._progress.number:  # else one reached another output
-            if self._is_plain():
+            self._progress.is_plain = self._is_plain()
+            if self._progress.is_plain:
                 self._enter_backward(call)
             else:
                 self._observed(Hook.PRE_BACKWARD, self._enter_backward, call)
@@ -314,7 +307,7 @@ class Root:
         state, run = call.state, call.first or call
         self._passes.reach(self, state)
         self._progress.enter(call)
-        if call.is_recomputed and self.queue.is_waiting(state):
+        if call.is_recomputed and state in self.queue.waiting:
             self.reduce_gradients(state)  # before a backward inside this one adds to them
         for observe in self.events.enter_backward:
             observe(self, call)
@@ -323,7 +316,7 @@ class Root:
 
     def gradient_ready(self, state: FSDPState) -> None:
         """The gradients of the next reduce unit of ``state`` are complete, or those of all units."""
-        if self._is_plain():
+        if self._progress.is_plain if self._pass is BACKWARD else self._is_plain():
             self._reduce_ready(state)
         else:
             self._observed(Hook.GRAD_READY, self._reduce_ready, state)
@@ -348,7 +341,7 @@ class Root:
 
     def post_backward(self, call: ForwardCall) -> None:
         """The gradients of the inputs of ``call``, and of its use of the parameters, are complete."""
-        if self._is_plain():
+        if self._progress.is_plain if self._pass is BACKWARD else self._is_plain():
             self._leave_backward(call)
         else:
             self._observed(Hook.POST_BACKWARD, self._leave_backward, call)
@@ -366,7 +359,7 @@ class Root:
             for done in (state, *state.owner_states):
                 if done.reshard_after_backward and not done.user_states:
                     self.launcher.free(done.group)
-        if state.open_calls <= 0 and not self.plans.unequal_use and not self.queue.is_waiting(state):
+        if state.open_calls <= 0 and not self.plans.unequal_use and state not in self.queue.waiting:
             self.reduce_gradients(state)
 
     def end_backward(self) -> None:
@@ -473,7 +466,8 @@ class Root:
             for each in needed:
                 launcher.wait(each.group)
         for names in run.ahead:
-            plans.gather_ahead(names, run.fused, direction)
+            if self.states[names[0]].group.parameter_state not in UNSHARD_STARTED:
+                plans.gather_ahead(names, run.fused, direction)
         if is_late:
             for each in needed:
                 launcher.wait(each.group)
@@ -542,7 +536,6 @@ class Root:
 
     @property
     def evaluates(self) -> bool:
-        """True in a forward to which no backward comes back."""
         return self._pass is FORWARD and not self._grad_mode
 
     @property
@@ -577,7 +570,6 @@ class Root:
             state.note_kept(self.plans.seen_steps)
 
     def drain(self) -> None:
-        """Wait for everything in flight. Afterwards all reduced gradients are set."""
         self.queue.drain()
 
     def drain_before_changes(self) -> None:
@@ -631,7 +623,6 @@ class Root:
             observe(self)
 
     def abandon(self) -> None:
-        """Give up the work in flight, which will not complete. Nothing may write to its memory any more."""
         for stream in (self.streams.gather, self.streams.reduce, self.streams.replicate):
             stream.join()  # copies on it may still use buffers, which are freed without a wait
         self.queue.abandon()

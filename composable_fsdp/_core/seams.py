@@ -54,7 +54,7 @@ class Root(Protocol):
     def end_backward(self) -> None: ...
 
     def drain(self) -> None:
-        """Wait for everything in flight."""
+        """Wait for everything in flight. Afterwards all reduced gradients are set."""
         ...
 
     def abandon(self) -> None:
@@ -67,6 +67,9 @@ class Observer:
 
     Observers of a beginning are told in the order of the list, those of an end in reverse order.
     """
+
+    is_replayed = False
+    """True if it acts on the root's groups, and on nothing else, so that dry runs need it."""
 
     # Of the process. Only the observers in the list are told.
 

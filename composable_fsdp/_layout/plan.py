@@ -382,7 +382,7 @@ class GroupPlan:
         """True if a mesh axis with several ranks shards the group."""
         return any(bucket.gather.num_shards > 1 for bucket in self.buckets)
 
-    @property
+    @cached_property
     def trainable_buckets(self) -> list[int]:
         """The gradient buckets with trainable parameters."""
         return [number for number, trainable in enumerate(self.grad_buckets) if trainable]

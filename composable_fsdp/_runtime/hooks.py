@@ -244,7 +244,7 @@ class _ModuleHooks:
             output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
         elif dtype is not None:
             output = map_tensors(_cast_to(dtype), output)
-        if call.is_inner or not call.iteration.post_forward(call, module):
+        if call.is_inner or not call.iteration.post_forward(call, id(module)):
             return output
         return _watch_backward(call, inputs, output)
 

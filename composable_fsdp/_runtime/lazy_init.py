@@ -9,11 +9,14 @@ from weakref import ref
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from composable_fsdp._core.launcher import StreamLauncher
+from composable_fsdp._core.passes_underway import PassesUnderway
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.callers_context import outside_callers_context, runs_outside
 from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
+from composable_fsdp._runtime.groups.param_group_gradients import AutogradRun
 from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, find_state, state_of_parameter
 from composable_fsdp._runtime.params.optimizer_steps import note_optimizer_step
 from composable_fsdp._runtime.params.sharded_param import local_part
@@ -73,7 +76,8 @@ def assemble(root: FSDPState) -> Root:
         state.group.check_can_unshard()
     for observer in OBSERVERS:
         observer.before_assembly(root, states)
-    iteration = Root.on_streams(root, states, CommStreams(root.group.axes.device))
+    launcher = StreamLauncher(CommStreams(root.group.axes.device))
+    iteration = Root(root, states, launcher, AutogradRun(), PassesUnderway(), OBSERVERS)
     _register(iteration)
     for former in {iteration_of(state) for state in states.values() if state.iteration is not None}:
         former.drain()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-from weakref import ref
 
 from composable_fsdp._core import root as core
 from composable_fsdp._core.seams import Observer, Root
@@ -18,11 +17,13 @@ from composable_fsdp._runtime.groups.state_machine import ParameterState, Pass
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp.errors import LifecycleError
 
-__all__ = ["SkippedModules", "UnusedGroups", "UnusedModules"]
+__all__ = ["SkippedModules", "UnusedGroups"]
 
 
 class SkippedModules(Observer):
     """Stands in for the hooks of the modules that this rank skips, in forwards of one root that need it."""
+
+    is_replayed = True
 
     def __init__(self) -> None:
         self._current: _CurrentForward | None = None
@@ -32,42 +33,116 @@ class SkippedModules(Observer):
 
     def begin_forward(self, root: Root, outermost: FSDPState) -> None:
         root.events.remove(self._current)
-        assert isinstance(root, core.Root)
-        is_needed = any(state.unequal_use for state in root.states.values())
-        self._current = _CurrentForward(UnusedModules(root, outermost)) if is_needed else None
+        is_needed = any(state.group.process_groups[0].unequal_use for state in root.states.values())
+        self._current = _CurrentForward(root, outermost) if is_needed else None
         root.events.add(self._current)
         root.plans.unequal_use = is_needed
 
 
 class _CurrentForward(Observer):
-    """A forward, and its backward, in which this rank may skip ``modules`` of the root."""
+    """A forward of ``outermost``, and its backward, with the same collectives on all ranks. Final."""
 
-    def __init__(self, modules: UnusedModules) -> None:
-        self._modules = modules
+    def __init__(self, root: Root, outermost: FSDPState) -> None:
+        states = {name: root.states[name] for name in _names_beneath(outermost)}
+        for state in states.values():
+            if len(state.module_ids) > 1:
+                raise LifecycleError(
+                    f"{state.name!r} are several modules of one group, which have no single position in the order. "
+                    "With set_reduce_scatter_unused_params, shard them one by one, or a module that contains them."
+                )
+        self._groups = UnusedGroups(
+            [(name, len(_names_beneath(state)) - 1) for name, state in root.states.items() if name in states]
+        )
         self._backward = -1
+        self._records: list[ForwardRecord] = []
+        self._reached: list[FSDPState] = []
+        self._outer: list[FSDPState] = []
+
+    # -- forward
 
     def begin_run(self, root: Root, state: FSDPState) -> None:
-        if root.current_pass is Pass.BACKWARD:
-            self._modules.check_recomputed(state)
-        else:
-            self._modules.begin(state)
+        """Do the collectives of the groups skipped before ``state``. A recomputed state must be unsharded.
+
+        Ranks that skip it all-gather later.
+        """
+        if root.current_pass is not Pass.BACKWARD:
+            if self._groups.is_late(state.name):
+                raise LifecycleError(
+                    f"{state.name!r} runs a second time in one forward, or after a module that is registered behind "
+                    "it. With set_reduce_scatter_unused_params, all ranks go through the sharded modules in the order "
+                    "in which they are registered, once per forward. Register them in the order in which they run, or "
+                    "shard a module that contains them instead of each."
+                )
+            _take(root, self._groups.before(state.name))
+        elif state.group.parameter_state is ParameterState.SHARDED and state.group.plan.specs:
+            raise LifecycleError(
+                f"{state.name!r} is recomputed as part of a module around it. With set_reduce_scatter_unused_params, "
+                "checkpoint each sharded module by itself (and with use_reentrant=False)."
+            )
 
     def end_run(self, root: Root, state: FSDPState) -> None:
-        self._modules.end(state)
+        _take(root, self._groups.inside(state.name))
 
     def end_forward(self, root: Root) -> None:
-        self._modules.end_forward()
+        _take(root, self._groups.rest())
+
+    # -- backward
 
     def enter_backward(self, root: Root, call: ForwardCall) -> None:
         run, self._backward = call.first or call, call.entered
-        if call.state.group.parameters:
-            self._modules.reach(run.record, run.position, self._backward, call.state)
+        if call.state.group.plan.specs:
+            self._reach(root, run.record, run.position, call.state)
+
+    def _reach(self, root: Root, record: ForwardRecord, position: int, running: FSDPState | None) -> None:
+        """Join the collectives of the groups that backward skipped before ``running`` at ``position`` of ``record``.
+
+        Gradients that are complete by then are reduced. A state around ``running`` was not skipped: its output may be
+        the same tensor.
+        """
+        if record not in self._records:
+            self._records.append(record)
+        for each in record.reach(position, self._backward):
+            self._settle_reached(root)
+            state = root.states[record.ended[each]]
+            self._reached.append(state)
+            if state is running:
+                continue
+            _core(root).reach_skipped(state, record, each)
+            if state.reshard_after_backward and (running is None or running.name not in _names_beneath(state)):
+                _core(root).launcher.free(state.group)
 
     def end_backward(self, root: Root) -> None:
-        self._modules.end_backward(self._backward)
+        for record in self._records:
+            self._reach(root, record, 0, None)
+        self._settle_reached(root)
+        for state in self._outer:
+            _core(root).reduce_gradients(state, contributes=True)
+        self.after_reset(root)
 
     def after_reset(self, root: Root) -> None:
-        self._modules.forget_backward()
+        for of_backward in (self._records, self._reached, self._outer):
+            of_backward.clear()
+
+    def _settle_reached(self, root: Root) -> None:
+        for state in self._reached:
+            if state.has_nested_states:
+                self._outer.append(state)
+            else:
+                _core(root).reduce_gradients(state, contributes=True)
+        self._reached.clear()
+
+
+def _core(root: Root) -> core.Root:
+    assert isinstance(root, core.Root)
+    return root
+
+
+def _take(root: Root, skipped: Iterable[SkippedGroup]) -> None:
+    for name, begins in skipped:
+        if begins:
+            _core(root).begin_skipped(root.states[name])
+        else:
+            _core(root).end_skipped(root.states[name])
 
 
 class SkippedGroup(NamedTuple):
@@ -131,115 +206,6 @@ class UnusedGroups:
         return skipped
 
 
-class UnusedModules:
-    """One forward and its backward with the same collectives on all ranks. Final."""
-
-    def __init__(self, root: core.Root, outermost: FSDPState) -> None:
-        beneath = _states_beneath(outermost)
-        for state in beneath:
-            if state.has_several_modules:
-                raise LifecycleError(
-                    f"{state.name!r} are several modules of one group, which have no single position in the order. "
-                    "With set_reduce_scatter_unused_params, shard them one by one, or a module that contains them."
-                )
-        self._owner = ref(root)
-        self._groups = UnusedGroups(
-            [(name, len(_states_beneath(state)) - 1) for name, state in root.states.items() if state in beneath]
-        )
-        self._records: list[ForwardRecord] = []
-        self._reached: list[FSDPState] = []
-        self._outer: list[FSDPState] = []
-
-    @property
-    def _root(self) -> core.Root:
-        """The root whose observer owns this object."""
-        root = self._owner()
-        assert root is not None
-        return root
-
-    # -- forward
-
-    def begin(self, state: FSDPState) -> None:
-        """Begin ``state``: first do the collectives of the groups skipped before it."""
-        if self._groups.is_late(state.name):
-            raise LifecycleError(
-                f"{state.name!r} runs a second time in one forward, or after a module that is registered behind it. "
-                "With set_reduce_scatter_unused_params, all ranks go through the sharded modules in the order in which "
-                "they are registered, once per forward. Register them in the order in which they run, or shard a "
-                "module that contains them instead of each."
-            )
-        self._take(self._groups.before(state.name))
-
-    def end(self, state: FSDPState) -> None:
-        """End ``state``: do the collectives of the groups skipped inside it."""
-        self._take(self._groups.inside(state.name))
-
-    def end_forward(self) -> None:
-        """End the forward: do the collectives of all groups that are left."""
-        self._take(self._groups.rest())
-
-    def _take(self, skipped: Iterable[SkippedGroup]) -> None:
-        for name, begins in skipped:
-            state = self._root.states[name]
-            if begins:
-                self._root.begin_skipped(state)
-            else:
-                self._root.end_skipped(state)
-
-    # -- backward
-
-    def check_recomputed(self, state: FSDPState) -> None:
-        """Check that the parameters of ``state``, which is recomputed, are unsharded.
-
-        Ranks that skip it all-gather later.
-        """
-        if state.group.parameter_state is ParameterState.SHARDED and state.group.parameters:
-            raise LifecycleError(
-                f"{state.name!r} is recomputed as part of a module around it. With set_reduce_scatter_unused_params, "
-                "checkpoint each sharded module by itself (and with use_reentrant=False)."
-            )
-
-    def reach(self, record: ForwardRecord, position: int, backward: int, running: FSDPState | None) -> None:
-        """Join the collectives of the groups that backward skipped before ``running`` at ``position`` of ``record``.
-
-        Gradients that are complete by then are reduced. A state around ``running`` was not skipped: its output may be
-        the same tensor.
-        """
-        if record not in self._records:
-            self._records.append(record)
-        for each in record.reach(position, backward):
-            self._settle_reached()
-            state = self._root.states[record.ended[each]]
-            self._reached.append(state)
-            if state is running:
-                continue
-            self._root.reach_skipped(state, record, each)
-            if state.reshard_after_backward and (running is None or running not in _states_beneath(state)):
-                self._root.launcher.free(state.group)
-
-    def end_backward(self, backward: int) -> None:
-        """End the backward: do the collectives that are left."""
-        for record in self._records:
-            self.reach(record, 0, backward, None)
-        self._settle_reached()
-        for state in self._outer:
-            self._root.reduce_gradients(state, contributes=True)
-        self.forget_backward()
-
-    def forget_backward(self) -> None:
-        """Forget the backward, which is over or failed."""
-        for of_backward in (self._records, self._reached, self._outer):
-            of_backward.clear()
-
-    def _settle_reached(self) -> None:
-        for state in self._reached:
-            if state.has_nested_states:
-                self._outer.append(state)
-            else:
-                self._root.reduce_gradients(state, contributes=True)
-        self._reached.clear()
-
-
-def _states_beneath(state: FSDPState) -> set[FSDPState]:
-    """Return ``state`` and all states inside its modules."""
-    return {below for top in state.modules for m in top.modules() if (below := find_state(m)) is not None}
+def _names_beneath(state: FSDPState) -> set[str]:
+    """Return the names of ``state`` and of all states inside its modules."""
+    return {below.name for top in state.modules for m in top.modules() if (below := find_state(m)) is not None}

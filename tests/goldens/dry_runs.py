@@ -74,7 +74,7 @@ class Recording:
         with (
             self._wrapped("_begin_forward", self.begin),
             self._wrapped("_begin_backward", self.begin),
-            self._wrapped("end_call", self.end),
+            self._wrapped("post_forward", self.end),
             self._wrapped("end_backward", self.end),
         ):
             trace.listeners.append(self.listen)

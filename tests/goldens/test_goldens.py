@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import BucketReduceScatter, FSDPState, ReducedBucket, gather_plan
+from tests._internals import BucketReduceScatter, FSDPState, ReducedBucket, Root, gather_plan
 from tests.goldens.cases import Found, known_programs
 from tests.goldens.observe import PORTABLE, Digest, Observation, observe_programs
 from tests.goldens.records import UNSTABLE, Key, Record, differences, read, stable, write
@@ -21,8 +21,9 @@ from tests.helpers.transports import SOCKETS, TRANSPORTS
 SOME = {name: program for name, program in known_programs().items() if program.world_size == 2 and int(name) < 12}
 
 
-def free_after_every_forward(self: FSDPState, steps: int) -> None:
-    self.group.reshard()  # so that backward gathers parameters that should have been kept
+def free_after_every_forward(self: Root, state: FSDPState, run: Any, *, has_grad: bool) -> None:
+    if not state.is_in_use:
+        self.launcher.free(state.group)  # so that backward gathers parameters that should have been kept
 
 
 def fuse_nothing(*args: object) -> dict[str, tuple[str, ...]]:
@@ -39,7 +40,7 @@ def flip_bits(self: BucketReduceScatter, *args: Any) -> ReducedBucket:
 
 FINISH = BucketReduceScatter.finish
 BREAKAGES: dict[str, tuple[Any, Callable[..., Any], str]] = {
-    "note_kept": (FSDPState, free_after_every_forward, "collective:all-gather"),
+    "free_after_forward": (Root, free_after_every_forward, "collective:all-gather"),
     "fusions": (gather_plan, fuse_nothing, "collective:all-gather"),
     "finish": (BucketReduceScatter, flip_bits, "results"),
 }

@@ -23,10 +23,10 @@ PAGE = ROOT / "docs" / "errors.md"
 
 SECTIONS = {
     "Sharding a model": ("_api", "_layout", "_sharding", "_torch_compat", "policies.py", "wrap", "interop"),
-    "Running and training it": ("_memory", "_runtime", "plugins", "optim"),
+    "Running and training it": ("_core", "_memory", "_runtime", "plugins", "optim"),
     "Between ranks": ("_comm", "_consistency", "plugins/gloo", "plugins/shared_memory", "plugins/watchdog"),
     "State dicts and checkpoints": ("checkpoint",),
-    "Codecs": ("codecs", "communication_state.py"),
+    "Codecs": ("codecs", "_api/communication_state.py"),
     "Plans": ("plan",),
     "Diagnostics, timelines and meters": ("diagnostics",),
     "Command line": ("cli",),

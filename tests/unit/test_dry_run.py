@@ -49,6 +49,8 @@ class Drawn:
     frozen: int | None
     is_synced: bool
     input_needs_gradient: bool
+    unequal_use: bool
+    """Ranks may run different modules, so all go through the groups in the order in which they are registered."""
 
 
 LEAF = st.tuples(
@@ -73,6 +75,7 @@ def models(draw: st.DrawFn) -> Drawn:
         draw(st.none() | places),
         draw(st.integers(0, 3)) > 0,
         draw(st.booleans()),
+        not repeats and draw(st.booleans()),
     )
 
 
@@ -118,6 +121,7 @@ def build(drawn: Drawn) -> FSDPModule:
     model.set_max_fused_bytes(drawn.max_fused)
     model.set_reshard_after_backward(not drawn.keeps_after_backward)
     model.set_requires_gradient_sync(drawn.is_synced)
+    model.set_reduce_scatter_unused_params(drawn.unequal_use)
     return model
 
 
@@ -209,7 +213,7 @@ def test_a_steady_iteration_performs_what_its_dry_run_says(drawn: Drawn) -> None
 
 def test_the_schedule_before_a_first_backward_has_the_forward_only() -> None:
     with fake_ranks():
-        drawn = Drawn(((8, True, True), (8, True, True)), (), False, (0, 1), 1, None, 0, False, None, True, True)
+        drawn = Drawn(((8, True, True), (8, True, True)), (), False, (0, 1), 1, None, 0, False, None, True, True, False)
         model = build(drawn)
         assert not model.schedule().steps
         with mock.patch("torch.Tensor.backward"):

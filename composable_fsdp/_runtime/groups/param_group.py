@@ -23,6 +23,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     ParameterOperation,
     ParameterState,
     advance,
+    after,
 )
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter
 from composable_fsdp._runtime.schedule.schedule import Event, Hook
@@ -41,6 +42,7 @@ UNSHARD_STARTED = frozenset(
 
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
 _UNSHARD, _WAIT, _RESHARD = ParameterOperation.UNSHARD, ParameterOperation.WAIT, ParameterOperation.RESHARD
+_AFTER_UNSHARD, _AFTER_WAIT, _AFTER_RESHARD = (after(PARAMETER_TRANSITIONS, op) for op in (_UNSHARD, _WAIT, _RESHARD))
 _UNSHARDED, _SHRUNK = ParameterState.UNSHARDED, ParameterState.SHRUNK
 
 
@@ -240,9 +242,10 @@ class ParamGroup:
 
     # -- parameters
 
-    def advance(self, operation: ParameterOperation) -> None:
+    def advance(self, operation: ParameterOperation) -> ParameterState:
         """Set ``parameter_state`` to that after ``operation``, or raise a ``LifecycleError`` if it is not legal."""
         self.parameter_state = advance(PARAMETER_TRANSITIONS, self.parameter_state, operation, self.name)
+        return self.parameter_state
 
     def check_can_unshard(self) -> None:
         """Raise ``LifecycleError`` if the group is LENT, the only state in which it cannot be unsharded."""
@@ -289,7 +292,7 @@ class ParamGroup:
         self._pending_gather, self._may_be_written = pending, False
         for pgs in self.process_groups:
             pgs.awaits_epoch_end = pgs.shared_memory is not None
-        self.parameter_state = advance(PARAMETER_TRANSITIONS, self.parameter_state, _UNSHARD, self.name)
+        self.parameter_state = _AFTER_UNSHARD.get(self.parameter_state) or self.advance(_UNSHARD)
         if trace.listeners:
             self._note_memory()
             smaller = self.process_groups[0].smaller
@@ -307,7 +310,7 @@ class ParamGroup:
     def wait(self) -> None:
         """Wait for the all-gather and register the unsharded parameters."""
         before = self.parameter_state
-        self.parameter_state = advance(PARAMETER_TRANSITIONS, before, _WAIT, self.name)
+        self.parameter_state = _AFTER_WAIT.get(before) or self.advance(_WAIT)
         if self.parameter_state is before:
             return
         begin = trace.now() if trace.listeners else None
@@ -342,7 +345,7 @@ class ParamGroup:
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory."""
         before = self.parameter_state
-        self.parameter_state = advance(PARAMETER_TRANSITIONS, before, _RESHARD, self.name)
+        self.parameter_state = _AFTER_RESHARD.get(before) or self.advance(_RESHARD)
         if self.parameter_state is before:
             return
         if before is not _UNSHARDED:  # an all-gather is in flight, or slices are kept for one

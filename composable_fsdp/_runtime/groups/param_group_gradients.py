@@ -30,6 +30,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     GradientOperation,
     GradientState,
     advance,
+    after,
 )
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, accept_gradients
 
@@ -48,6 +49,8 @@ _current_run = torch._C._current_graph_task_id
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
 _ARRIVING, _ACCUMULATE, _READY = GradientState.ARRIVING, GradientOperation.ACCUMULATE, GradientOperation.READY
 _REDUCE, _COMPLETE = GradientOperation.REDUCE, GradientOperation.COMPLETE
+_AFTER_ACCUMULATE, _AFTER_READY = after(GRADIENT_TRANSITIONS, _ACCUMULATE), after(GRADIENT_TRANSITIONS, _READY)
+_AFTER_REDUCE = after(GRADIENT_TRANSITIONS, _REDUCE)
 
 
 class AutogradRun:
@@ -127,7 +130,7 @@ class ParamGroupGradients:
         """
         plan = self._tensors.plan
         if self.state is not _ARRIVING:
-            self.state = advance(GRADIENT_TRANSITIONS, self.state, _ACCUMULATE, self.name)
+            self.state = _AFTER_ACCUMULATE[self.state]
             if self._launched == 0:
                 self._arrived = [0] * len(plan.grad_buckets)
         if is_nested:  # more gradients may follow
@@ -136,7 +139,8 @@ class ParamGroupGradients:
             return
         self._num_ready += 1
         if self._num_ready >= plan.num_trainable:
-            self.complete()
+            self._num_ready = 0
+            self.state = _AFTER_READY[self.state]
             self.on_ready()
         elif not plan.in_grad_buckets:
             self._ahead = plan.num_trainable - 1 - self._num_ready
@@ -308,7 +312,7 @@ class ParamGroupGradients:
             self._partial.wait()
         before, launched, arrived = self.state, self._launched, self._arrived
         self._reset_counters()
-        self.state = advance(GRADIENT_TRANSITIONS, before, _REDUCE, self.name)
+        self.state = _AFTER_REDUCE[before]
         if self.state is before:
             return []
         rest = self._tensors.plan.trainable_buckets

@@ -138,7 +138,7 @@ class PassHooks(Protocol):
 
     def pre_forward(self, state: FSDPState) -> None: ...
 
-    def post_forward(self, call: ForwardCall, module: nn.Module) -> bool: ...
+    def post_forward(self, call: ForwardCall, module_id: int) -> bool: ...
 
     def abort_forward(self, state: FSDPState, error: BaseException | None) -> None: ...
 
@@ -363,10 +363,6 @@ class FSDPState:
         self.settings_version += 1
 
     @property
-    def has_several_modules(self) -> bool:
-        return len(self.module_ids) > 1
-
-    @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules in the order given, without those that were garbage-collected."""
         return tuple(module for known in self._modules if (module := known()) is not None)
@@ -456,7 +452,7 @@ class FSDPState:
         if not plan.in_grad_buckets or plan.is_small:
             return False
         shares = self.has_nested_states or self.owner_states or self.user_states
-        return not shares and not self.has_several_modules
+        return not shares and len(self.module_ids) == 1
 
     @property
     def frees_before_reduction(self) -> bool:

@@ -161,6 +161,11 @@ S = TypeVar("S", bound=Key)
 Op = TypeVar("Op", bound=Key)
 
 
+def after(table: Mapping[tuple[S, Op], S], operation: Op) -> Mapping[S, S]:
+    """Return the states after ``operation`` by those before it, for hot code. It calls :func:`advance` to raise."""
+    return {state: table[state, op] for state, op in table if op is operation}
+
+
 def advance(table: Mapping[tuple[S, Op], S], state: S, operation: Op, group: str) -> S:
     """Return the state after ``operation``, or raise a ``LifecycleError`` with the legal operations of ``group``."""
     try:
