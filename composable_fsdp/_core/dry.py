@@ -1,7 +1,8 @@
 """A dry run: the events of a step, played through the root's own code by a launcher that only notes what it is told.
 
-A root records the events of its last step: hooks, with what they cannot look up. A dry group has the frozen plan and
-the state tables of a real one, and no tensors.
+A root and its calls record the events of the last step: hooks, with what they cannot look up. A dry group has the
+frozen plan of a real one, its state table and a ``ParamGroupGradients``, and no tensors. Observers that act on groups
+(``is_replayed``) are attached to the dry root too.
 """
 
 from __future__ import annotations
@@ -398,7 +399,7 @@ class _Unwatched:
     """Passes of which nobody is told."""
 
     thread = None
-    runs_backward = are_over = False
+    runs_backward = is_outside_autograd = False
 
     def begin_forward(self, root: Root, outermost: ForwardCall) -> None: ...
 

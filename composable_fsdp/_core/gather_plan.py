@@ -27,8 +27,8 @@ __all__ = [
     "GroupFacts",
     "Limits",
     "Plan",
+    "PlannedRun",
     "Planner",
-    "Run",
     "ScheduleSettings",
     "fuse",
     "keep_last",
@@ -106,7 +106,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PlannedRun:
     """The plan of one run of a group in a pass. Each tuple of groups is one all-gather."""
 
     group: str
@@ -125,12 +125,12 @@ class Run:
 class Plan:
     """The runs of a forward and of its backward, in order."""
 
-    forward: tuple[Run, ...] = ()
-    backward: tuple[Run, ...] = ()
+    forward: tuple[PlannedRun, ...] = ()
+    backward: tuple[PlannedRun, ...] = ()
     fused: Together = field(default_factory=lambda: ALONE)
 
 
-Pass: TypeAlias = Callable[[Plan, Facts, Limits], Plan]
+PlanPass: TypeAlias = Callable[[Plan, Facts, Limits], Plan]
 
 
 def make_plan(record: ForwardRecord, facts: Facts, limits: Limits, fused: Together | None = None) -> Plan:
@@ -138,8 +138,8 @@ def make_plan(record: ForwardRecord, facts: Facts, limits: Limits, fused: Togeth
 
     The fusions are those of the forward, or ``fused`` if that has begun already.
     """
-    begun = tuple(Run(event.group, (event.group,)) for event in record.events if event.hook is Hook.PRE_FORWARD)
-    ended = tuple(Run(name, (name,)) for name in reversed(record.ended))
+    begun = tuple(PlannedRun(event.group, (event.group,)) for event in record.events if event.hook is Hook.PRE_FORWARD)
+    ended = tuple(PlannedRun(name, (name,)) for name in reversed(record.ended))
     names = dict.fromkeys(run.group for run in begun)
     plan = Plan(begun, ended, fusions(names, facts, limits.fused_bytes) if fused is None else fused)
     for change in PASSES:
@@ -180,7 +180,7 @@ def fuse(plan: Plan, facts: Facts, limits: Limits) -> Plan:
     if not plan.fused:
         return plan
 
-    def fused(runs: Sequence[Run], *, in_backward: bool) -> tuple[Run, ...]:
+    def fused(runs: Sequence[PlannedRun], *, in_backward: bool) -> tuple[PlannedRun, ...]:
         last = {run.group: at for at, run in enumerate(runs)}
         found = []
         for at, run in enumerate(runs):
@@ -202,7 +202,7 @@ def prefetch(plan: Plan, facts: Facts, limits: Limits) -> Plan:
     that is copied is in memory twice for a moment, as message and as parameters, and should not add to the next one.
     """
 
-    def ahead(runs: Sequence[Run], *, in_backward: bool) -> tuple[Run, ...]:
+    def ahead(runs: Sequence[PlannedRun], *, in_backward: bool) -> tuple[PlannedRun, ...]:
         found = []
         next_own: dict[str, tuple[str, ...]] = {}
         targets: list[str] = []
@@ -242,7 +242,7 @@ def keep_last(plan: Plan, facts: Facts, limits: Limits) -> Plan:
     return replace(plan, forward=tuple(replace(run, keep=keep) for run in plan.forward))
 
 
-PASSES: list[Pass] = [fuse, prefetch, keep_last]
+PASSES: list[PlanPass] = [fuse, prefetch, keep_last]
 """The changes of a plan that gathers each group when it is needed, in their order."""
 
 
@@ -280,12 +280,12 @@ class Planner:
         self._limits = Limits()
         self._plans: list[tuple[tuple[object, ...], Plan]] = []
         """The last plans with what they depend on, most recent first."""
-        self._eager: dict[tuple[str, bool, bool], Run] = {}
+        self._eager: dict[tuple[str, bool, bool], PlannedRun] = {}
         self._eager_for: object = None
         self._labels: dict[tuple[tuple[str, ...], str], str] = {}
-        self._forward: Sequence[Run] = ()
+        self._forward: Sequence[PlannedRun] = ()
         self._cursor = 0
-        self._backward: tuple[ForwardRecord | None, Sequence[Run]] = (None, ())
+        self._backward: tuple[ForwardRecord | None, Sequence[PlannedRun]] = (None, ())
         """The forward that the backward last came back to, and its plan."""
 
     # -- the order
@@ -300,7 +300,7 @@ class Planner:
             self.fused = plan.fused
         self.record = ForwardRecord(plan.fused)
 
-    def next_run(self, state: FSDPState) -> Run:
+    def next_run(self, state: FSDPState) -> PlannedRun:
         """Note that ``state`` begins a run in forward. Return its plan, an eager one if none is expected."""
         event = state.group.pre_forward_event
         self.record.events.append(event)
@@ -327,7 +327,7 @@ class Planner:
         self.refresh()
         self._backward = None, ()
 
-    def backward_of(self, record: ForwardRecord, position: int, name: str) -> Run:
+    def backward_of(self, record: ForwardRecord, position: int, name: str) -> PlannedRun:
         """Return the plan of the backward of the run at ``position`` of ``record``, by the group ``name``."""
         if record.events:
             known, runs = self._backward
@@ -338,7 +338,7 @@ class Planner:
                 return runs[-1 - position]
         return self.eager(name, in_backward=True)
 
-    def eager(self, name: str, *, in_backward: bool = False, recomputes: bool = False) -> Run:
+    def eager(self, name: str, *, in_backward: bool = False, recomputes: bool = False) -> PlannedRun:
         """Return the plan of an unexpected run: no more is gathered ahead than the user chose."""
         fused = ALONE if self.unequal_use else self.fused
         if self._eager_for is not fused:
@@ -351,7 +351,7 @@ class Planner:
             chosen = facts[name].backward_prefetch if in_backward else facts[name].forward_prefetch
             names = [n for n in chosen or () if n in facts and (not in_backward or facts[n].unshard_in_backward)]
             own, *ahead = (gathered_with(n, facts, fused, in_backward=in_backward) for n in (name, *names))
-            found = self._eager[key] = Run(name, own, () if recomputes else tuple(ahead), fused=fused)
+            found = self._eager[key] = PlannedRun(name, own, () if recomputes else tuple(ahead), fused=fused)
         return found
 
     # -- gathers
@@ -388,7 +388,7 @@ class Planner:
         held = {name: each.group.plan.unsharded_bytes for name, each in self._states.items() if each.group.is_gathered}
         return sum((held | {name: self._facts[name].nbytes for name in names}).values()) <= limit
 
-    def keeps(self, state: FSDPState, run: Run) -> bool:
+    def keeps(self, state: FSDPState, run: PlannedRun) -> bool:
         """Return whether ``run`` keeps ``state`` after forward, and there is memory for all that it keeps with it."""
         names = run.keep.get(state.group.name)
         return names is not None and self.fits(names)

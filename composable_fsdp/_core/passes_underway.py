@@ -26,7 +26,7 @@ class PassesUnderway:
         self._backward: RunningPass | None = None
 
     def begin_forward(self, root: Root, outermost: ForwardCall) -> None:
-        """Begin the forward of which ``outermost`` is the outermost call. No other pass is running."""
+        """Begin the forward of which ``outermost`` is the outermost call, and end passes that an exception left."""
         self.end(root)
         self.thread = threading.current_thread()
         self._forward = _begun(root, RunningPass("forward", outermost.state.name, outermost.caller))
@@ -43,7 +43,7 @@ class PassesUnderway:
         return self._backward is not None and not self._backward.run_has_ended
 
     @property
-    def are_over(self) -> bool:
+    def is_outside_autograd(self) -> bool:
         """True outside of autograd, where no backward runs."""
         return torch._C._current_graph_task_id() == -1
 

@@ -24,7 +24,7 @@ import torch
 
 from composable_fsdp._core.backward import Progress, ReductionQueue
 from composable_fsdp._core.checks import another_thread, check_settings, left_by_an_exception, unseen_output
-from composable_fsdp._core.gather_plan import Planner, Run
+from composable_fsdp._core.gather_plan import PlannedRun, Planner
 from composable_fsdp._core.launcher import Launcher
 from composable_fsdp._core.passes_underway import Finalization, PassesUnderway
 from composable_fsdp._core.seams import Events, Observer
@@ -142,8 +142,11 @@ class Root:
 
     # -- around every hook
 
-    def _is_plain(self) -> bool:
-        """Return whether a hook is outside of contexts of the caller, and no observer is told of hooks."""
+    def _begin_hook(self) -> bool:
+        """Tell observers if a pass may begin. Return whether the hook needs no :meth:`_observed` around its work.
+
+        The hooks test it themselves: a method around each would add a call to every hook of every group.
+        """
         if self._pass is IDLE:
             for observe in self.events.before_first_hook:
                 observe(self)
@@ -168,7 +171,7 @@ class Root:
         if state is self._outermost or self._pass is BACKWARD:
             self._check_alive(state)
         if state.run is None:  # else another module of the group ran before, and shares its run
-            if self._is_plain():
+            if self._begin_hook():
                 self._begin_run(state)
             else:
                 self._observed(Hook.PRE_FORWARD, self._begin_run, state)
@@ -184,11 +187,10 @@ class Root:
         for observe in self.events.begin_run:
             observe(self, state)
         if recomputes:
-            run = self.plans.eager(state.group.name, in_backward=True, recomputes=True)
-            self.unshard(state, run, "backward")
+            self.unshard(state, self.plans.eager(state.group.name, in_backward=True, recomputes=True), "backward")
             return
-        call.after = run = self.plans.next_run(state)
-        self.unshard(state, run, "forward")
+        call.planned = self.plans.next_run(state)
+        self.unshard(state, call.planned, "forward")
         if len(state.module_ids) > 1:
             call.remaining = set(state.module_ids)
         state.run = call
@@ -205,7 +207,7 @@ class Root:
             run.remaining.discard(module_id)
         if has_grad:
             call.is_recomputed = self._pass is BACKWARD
-        if self._is_plain():
+        if self._begin_hook():
             self._end_run(call)
         else:
             self._observed(Hook.POST_FORWARD, self._end_run, call)
@@ -230,9 +232,9 @@ class Root:
         if run.remaining and not is_outermost:
             return
         state.run = None
-        self.free_after_forward(state, run.after, has_grad=has_grad)
+        self.free_after_forward(state, run.planned, has_grad=has_grad)
         if is_outermost:
-            if self._is_plain():
+            if self._begin_hook():
                 self._end_forward(state)
             else:
                 self._observed(Hook.END_FORWARD, self._end_forward, state)
@@ -294,7 +296,7 @@ class Root:
     def pre_backward(self, call: ForwardCall) -> None:
         """A gradient reached an output of ``call``."""
         if self._pass is not BACKWARD or call.entered != self._progress.number:  # else one reached another output
-            self._progress.is_plain = self._is_plain()
+            self._progress.is_plain = self._begin_hook()
             if self._progress.is_plain:
                 self._enter_backward(call)
             else:
@@ -316,7 +318,8 @@ class Root:
 
     def gradient_ready(self, state: FSDPState) -> None:
         """The gradients of the next reduce unit of ``state`` are complete, or those of all units."""
-        if self._progress.is_plain if self._pass is BACKWARD else self._is_plain():
+        is_plain = self._progress.is_plain if self._pass is BACKWARD else self._begin_hook()
+        if is_plain:
             self._reduce_ready(state)
         else:
             self._observed(Hook.GRAD_READY, self._reduce_ready, state)
@@ -341,7 +344,8 @@ class Root:
 
     def post_backward(self, call: ForwardCall) -> None:
         """The gradients of the inputs of ``call``, and of its use of the parameters, are complete."""
-        if self._progress.is_plain if self._pass is BACKWARD else self._is_plain():
+        is_plain = self._progress.is_plain if self._pass is BACKWARD else self._begin_hook()
+        if is_plain:
             self._leave_backward(call)
         else:
             self._observed(Hook.POST_BACKWARD, self._leave_backward, call)
@@ -356,15 +360,15 @@ class Root:
         if run.ends_unseen:
             return  # the last gradient, or the end of backward, comes later
         if run.awaited <= 0:  # first, because the reduction allocates memory
-            for done in (state, *state.owner_states):
-                if done.reshard_after_backward and not done.user_states:
-                    self.launcher.free(done.group)
+            for each in (state, *state.owner_states):
+                if each.reshard_after_backward and not each.user_states:
+                    self.launcher.free(each.group)
         if state.open_calls <= 0 and not self.plans.unequal_use and state not in self.queue.waiting:
             self.reduce_gradients(state)
 
     def end_backward(self) -> None:
         """Autograd has run the backward: reduce what is left, reshard, and wait if this is the step's last one."""
-        if self._is_plain():
+        if self._begin_hook():
             self._end_backward(self.root)
         else:
             self._observed(Hook.END_BACKWARD, self._end_backward, self.root)
@@ -449,48 +453,48 @@ class Root:
 
     # -- actions of several hooks
 
-    def unshard(self, state: FSDPState, run: Run, direction: str) -> None:
-        """Make the parameters of ``state`` and of its owners ready, and gather what ``run`` plans ahead."""
+    def unshard(self, state: FSDPState, planned: PlannedRun, direction: str) -> None:
+        """Make the parameters of ``state`` and of its owners ready, and gather what is ``planned`` ahead."""
         plans, launcher = self.plans, self.launcher
         direction = "" if plans.unequal_use else direction
         needed = (state, *state.owner_states) if state.owner_states else (state,)
-        is_late = run.before_wait
+        is_late = planned.before_wait
         for each in needed:
             if each.group.parameter_state not in UNSHARD_STARTED:
                 is_late = True
                 if each is state:
-                    plans.gather(run.own, run.fused, direction)
+                    plans.gather(planned.own, planned.fused, direction)
                 else:  # maybe of another root
-                    plans.gather((each.group.name,), run.fused, direction, (each.group,))
+                    plans.gather((each.group.name,), planned.fused, direction, (each.group,))
         if not is_late:
             for each in needed:
                 launcher.wait(each.group)
-        for names in run.ahead:
+        for names in planned.ahead:
             if self.states[names[0]].group.parameter_state not in UNSHARD_STARTED:
-                plans.gather_ahead(names, run.fused, direction)
+                plans.gather_ahead(names, planned.fused, direction)
         if is_late:
             for each in needed:
                 launcher.wait(each.group)
 
-    def free_after_forward(self, state: FSDPState, run: Run | None, *, has_grad: bool) -> None:
-        """Free, shrink or keep ``state`` and its owners after a forward, as their settings and ``run`` say."""
-        given = state.group.tensors.registration
-        if given.keeps_given and given.was_unsharded:
+    def free_after_forward(self, state: FSDPState, planned: PlannedRun | None, *, has_grad: bool) -> None:
+        """Free, shrink or keep ``state`` and its owners after a forward, as their settings and ``planned`` say."""
+        registration = state.group.tensors.registration
+        if registration.keeps_given and registration.was_unsharded:
             state.note_kept(self.plans.seen_steps)  # functional_call will register the unsharded parameters again
             return
-        for done in (state, *state.owner_states) if state.owner_states else (state,):
-            if done.is_in_use:
+        for each in (state, *state.owner_states) if state.owner_states else (state,):
+            if each.is_in_use:
                 continue
-            kind = done.reshard.kind
-            stays = kind is _NEVER or (kind is _AUTO and done is self.root and has_grad)
-            if stays or (has_grad and self._grad_mode and run is not None and self.plans.keeps(done, run)):
-                done.note_kept(self.plans.seen_steps)
+            kind = each.reshard.kind
+            stays = kind is _NEVER or (kind is _AUTO and each is self.root and has_grad)
+            if stays or (has_grad and self._grad_mode and planned is not None and self.plans.keeps(each, planned)):
+                each.note_kept(self.plans.seen_steps)
             elif kind is _SMALLER and has_grad:
-                done.note_kept(self.plans.seen_steps)
-                self.launcher.shrink(done.group, done.reshard.mesh_size)
+                each.note_kept(self.plans.seen_steps)
+                self.launcher.shrink(each.group, each.reshard.mesh_size)
             else:
-                self.launcher.free(done.group)
-        if given.keeps_given:
+                self.launcher.free(each.group)
+        if registration.keeps_given:
             self.launcher.free(state.group)
 
     def reduce_gradients(self, state: FSDPState, *, at_end: bool = False, contributes: bool = False) -> None:
@@ -678,7 +682,11 @@ class Root:
 
     def _check_alive(self, state: FSDPState) -> None:
         """Raise an error if an earlier pass ended in an exception without recovery."""
-        died = state is self._outermost if self._pass is FORWARD else self._pass is BACKWARD and self._passes.are_over
+        died = (
+            state is self._outermost
+            if self._pass is FORWARD
+            else self._pass is BACKWARD and self._passes.is_outside_autograd
+        )
         if died:
             raise left_by_an_exception(state, self._pass.value, self.root)
 

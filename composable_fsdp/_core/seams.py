@@ -7,7 +7,7 @@ event that nobody observes costs one truth test.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -183,26 +183,10 @@ class Events:
     """The observers of one root, and by event the methods that they override. Final."""
 
     __slots__ = ("observers", *_BEGINNINGS, *_ENDS)
-    before_first_collective: Bound
-    before_first_hook: Bound
-    begin_pass: Bound
-    begin_forward: Bound
-    end_pass: Bound
-    failed: Bound
-    enter_forward: Bound
-    enter_backward: Bound
-    before_hook: Bound
-    after_hook: Bound
-    begin_run: Bound
-    end_run: Bound
-    end_forward: Bound
-    end_backward: Bound
-    before_end: Bound
-    kept: Bound
-    unsharded: Bound
-    reset: Bound
-    have_met: Bound
-    after_reset: Bound
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, event: str) -> Bound: ...
 
     def __init__(self, root: Root, observers: Sequence[Observer]) -> None:
         self.observers: list[Observer] = []

@@ -9,8 +9,8 @@ are on for accelerators only ``watchdog`` has a thread: it uses the store of the
 Plugin                  Does                                             On by default
 ======================= ================================================ ==================
 ``shared_memory``       transport between ranks of one host              CPU
-``epochs``              ends the times when ranks read shared memory     CPU, new spine
-``skipped_modules``     joins collectives of modules that a rank skips   all, new spine
+``epochs``              ends the times when ranks read shared memory     CPU
+``skipped_modules``     joins collectives of modules that a rank skips   all devices
 ``gloo``                own collectives over gloo's point-to-point       CPU
 ``watchdog``            reports waits, and compares operations           all devices
 ``visible_collectives`` shows launches in traces and profiles            all devices

@@ -63,7 +63,7 @@ def chain_schedule(specs: Specs, limits: g.Limits, order: Sequence[str] = ()) ->
     def begin(hook: s.Hook, name: str = "", bucket: int = -1) -> None:
         steps.append((s.Event(hook, name, bucket), []))
 
-    def unshard(hook: s.Hook, run: g.Run) -> None:
+    def unshard(hook: s.Hook, run: g.PlannedRun) -> None:
         begin(hook, run.group)
         if not run.before_wait and groups[run.group].state in UNSHARD_STARTED:
             launcher.wait(groups[run.group])

@@ -68,7 +68,7 @@ def begun(record: ForwardRecord) -> list[str]:
     return [event.group for event in record.events if event.hook is s.Hook.PRE_FORWARD]
 
 
-def both(plan: g.Plan) -> Iterator[tuple[Sequence[g.Run], bool]]:
+def both(plan: g.Plan) -> Iterator[tuple[Sequence[g.PlannedRun], bool]]:
     """Yield the runs of each pass, and True for those of backward."""
     yield plan.forward, False
     yield plan.backward, True
@@ -108,7 +108,7 @@ def test_a_group_is_gathered_only_with_those_of_its_fusion_that_still_run(model:
             assert list(run.own[1:]) == expected
 
 
-def next_groups(runs: Sequence[g.Run], at: int, facts: Mapping[str, g.GroupFacts], limit: int) -> list[str]:
+def next_groups(runs: Sequence[g.PlannedRun], at: int, facts: Mapping[str, g.GroupFacts], limit: int) -> list[str]:
     """Return the next ``limit`` groups with parameters that run after ``runs[at]``."""
     later = dict.fromkeys(run.group for run in runs[at + 1 :] if facts[run.group].has_parameters)
     later.pop(runs[at].group, None)
@@ -177,8 +177,8 @@ def test_each_pass_changes_its_own_part_of_a_plan(model: Drawn) -> None:
     record, facts, limits = model
     order = begun(record)
     plan = g.Plan(
-        tuple(g.Run(name, (name,)) for name in order),
-        tuple(g.Run(name, (name,)) for name in reversed(record.ended)),
+        tuple(g.PlannedRun(name, (name,)) for name in order),
+        tuple(g.PlannedRun(name, (name,)) for name in reversed(record.ended)),
         g.fusions(dict.fromkeys(order), facts, limits.fused_bytes),
     )
     for change, allowed in (

@@ -21,7 +21,7 @@ MOST_LINES = {
     "_api": 2829,
     "_comm": 1056,
     "_consistency": 1934,
-    "_core": 2520,
+    "_core": 2513,
     "_layout": 1396,
     "_memory": 625,
     "_runtime": 8345,
@@ -40,17 +40,16 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 21462
+MOST_CODE = 21450
 """The lines of the package with a statement that is no import."""
 
-MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 70, 15464
+MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 70, 15456
 """The files and lines that importing the hooks reads."""
 
 MOST_FIELDS = {
     "FSDPState": 26,
     "Root": 16,
     "Planner": 22,
-    "Events": 21,
     "ForwardCall": 24,
     "BucketPlan": 20,
     "Bucket": 20,
@@ -165,7 +164,7 @@ assert loaded <= {"_api", "_core", "errors", "policies", "trace"}, loaded
 """
 
 
-@pytest.mark.xfail(reason="_core is made with the new spine", strict=True)
+@pytest.mark.xfail(reason="groups, collectives and layouts are not in _core yet", strict=True)
 def test_the_core_trains_with_nothing_attached() -> None:
     result = run_program(CORE_ALONE)
     assert result.returncode == 0, result.stderr

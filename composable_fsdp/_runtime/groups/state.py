@@ -189,8 +189,8 @@ class ForwardCall:
     """The first call of the run, or ``None`` if it is this one."""
     remaining: set[int] | None = None
     """The ids of the modules that have not run yet; ``None`` for a group of one module."""
-    after: Any = None
-    """The scheduled actions for the post-forward event, or ``None`` for eager ones."""
+    planned: Any = None
+    """The part of the plan for the run; ``None`` if none was made."""
     is_recorded: bool = False
     """True if the end of the run is in the record of the forward."""
     record: ForwardRecord = _NO_RECORD
