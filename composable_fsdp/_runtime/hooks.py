@@ -207,7 +207,7 @@ class _ModuleHooks:
     def begin(self, caller: FrameType) -> ForwardCall:
         """Begin a call that the frame ``caller`` runs."""
         state = self._state
-        iteration: PassHooks = state.iteration or assemble(state)
+        iteration: PassHooks = state._iteration() or assemble(state)
         iteration.check_thread(state)
         calls = state.calls_under_way
         is_inner = bool(calls) and is_being_called(state)
