@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.world_store import world_store
     from composable_fsdp._core import backward, gather_plan
     from composable_fsdp._core.backward import _MOST_FORWARDS, ReductionQueue
-    from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot
+    from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot, events_of
     from composable_fsdp._core.gather_plan import Planner, ScheduleSettings
     from composable_fsdp._core.root import Root
     from composable_fsdp._layout import pinned

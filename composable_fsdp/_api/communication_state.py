@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
-from composable_fsdp._runtime.lazy_init import known_iteration
 from composable_fsdp.codecs._encoder import Encoder
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError
@@ -83,7 +82,7 @@ class CommunicationState:
     def _encoders(self) -> Iterator[tuple[str, AnyBucket, Encoder]]:
         module_names = {module: name for name, module in self._model.named_modules()}
         for state_name, state in states_of(self._model):
-            iteration = known_iteration(state)
+            iteration = state.iteration
             if iteration is not None:
                 commit_residuals(iteration)
             for bucket in state.group.buckets:

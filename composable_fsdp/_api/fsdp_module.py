@@ -33,7 +33,7 @@ from composable_fsdp._runtime.groups.callers_context import runs_outside
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, connections, state_of
 from composable_fsdp._runtime.groups.state_machine import GradientState, ParameterState
 from composable_fsdp._runtime.hooks import hooked_forward
-from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration, states_by_name
+from composable_fsdp._runtime.lazy_init import iteration_of, states_by_name
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.schedule import Schedule
@@ -405,7 +405,7 @@ class FSDPModule(TorchFSDPModule):
         found = _read_costs(costs)
         check_costs(states_by_name(_state(self)), found)
         set_root_option(_state(self), "costs", found)
-        iteration = known_iteration(_state(self))
+        iteration = _state(self).iteration
         if iteration is not None:
             tuning_of(iteration)
 
@@ -671,7 +671,7 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as ``nn.Module.zero_grad`` does, pending ones too (:meth:`get_pending_gradients`)."""
         states = _states(self, recurse=True)
-        for iteration in {each for state in states if (each := known_iteration(state)) is not None}:
+        for iteration in {each for state in states if (each := state.iteration) is not None}:
             iteration.drain()  # reductions in flight would set gradients later
         for state in states:
             gradients, parameters = state.group.gradients, _parameters_below(self, state)

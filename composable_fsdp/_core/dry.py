@@ -8,19 +8,29 @@ frozen plan of a real one, its state table and a ``ParamGroupGradients``, and no
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from composable_fsdp._core.gather_plan import ScheduleSettings
-from composable_fsdp._core.root import SETTINGS, Root
+from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import OBSERVERS, Observer
 from composable_fsdp._layout.plan import GroupPlan, MessageSizes
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, ReductionLaunch
-from composable_fsdp._runtime.groups.state import Accumulation, ClientBackward, ForwardCall, FSDPState, Kept, alive
+from composable_fsdp._runtime.groups.state import (
+    SETTINGS,
+    Accumulation,
+    ClientBackward,
+    ForwardCall,
+    FSDPState,
+    Kept,
+    alive,
+)
 from composable_fsdp._runtime.groups.state_machine import (
     HELD_GRADIENTS,
     PARAMETER_TRANSITIONS,
@@ -47,7 +57,7 @@ from composable_fsdp._runtime.schedule.schedule import (
 )
 from composable_fsdp.policies import Reshard
 
-__all__ = ["Replay", "Snapshot", "schedule_of"]
+__all__ = ["Replay", "Snapshot", "events_of", "schedule_of"]
 
 
 def schedule_of(
@@ -59,10 +69,12 @@ def schedule_of(
 
     Args:
         root: the root.
-        settings: settings to use instead of its own. Then gradients are reduced also if they are accumulated now.
+        settings: settings to use instead of its own. Then the events are those of :func:`events_of`, the same on all
+            ranks, and gradients are reduced also if they are accumulated now.
         reshard: what to do after forward, by group, instead of its settings.
     """
-    replay = Replay(root, Snapshot.of(root, has_stepped=True))
+    events = root.tape.events if settings is None else None
+    replay = Replay(root, Snapshot.of(root, has_stepped=True, at_rest=not events), arrive_together=not events)
     for name, kind in (reshard or {}).items():
         replay.states[name].reshard = kind
     if settings is not None:
@@ -70,8 +82,53 @@ def schedule_of(
             settings,
             {name: state.group.tensors.plan_with(settings.message_sizes) for name, state in root.states.items()},
         )
-    replay.play(root.tape.events)
+    replay.play(events or events_of(root.plans.known, root.states))
     return Schedule(tuple(Step(event, tuple(actions)) for event, actions in replay.steps))
+
+
+def events_of(record: ForwardRecord, states: Mapping[str, FSDPState]) -> list[tuple[Any, ...]]:
+    """Return the events of a step with the forward of ``record``, and a backward in which all gradients arrive.
+
+    Unlike those of a tape, they are the same on every rank, also if ranks use different parameters of their modules.
+    """
+    events: list[tuple[Any, ...]] = []
+    order: list[tuple[bool, str, int]] = []  # the beginnings and ends of runs, with the number of the call
+    positions: dict[int, int] = {}  # those in the record, of the calls to which backward comes back
+    running: dict[str, list[int]] = {}
+    ends = (event.group for event in record.events if event.hook is Hook.POST_FORWARD)
+    ended = record.ended or [name for name in ends if states[name].group.plan.specs]  # after an evaluation
+    for hook, name, _ in record.events:
+        if hook is Hook.PRE_FORWARD:
+            running.setdefault(name, []).append(len(events))
+            order.append((True, name, len(events)))
+            events.append(("pre_forward", name, len(events), True))
+            continue
+        number, position = running[name].pop(), len(positions)
+        first, *others = states[name].module_ids
+        comes_back = position < len(ended) and ended[position] == name
+        events.append(("post_forward", number, first, True))
+        for each in others:  # modules of the same run
+            events += [("pre_forward", name, len(events), True), ("post_forward", len(events), each, True)]
+        order.append((False, name, number))
+        if comes_back:
+            positions[number] = position
+            events.append(("end_unseen" if position in record.unseen else "await_inputs", number))
+    runs = Counter(name for begins, name, number in order if begins and number in positions)
+    left = runs.copy()
+    for begins, name, number in reversed(order):
+        if number not in positions:
+            continue
+        plan, early = states[name].group.plan, states[name].params_after_nested
+        trainable = {index for index, spec in enumerate(plan.specs) if spec.trainable}
+        is_early = bool(trainable) and trainable <= set(early) and runs[name] == 1
+        left[name] -= begins
+        if not begins:
+            events.append(("pre_backward", number, 0))
+        if trainable and (not begins if is_early else begins and not left[name]):
+            events.append(("gradient_ready", name, True, 0))
+        if begins and positions[number] not in record.unseen:
+            events.append(("post_backward", number, False, 0))
+    return [*events, ("end_backward", ())] if positions else events
 
 
 @dataclass(frozen=True)
@@ -80,14 +137,14 @@ class GroupSnapshot:
 
     settings: Mapping[str, Any]
     plan: GroupPlan
-    parameters: ParameterState
-    gradients: GradientState
-    were_summed: bool
-    has_partial: bool
-    is_kept: bool
-    is_stale: bool
-    was_flipped: bool
-    runs: int
+    parameters: ParameterState = ParameterState.SHARDED
+    gradients: GradientState = GradientState.NONE
+    were_summed: bool = False
+    has_partial: bool = False
+    is_kept: bool = False
+    is_stale: bool = False
+    was_flipped: bool = False
+    runs: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,13 +161,20 @@ class Snapshot:
     waits_after_backward: bool
 
     @classmethod
-    def of(cls, root: Root, *, has_stepped: bool = False) -> Snapshot:
-        """Return the snapshot of ``root`` now, or with ``has_stepped`` after another step of its optimizers."""
+    def of(cls, root: Root, *, has_stepped: bool = False, at_rest: bool = False) -> Snapshot:
+        """Return the snapshot of ``root`` now, or with ``has_stepped`` after another step of its optimizers.
+
+        With ``at_rest``, all groups are sharded, without gradients: the same on every rank.
+        """
         groups = {}
         for name, state in root.states.items():
             gradients, kept = state.group.gradients, state.kept
+            settings = {setting: vars(state)[setting] for setting in SETTINGS}
+            if at_rest:
+                groups[name] = GroupSnapshot(settings, state.group.plan)
+                continue
             groups[name] = GroupSnapshot(
-                {setting: vars(state)[setting] for setting in SETTINGS},
+                settings,
                 state.group.plan,
                 state.group.parameter_state,
                 gradients.state,
@@ -122,14 +186,18 @@ class Snapshot:
                 state.runs,
             )
         plans, waits = root.plans, root.waits_after_backward
-        dissolved = [state.name for state in root.queue.dissolved]
-        return cls(groups, plans.newest_version, plans.known, plans.fused, dissolved, root.queue.are_in_flight, waits)
+        dissolved = [] if at_rest else [state.name for state in root.queue.dissolved]
+        are_in_flight = root.queue.are_in_flight and not at_rest
+        return cls(groups, plans.newest_version, plans.known, plans.fused, dissolved, are_in_flight, waits)
 
 
 class Replay:
-    """A root like ``real``, without tensors, on which events are played. ``steps`` are the actions of each hook."""
+    """A root like ``real``, without tensors, on which events are played. ``steps`` are the actions of each hook.
 
-    def __init__(self, real: Root, start: Snapshot) -> None:
+    With ``arrive_together``, all units of a group are complete just before the last one: their times are not known.
+    """
+
+    def __init__(self, real: Root, start: Snapshot, *, arrive_together: bool = False) -> None:
         self.steps: list[tuple[Event, list[Action]]] = []
         self._copies = {state: copy.copy(state) for state in real.states.values()}
         self._real_states = real.states
@@ -147,7 +215,7 @@ class Replay:
         self._root = root
         self._calls: dict[int, ForwardCall] = {}
         self._version = -1
-        self._is_resized = False
+        self._arrive_together = arrive_together
         root.is_verified = True
         self.restore(start)
 
@@ -176,9 +244,8 @@ class Replay:
         return self._root.states
 
     def use(self, settings: ScheduleSettings, plans: Mapping[str, GroupPlan]) -> None:
-        """Use ``settings``, and the ``plans`` of groups that belong to them. All gradients of a unit arrive late."""
+        """Use ``settings``, and the ``plans`` of groups that belong to them."""
         self._root.plans.use(settings)
-        self._is_resized = True
         for name, plan in plans.items():
             state = self.states[name]
             state.accumulation, state.all_reduce = Accumulation.REDUCE, True
@@ -221,10 +288,10 @@ class Replay:
         with torch.set_grad_enabled(has_grad):
             self._root.post_forward(call, module_id)
 
-    def _abort(self, name: str) -> None:
-        state = self._root.states[name]
-        state.calls_under_way.pop()
-        self._root.abort_forward(state, None)
+    def _abort(self, number: int) -> None:
+        call = self._calls[number]
+        call.state.calls_under_way.remove(call)
+        self._root.abort_forward(call, None)
 
     def _await_inputs(self, number: int) -> None:
         self._calls[number].await_inputs()
@@ -255,12 +322,9 @@ class Replay:
         if not self._root.was_seen(state):
             return  # the backward of a forward that is not on the tape
         cast(DryGroup, state.group).arrive()
-        if self._is_resized:  # when the gradients of other units arrive is not known: just before the last one
-            if not is_complete:
-                return
-            if state.reduces_grad_buckets:
-                for _ in state.group.plan.trainable_buckets[1:]:
-                    self._root.gradient_ready(state)
+        if self._arrive_together and state.reduces_grad_buckets:
+            for _ in state.group.plan.trainable_buckets[1:]:
+                self._root.gradient_ready(state)
         if is_complete:
             state.group.gradients.complete()
         self._root.gradient_ready(state)
@@ -272,6 +336,9 @@ class Replay:
         self._root.end_backward()
 
 
+_SUMS = SimpleNamespace(wait=lambda: None)
+
+
 class DryTensors:
     """The tensors of a dry group: none."""
 
@@ -280,14 +347,7 @@ class DryTensors:
         self.parameters: list[Any] = []
         self.buckets: list[Any] = []
         self.version = self.plan_version = 0
-        self.registration = _NothingGiven
-
-
-class _NothingGiven:
-    keeps_given = was_unsharded = False
-
-    @staticmethod
-    def find_given() -> None: ...
+        self.registration = SimpleNamespace(keeps_given=False, was_unsharded=False, find_given=lambda: None)
 
 
 class DryGroup:
@@ -330,16 +390,7 @@ class DryGroup:
         gradients, self.was_flipped = self.gradients, snapshot.was_flipped
         self.tensors.plan, self.parameter_state = snapshot.plan, snapshot.parameters
         gradients.state, gradients.were_summed = snapshot.gradients, snapshot.were_summed
-        gradients.restore_partial(cast(Any, _Sums()) if snapshot.has_partial else None)
-
-
-class _Sums:
-    def wait(self) -> None: ...
-
-
-class DryReduction:
-    def __init__(self, launch: ReductionLaunch) -> None:
-        self.launch = launch
+        gradients.restore_partial(cast(Any, _SUMS) if snapshot.has_partial else None)
 
 
 class DryLauncher:
@@ -374,8 +425,8 @@ class DryLauncher:
         ]
         self._note(Reduce(tuple(buckets), launch.partial))
         for member in launch.members if launch.is_last else ():
-            member.begin_last_reduction(cast(Any, _Sums()), partial=launch.partial)
-        return DryReduction(launch)
+            member.begin_last_reduction(cast(Any, _SUMS), partial=launch.partial)
+        return SimpleNamespace(launch=launch)
 
     def start(self, reduction: Any) -> None: ...
 

@@ -246,7 +246,7 @@ PASSES: list[PlanPass] = [fuse, prefetch, keep_last]
 """The changes of a plan that gathers each group when it is needed, in their order."""
 
 
-_MOST_PLANS = 8
+_MOST_PLANS = 16
 """The number of plans to keep: one for each order of groups and each set of facts in turn, as in accumulation."""
 
 

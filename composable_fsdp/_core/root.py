@@ -51,7 +51,7 @@ from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["SETTINGS", "Root"]
+__all__ = ["Root"]
 
 _current_run = torch._C._current_graph_task_id
 
@@ -65,14 +65,8 @@ _SUM_UNSHARDED, _SHARDED, _UNSHARDING = (
 _ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, GradientState.PARTIAL
 _NEVER, _AUTO, _SMALLER = ReshardKind.NEVER, ReshardKind.AUTO, ReshardKind.SMALLER
 
-SETTINGS = (
-    *("reshard", "reshard_after_backward", "unshard_in_backward", "accumulation", "all_reduce"),
-    *("reductions_in_flight", "forward_prefetch", "backward_prefetch", "owner_states", "options"),
-)
-"""The settings of a state on which passes depend."""
-
-_LONGEST_TAPE = 1 << 16
-"""The number of events after which a forward begins a new tape: forwards come that no backward follows."""
+_EVENTS_PER_GROUP = 128
+"""The length at which a tape is given up: no backward follows the forwards, or many backwards follow one."""
 
 
 class Tape:
@@ -88,17 +82,23 @@ class Tape:
         self.of_forward = self.events
         self._has_backward = False
 
-    def begin_forward(self, *, leads_to_backward: bool, follows_forwards: bool) -> None:
+    def begin_forward(self, *, leads_to_backward: bool, follows_forwards: bool, groups: int) -> None:
         """Begin a forward, and a new tape if it is the first one of a step."""
-        is_new_step = self._has_backward and not follows_forwards
-        if leads_to_backward and (is_new_step or len(self.events) > _LONGEST_TAPE):
+        if leads_to_backward and self._has_backward and not follows_forwards:
             self.events, self._has_backward = [], False
+        self.bound(groups)
         self.of_forward = self.events if leads_to_backward else []
+
+    def bound(self, groups: int) -> None:
+        """Begin a new tape if this one is too long for a root with so many ``groups``."""
+        if len(self.events) > _EVENTS_PER_GROUP * (groups + 1):
+            self.events, self._has_backward = [], False
 
     def end_backward(self, arriving: Sequence[str]) -> None:
         """End a backward, after which the gradients of the groups ``arriving`` were not complete."""
-        self.events.append(("end_backward", arriving))
-        self._has_backward = True
+        if self.events and self.events[-1][0] != "end_backward":  # else it was inside a forward that is not recorded
+            self.events.append(("end_backward", arriving))
+            self._has_backward = True
 
 
 class Root:
@@ -143,10 +143,7 @@ class Root:
     # -- around every hook
 
     def _begin_hook(self) -> bool:
-        """Tell observers if a pass may begin. Return whether the hook needs no :meth:`_observed` around its work.
-
-        The hooks test it themselves: a method around each would add a call to every hook of every group.
-        """
+        """Tell observers if a pass may begin. Return whether the hook needs no :meth:`_observed` around its work."""
         if self._pass is IDLE:
             for observe in self.events.before_first_hook:
                 observe(self)
@@ -251,7 +248,8 @@ class Root:
         self._grad_mode = torch.is_grad_enabled()
         for observe in self.events.begin_forward:
             observe(self, state)
-        self.tape.begin_forward(leads_to_backward=self._grad_mode, follows_forwards=self._progress.has_forwards)
+        has_forwards, groups = self._progress.has_forwards, len(self.states)
+        self.tape.begin_forward(leads_to_backward=self._grad_mode, follows_forwards=has_forwards, groups=groups)
         for each in self.states.values():
             if each.kept is not None:
                 self.plans.drop_stale(each)
@@ -270,12 +268,16 @@ class Root:
                 self.free_after_forward(other, None, has_grad=self.leads_to_backward)
         self.plans.end_forward()
         self.plans.free_unused()
-        self._end_pass(FORWARD)
+        for observe in self.events.before_end:
+            for work in observe(self, FORWARD):
+                work.wait()
 
     @runs_outside
-    def abort_forward(self, state: FSDPState, error: BaseException | None) -> None:
-        """Reshard ``state``, whose forward raised. Return to IDLE if it is the outermost one."""
-        (self.tape.events if self._pass is BACKWARD else self.tape.of_forward).append(("abort", state.group.name))
+    def abort_forward(self, call: ForwardCall, error: BaseException | None) -> None:
+        """Reshard the state of ``call``, a forward that raised. Return to IDLE if it is the outermost one."""
+        state = call.state
+        if call.number >= 0:  # else its pre-forward has raised
+            call.tape.append(("abort", call.number))
         if error is not None:
             in_backward, ends_forward = self._pass is BACKWARD, state is self._outermost
             self._passes.note(self, error, state, in_backward=in_backward, ends_forward=ends_forward)
@@ -305,7 +307,8 @@ class Root:
     def _enter_backward(self, call: ForwardCall) -> None:
         if self._pass is not BACKWARD:
             self._begin_backward()
-        call.tape.append(("pre_backward", call.number, _current_run()))
+        if call.tape is self.tape.events:
+            call.tape.append(("pre_backward", call.number, _current_run()))
         state, run = call.state, call.first or call
         self._passes.reach(self, state)
         self._progress.enter(call)
@@ -318,8 +321,9 @@ class Root:
 
     def gradient_ready(self, state: FSDPState) -> None:
         """The gradients of the next reduce unit of ``state`` are complete, or those of all units."""
-        is_plain = self._progress.is_plain if self._pass is BACKWARD else self._begin_hook()
-        if is_plain:
+        if self._pass is not BACKWARD:
+            self._progress.is_plain = self._begin_hook()
+        if self._progress.is_plain:
             self._reduce_ready(state)
         else:
             self._observed(Hook.GRAD_READY, self._reduce_ready, state)
@@ -344,8 +348,9 @@ class Root:
 
     def post_backward(self, call: ForwardCall) -> None:
         """The gradients of the inputs of ``call``, and of its use of the parameters, are complete."""
-        is_plain = self._progress.is_plain if self._pass is BACKWARD else self._begin_hook()
-        if is_plain:
+        if self._pass is not BACKWARD:
+            self._progress.is_plain = self._begin_hook()
+        if self._progress.is_plain:
             self._leave_backward(call)
         else:
             self._observed(Hook.POST_BACKWARD, self._leave_backward, call)
@@ -355,7 +360,8 @@ class Root:
             self._begin_backward()  # the output is the input
         state, run = call.state, call.first or call
         is_arriving = state.group.gradients.state is _ARRIVING
-        call.tape.append(("post_backward", call.number, is_arriving, _current_run()))
+        if call.tape is self.tape.events:
+            call.tape.append(("post_backward", call.number, is_arriving, _current_run()))
         self._progress.leave(call)
         if run.ends_unseen:
             return  # the last gradient, or the end of backward, comes later
@@ -415,6 +421,7 @@ class Root:
         self.check_not_lent()
         self._progress.begin(is_in_forward=self._pass is FORWARD)
         self._pass = BACKWARD
+        self.tape.bound(len(self.states))
         self.drain_before_changes()
         self.launcher.at_end_of_backward(self._passes.begin_backward(self))
         self.plans.begin_backward()
@@ -517,11 +524,6 @@ class Root:
         else:
             state.client.post_backward(functools.partial(self.queue.send, state, at_end=at_end, alone=alone))
 
-    def _end_pass(self, which: Pass) -> None:
-        for observe in self.events.before_end:
-            for work in observe(self, which):
-                work.wait()
-
     # -- between passes
 
     @property
@@ -589,7 +591,7 @@ class Root:
         self.drain()
         for state in self.states.values():
             if state.client.post_backward is not None:
-                state.client.post_backward(_noop)  # only now the reduced gradients are set
+                state.client.post_backward(lambda: None)  # only now the reduced gradients are set
 
     def reduce_held(self, occasion: str, states: Iterable[FSDPState]) -> None:
         """Launch the reductions of all gradients that ``states`` hold after earlier backwards.
@@ -640,7 +642,7 @@ class Root:
         self._progress.forget()
         self.queue.clear_waiting()
         self._passes.end(self)
-        self._pass, self._outermost = IDLE, None
+        self._pass, self._outermost, self._progress.is_in_forward = IDLE, None, False
         self.finalization.forget()
         self.tape = Tape()
 
@@ -700,10 +702,6 @@ class Root:
         for observe in self.events.before_first_collective:
             observe(self)
         self.is_verified = True
-
-
-def _noop() -> None:
-    pass
 
 
 def _weak_callback(root: Root, state: FSDPState) -> Callable[[], None]:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from composable_fsdp._core.root import Root
 from composable_fsdp._runtime.compile import DynamoDisabled, calling_frame, frame_of_call
 from composable_fsdp._runtime.groups.callers_context import in_transform, runs_outside
 from composable_fsdp._runtime.groups.param_group_buckets import shard_full_tensor
@@ -31,7 +32,6 @@ from composable_fsdp._runtime.groups.state import (
     ForwardCall,
     FSDPState,
     ModuleReference,
-    PassHooks,
     state_of,
 )
 from composable_fsdp._runtime.lazy_init import assemble
@@ -207,7 +207,7 @@ class _ModuleHooks:
     def begin(self, caller: FrameType) -> ForwardCall:
         """Begin a call that the frame ``caller`` runs."""
         state = self._state
-        iteration: PassHooks = state._iteration() or assemble(state)
+        iteration: Root = state._iteration() or assemble(state)
         iteration.check_thread(state)
         calls = state.calls_under_way
         is_inner = bool(calls) and is_being_called(state)
@@ -253,7 +253,7 @@ class _ModuleHooks:
         call = self._state.calls_under_way.pop()
         call.end()
         if not call.is_inner:
-            call.iteration.abort_forward(self._state, sys.exc_info()[1])
+            call.iteration.abort_forward(call, sys.exc_info()[1])
 
     # -- state dicts, which hold sharded parameters
 

@@ -25,7 +25,6 @@ __all__ = [
     "ROOT_NAME",
     "assemble",
     "iteration_of",
-    "known_iteration",
     "name_states",
     "optimizer_hooks",
     "sharded_parameters",
@@ -45,20 +44,13 @@ def _register(root: Root) -> None:
         _roots = (*(known for known in _roots if known() is not None), ref(root))
 
 
-def known_iteration(state: FSDPState) -> Root | None:
-    """Return the iteration of ``state``, or ``None`` before its root is initialized."""
-    iteration = state.iteration
-    assert iteration is None or isinstance(iteration, Root)
-    return iteration
-
-
 def iteration_of(state: FSDPState) -> Root:
     """Return the iteration of ``state``. If there is none, make one with ``state`` as the root.
 
     Raises:
         LifecycleError: full parameters of the root are registered for the user.
     """
-    iteration = known_iteration(state)
+    iteration: Root | None = state.iteration
     if iteration is None:
         return assemble(state)
     iteration.check_not_lent()

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.groups.state_machine import ParameterOperation, ParameterState
 from composable_fsdp._runtime.hooks import is_being_called
-from composable_fsdp._runtime.lazy_init import known_iteration
 from composable_fsdp._runtime.params.param_places import ParamPlace, registered_parameters
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter
@@ -50,7 +49,7 @@ def prepare_to_lend(states: Sequence[FSDPState], caller: str = "unsharded_params
             "after backward() has returned."
         )
     for state in states:
-        iteration = known_iteration(state)
+        iteration = state.iteration
         if state.group.parameter_state is ParameterState.LENT or (iteration is not None and iteration.lent is not None):
             raise LifecycleError(
                 f"{caller} was entered for {state.name!r} inside another one for modules of the same root. "
@@ -62,7 +61,7 @@ def prepare_to_lend(states: Sequence[FSDPState], caller: str = "unsharded_params
                 "parameters. Enter it before the forward or after backward() has returned."
             )
     for state in states:
-        iteration = known_iteration(state)
+        iteration = state.iteration
         if iteration is not None:
             iteration.drain()
         state.group.reshard()
@@ -83,7 +82,7 @@ def lend(states: Sequence[FSDPState], full_params: Mapping[ParamPlace, nn.Parame
     Yields a list, which at the end has what was registered for each parameter: the user may have set other tensors.
     """
     groups = list(dict.fromkeys(state.group for state in states))
-    iterations = {found: state.group for state in reversed(states) if (found := known_iteration(state)) is not None}
+    iterations = {found: state.group for state in reversed(states) if (found := state.iteration) is not None}
     for group in groups:
         group.advance(ParameterOperation.LEND)
     for iteration, group in iterations.items():

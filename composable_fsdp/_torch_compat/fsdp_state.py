@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, ModuleReference
 from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
 from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
-from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
+from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._torch_compat.torch_types import find_state, register_state, set_torch_state
 from composable_fsdp.errors import UnsupportedError
@@ -208,13 +208,13 @@ class ClientState:
         kind = self._state.reshard.kind
         if kind is not ReshardKind.AUTO:
             return kind is not ReshardKind.NEVER
-        iteration = known_iteration(self._state)
+        iteration = self._state.iteration
         return iteration is None or (iteration.root is not self._state and not iteration.streams.device.has_streams)
 
     @property
     def _training_state(self) -> TrainingState:
         """The current pass in torch's terms, without the ends of a module's own forward and backward."""
-        iteration = known_iteration(self._state)
+        iteration = self._state.iteration
         if iteration is None or iteration.current_pass is Pass.IDLE:
             return TrainingState.IDLE
         computes = bool(self._state.calls_under_way)  # also recomputation in backward under activation checkpointing

@@ -27,8 +27,22 @@ from composable_fsdp.errors import ConfigurationError
 __all__ = ["Int4", "Int8", "hadamard_"]
 
 
+class _InBlocks:
+    __slots__ = ()
+    block: int
+    rotate: bool
+
+    def __post_init__(self) -> None:
+        _check(self.block, self.rotate)
+
+    @property
+    def compiles(self) -> bool:
+        """False with ``rotate``: the unrolled stages of the transform take the compiler minutes."""
+        return not self.rotate
+
+
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(_InBlocks):
     """Signed 8-bit integers with one fp32 scale per ``block`` values.
 
     The error of a value is at most half of the largest magnitude in its block divided by 127. A block with a nan or an
@@ -45,14 +59,6 @@ class Int8:
 
     block: int = 256
     rotate: bool = False
-
-    def __post_init__(self) -> None:
-        _check(self.block, self.rotate)
-
-    @property
-    def compiles(self) -> bool:
-        """False with ``rotate``: the unrolled stages of the transform take the compiler minutes."""
-        return not self.rotate
 
     def payload_bytes(self, numel: int) -> int:
         """Return the bytes of an encoded row of ``numel`` elements."""
@@ -76,7 +82,7 @@ class Int8:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4:
+class Int4(_InBlocks):
     """Signed 4-bit integers, two per byte, with one fp32 scale per ``block`` values.
 
     The error of a value is at most half of the largest magnitude in its block divided by 7. Nan, infinity and
@@ -85,14 +91,6 @@ class Int4:
 
     block: int = 128
     rotate: bool = False
-
-    def __post_init__(self) -> None:
-        _check(self.block, self.rotate)
-
-    @property
-    def compiles(self) -> bool:
-        """False with ``rotate``: the unrolled stages of the transform take the compiler minutes."""
-        return not self.rotate
 
     def payload_bytes(self, numel: int) -> int:
         """Return the bytes of an encoded row of ``numel`` elements."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -455,3 +456,38 @@ def change_messages() -> None:
 
 def test_other_message_sizes_keep_the_residuals_of_error_feedback() -> None:
     run_ranks(change_messages, 2, environment=SOCKETS)
+
+
+class Optional(nn.Module):
+    """A block of which one layer is used by some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.extra = nn.Linear(256, 512), nn.Linear(512, 256), nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = cast(torch.Tensor, self.down(self.up(x).relu()))
+        return y + self.extra(x) if dist.get_rank() == 0 else y
+
+
+def choose_with_other_parameters() -> list[str]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[Optional() for _ in range(3)])
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    draws, chosen = random.Random(0), []
+    for _ in range(12):
+        model(torch.ones(2, 256, requires_grad=True)).sum().backward()
+        cost = CollectiveCost(10 ** draws.uniform(-6, -2), 10 ** draws.uniform(8, 10.5))
+        seconds = dict.fromkeys("012", 10 ** draws.uniform(-4.5, -1.5))
+        model.set_costs(Costs({"": AxisCosts(cost, cost, cost)}, seconds, seconds, copy_bandwidth=1e10))
+        model(torch.ones(2, 256, requires_grad=True)).sum().backward()
+        chosen.append(str(model.schedule_choice()))
+    return chosen
+
+
+def test_ranks_that_use_different_parameters_choose_the_same() -> None:
+    first, second = run_ranks(choose_with_other_parameters, 2, environment=SOCKETS)
+    assert first == second
+    assert len(set(first)) > 3

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import Root, gather_plan, iteration_of, schedule, specs_for, state_of
+from tests._internals import Replay, Root, Snapshot, events_of, gather_plan, iteration_of, schedule, specs_for, state_of
 from tests.goldens.dry_runs import performed
 from tests.helpers.chain_schedule import chain_schedule
 from tests.helpers.sharding import sharded
@@ -207,6 +207,9 @@ def test_a_steady_iteration_performs_what_its_dry_run_says(drawn: Drawn) -> None
         plan = model.schedule()
         check(plan, model, drawn)
         expected = list(performed(plan, []))
+        common = Replay(root_of(model), Snapshot.of(root_of(model), has_stepped=True), arrive_together=True)
+        common.play(events_of(root_of(model).plans.known, root_of(model).states))
+        assert Counter(performed(common.steps, [])) == Counter(expected), "what all ranks expect"
         found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
         assert found == expected, plan
 

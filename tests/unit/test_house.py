@@ -18,18 +18,18 @@ HOOKS = "_runtime/hooks.py"
 
 MOST_LINES = {
     ".": 703,
-    "_api": 2829,
+    "_api": 2828,
     "_comm": 1056,
     "_consistency": 1934,
-    "_core": 2513,
+    "_core": 2562,
     "_layout": 1396,
     "_memory": 625,
-    "_runtime": 8345,
+    "_runtime": 8306,
     "_sharding": 1083,
     "_torch_compat": 514,
     "checkpoint": 5783,
     "cli": 1050,
-    "codecs": 945,
+    "codecs": 943,
     "diagnostics": 1893,
     "interop": 108,
     "optim": 611,
@@ -40,10 +40,10 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 21450
+MOST_CODE = 21462
 """The lines of the package with a statement that is no import."""
 
-MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 70, 15456
+MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 70, 15416
 """The files and lines that importing the hooks reads."""
 
 MOST_FIELDS = {

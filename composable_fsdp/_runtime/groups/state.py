@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -34,13 +34,12 @@ from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 
 __all__ = [
     "ITERATION_ATTRIBUTE",
+    "SETTINGS",
     "Accumulation",
-    "BoundActions",
     "ClientBackward",
     "FSDPState",
     "ForwardCall",
     "ModuleReference",
-    "PassHooks",
     "RootOptions",
     "alive",
     "connections",
@@ -52,8 +51,6 @@ __all__ = [
 _STATE_ATTRIBUTE = "_composable_fsdp_state"
 ITERATION_ATTRIBUTE = "_composable_fsdp_iteration"
 """The attribute of a root's modules with its iteration. A copied module has none until it runs."""
-BoundActions: TypeAlias = Sequence[tuple[Callable[..., None], object]]
-"""Scheduled actions, each a function and its target."""
 
 
 class Accumulation(Enum):
@@ -69,6 +66,8 @@ class Accumulation(Enum):
 
 _DEFAULTS: dict[str, object] = {}
 """The settings of an FSDP state that have a default, with it."""
+SETTINGS: list[str] = []
+"""The names of all settings of an FSDP state, on which passes depend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +114,7 @@ class _Setting:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
+        SETTINGS.append(name)
         if self._default is not ...:
             _DEFAULTS[name] = self._default
 
@@ -127,26 +127,6 @@ class _Setting:
 def _setting(default: object = ...) -> Any:
     """Return a :class:`_Setting`, typed so that an annotation of the attribute holds."""
     return _Setting(default)
-
-
-class PassHooks(Protocol):
-    """The methods of an iteration that the hooks of its FSDP states call."""
-
-    root: FSDPState
-
-    def check_thread(self, state: FSDPState) -> None: ...
-
-    def pre_forward(self, state: FSDPState) -> None: ...
-
-    def post_forward(self, call: ForwardCall, module_id: int) -> bool: ...
-
-    def abort_forward(self, state: FSDPState, error: BaseException | None) -> None: ...
-
-    def pre_backward(self, call: ForwardCall) -> None: ...
-
-    def post_backward(self, call: ForwardCall) -> None: ...
-
-    def drain_before_changes(self) -> None: ...
 
 
 _NO_RECORD = ForwardRecord()
@@ -166,7 +146,8 @@ class ForwardCall:
     """
 
     state: FSDPState
-    iteration: PassHooks
+    iteration: Any
+    """The root that the call is a part of."""
 
     # Until the call ends.
 
@@ -256,7 +237,9 @@ class ForwardCall:
     def end_unseen(self) -> None:
         """Note that no hook will report the gradients of this call's inputs."""
         self.tape.append(("end_unseen", self.number))
-        (self.first or self).ends_unseen = True
+        run = self.first or self
+        run.ends_unseen = True
+        run.record.unseen.add(run.position)
 
     def await_inputs(self) -> None:
         """Note that a hook will report the gradients of this call's inputs."""
@@ -346,7 +329,7 @@ class FSDPState:
         self.kept: Kept | None = None
         """Set while the group is kept unsharded between passes."""
         self.client = ClientBackward()
-        self._iteration: Callable[[], PassHooks | None] = _no_iteration
+        self._iteration: Callable[[], Any] = _no_iteration
         for module in modules:
             self.attach(module)
         for parameter in group.parameters:
@@ -368,12 +351,12 @@ class FSDPState:
         return tuple(module for known in self._modules if (module := known()) is not None)
 
     @property
-    def iteration(self) -> PassHooks | None:
-        """The iteration of the root, or ``None`` before it is assembled and after the root is dropped."""
+    def iteration(self) -> Any:
+        """The ``Root`` of the state, or ``None`` before it is assembled and after the root is dropped."""
         return self._iteration()
 
     @iteration.setter
-    def iteration(self, iteration: PassHooks | None) -> None:
+    def iteration(self, iteration: object) -> None:
         self._iteration = _no_iteration if iteration is None else ref(iteration)
 
     def drain_before_changes(self) -> None:

@@ -110,40 +110,25 @@ PARAMETER_TRANSITIONS: Mapping[tuple[ParameterState, ParameterOperation], Parame
 
 _G, _GO = GradientState, GradientOperation
 GRADIENT_TRANSITIONS: Mapping[tuple[GradientState, GradientOperation], GradientState] = {
-    (_G.NONE, _GO.ACCUMULATE): _G.ARRIVING,
-    (_G.NONE, _GO.READY): _G.LOCAL,
+    **{(state, _GO.ACCUMULATE): _G.ARRIVING for state in _G},
+    **{(state, _GO.READY): _G.LOCAL for state in _G},
     (_G.NONE, _GO.REDUCE): _G.NONE,  # not used in this backward
-    (_G.NONE, _GO.DROP): _G.NONE,
-    (_G.ARRIVING, _GO.ACCUMULATE): _G.ARRIVING,
-    (_G.ARRIVING, _GO.READY): _G.LOCAL,
     (_G.ARRIVING, _GO.REDUCE): _G.REDUCING,  # the other gradients do not come in this backward
     (_G.ARRIVING, _GO.COMPLETE): _G.ARRIVING,  # an earlier reduction ended after new gradients arrived
     (_G.ARRIVING, _GO.KEEP): _G.ARRIVING,
-    (_G.ARRIVING, _GO.DROP): _G.NONE,
-    (_G.LOCAL, _GO.ACCUMULATE): _G.ARRIVING,
-    (_G.LOCAL, _GO.READY): _G.LOCAL,
     (_G.LOCAL, _GO.REDUCE): _G.REDUCING,
     (_G.LOCAL, _GO.COMPLETE): _G.LOCAL,
     (_G.LOCAL, _GO.KEEP): _G.LOCAL,
-    (_G.LOCAL, _GO.DROP): _G.NONE,
-    (_G.REDUCING, _GO.ACCUMULATE): _G.ARRIVING,  # a second backward reached the group
-    (_G.REDUCING, _GO.READY): _G.LOCAL,
     (_G.REDUCING, _GO.REDUCE): _G.REDUCING,
     (_G.REDUCING, _GO.COMPLETE): _G.REDUCED,
     (_G.REDUCING, _GO.KEEP): _G.PARTIAL,
-    (_G.REDUCING, _GO.DROP): _G.NONE,
-    (_G.PARTIAL, _GO.ACCUMULATE): _G.ARRIVING,
-    (_G.PARTIAL, _GO.READY): _G.LOCAL,
     (_G.PARTIAL, _GO.REDUCE): _G.REDUCING,  # used in an earlier backward, but not in the last
     (_G.PARTIAL, _GO.KEEP): _G.PARTIAL,  # the earlier of two reductions in flight
     (_G.PARTIAL, _GO.COMPLETE): _G.PARTIAL,
-    (_G.PARTIAL, _GO.DROP): _G.NONE,
-    (_G.REDUCED, _GO.ACCUMULATE): _G.ARRIVING,
-    (_G.REDUCED, _GO.READY): _G.LOCAL,
     (_G.REDUCED, _GO.REDUCE): _G.REDUCED,
     (_G.REDUCED, _GO.COMPLETE): _G.REDUCED,  # the earlier of two reductions in flight
     (_G.REDUCED, _GO.KEEP): _G.PARTIAL,  # this reduction is partial, an earlier one was not
-    (_G.REDUCED, _GO.DROP): _G.NONE,
+    **{(state, _GO.DROP): _G.NONE for state in _G},
 }
 
 LOCAL_GRADIENTS = frozenset({_G.ARRIVING, _G.LOCAL})

@@ -16,12 +16,14 @@ class ForwardRecord:
         events: the pre-forward events, which the planner appends, and the post-forward events, in order.
         ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
         fused: the fusions of groups in this forward and its backward.
+        unseen: the positions of runs whose inputs needed no gradient, so that no hook shows the end of their backward.
     """
 
     def __init__(self, fused: Mapping[str, tuple[str, ...]] | None = None) -> None:
         self.events: list[Event] = []
         self.ended: list[str] = []
         self.fused = fused or {}
+        self.unseen: set[int] = set()
         self._backward = -1
         self._lowest = 0
 

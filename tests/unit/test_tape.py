@@ -1,0 +1,201 @@
+"""The events that a root records of a step, and schedules where the last pass was no ordinary step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composable_fsdp import AxisCosts, CollectiveCost, Costs, fully_shard
+from composable_fsdp.errors import ParameterError
+from tests._internals import Pass, iteration_of, state_of
+
+WIDTH, NAMES = 16, "abc"
+
+
+@pytest.fixture(autouse=True)
+def ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Chain(nn.Module):
+    """Layers, each a group. The first may raise, or have a backward of its own inside the forward, that raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=True) for _ in NAMES)
+        self.catches, self.inner_backward_fails = False, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inner_backward_fails:
+            torch.autograd.grad(self.a(Raising.apply(x)).sum(), x)
+        with suppress(*[ParameterError] * self.catches):
+            x = self.a(x)
+        return cast(torch.Tensor, self.c(self.b(x)))
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ArithmeticError("in backward")
+
+
+def build() -> Any:
+    return fully_shard(Chain())
+
+
+def step(model: Any) -> None:
+    model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+
+
+def events_of(model: Any) -> list[Any]:
+    return iteration_of(state_of(model)).tape.events
+
+
+def give_costs(model: Any) -> None:
+    cost, seconds = CollectiveCost(1.0, 1e10), dict.fromkeys(NAMES, 1e-2)
+    model.set_costs(Costs({"": AxisCosts(cost, cost, cost)}, seconds, seconds, copy_bandwidth=1e10))
+
+
+def chosen_after(model: Any) -> Any:
+    give_costs(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.schedule_choice()
+
+
+def is_as(choice: Any, other: Any) -> bool:
+    return (choice.settings, choice.seconds) == (other.settings, other.seconds)
+
+
+def test_costs_choose_for_a_whole_step_whatever_pass_came_before() -> None:
+    usual = chosen_after(build())
+    assert usual.seconds > 2.0, "gathers and reductions take a second each"
+
+    evaluated = build()
+    give_costs(evaluated)
+    with torch.no_grad():
+        evaluated(torch.ones(2, WIDTH))
+    assert is_as(chosen_after(evaluated), usual)
+
+    failed = build()
+    with pytest.raises(ArithmeticError, match="in backward"):
+        Raising.apply(failed(torch.ones(2, WIDTH))).sum().backward()
+    failed.reset_iter_state()
+    assert is_as(chosen_after(failed), usual)
+
+
+def test_after_an_evaluation_or_a_reset_the_schedule_is_that_of_a_step() -> None:
+    model = build()
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    before = str(model.schedule())
+    step(model)
+    recorded = str(model.schedule())
+    model.reset_iter_state()
+    after = str(model.schedule())
+    assert before.count("gather") == recorded.count("gather") == after.count("gather") == 3
+    assert all("end of backward" in each and "reduce a[0], b[0], c[0]" in each for each in (before, recorded, after))
+
+
+def test_a_pre_forward_that_raised_is_not_in_the_schedule() -> None:
+    model = build()
+    step(model)
+    model.catches = True
+    kept = model.a.weight.data
+    model.a.weight.data = torch.zeros(0)
+    step(model)
+    assert "pre-forward a" not in str(model.schedule())
+    model.a.weight.data = kept
+    step(model)
+    assert "pre-forward a" in str(model.schedule())
+
+
+def test_a_reset_forgets_that_a_backward_was_inside_of_a_forward() -> None:
+    model = build()
+    step(model)
+    model.inner_backward_fails = True
+    with pytest.raises(ArithmeticError, match="in backward"):
+        step(model)
+    model.reset_iter_state()
+    root = iteration_of(state_of(model))
+    root.end_backward()  # as pipelining ends the last of several backwards
+    assert root.current_pass is Pass.IDLE
+
+
+def test_the_tape_is_bounded() -> None:
+    model, x = build(), torch.ones(2, WIDTH, requires_grad=True)
+    bound = 128 * 5 + 50
+    old = model(x).sum()
+    for _ in range(300):
+        torch.autograd.grad(old, x, retain_graph=True)
+        assert len(events_of(model)) <= bound
+    tape_of_old = events_of(model)
+    longest = 0
+    for _ in range(100):
+        step(model)
+        torch.autograd.grad(old, x, retain_graph=True)
+        longest = max(longest, len(events_of(model)))
+    assert longest <= bound
+    assert len(tape_of_old) <= bound
+    for _ in range(300):
+        model(x)  # in grad mode, without a backward
+        assert len(events_of(model)) <= bound
+
+
+class Shown(nn.Module):
+    """Returns an object whose tensor no hook sees, unless it ``shows`` the tensor itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = fully_shard(nn.Linear(WIDTH, WIDTH), reshard_after_forward=False)
+        self.shows = True
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.layer(x)
+        return x if self.shows else Hidden(x)
+
+
+class Hidden:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Log(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_each_backward_is_outside_of_the_modes_of_its_caller() -> None:
+    """No pre-backward begins the second one, which must not rely on what the first one has found."""
+    inner = Shown()
+    model: Any = fully_shard(nn.Sequential(inner), reshard_after_forward=False)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    inner.shows = False
+    hidden = model(torch.ones(2, WIDTH))
+    with Log() as log:
+        hidden.tensor.sum().backward()
+    assert not {each for each in log.operations if "c10d" in each or "empty" in each}
