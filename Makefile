@@ -57,11 +57,8 @@ quantized: $(READY) ## train that model with parameters and gradients encoded, a
 elastic: $(READY) ## train that model while ranks are killed at random, and compare with a run without (ELASTIC_ARGS=...)
 	$(TORCHRUN) --max-restarts 20 --monitor-interval 0.2 examples/elastic_text.py --overwrite $(ELASTIC_ARGS)
 
-TWO_CORES = tests/unit tests/contract tests/goldens tests/parity
-
-test: $(READY) ## run the tests: tests/ranks one by one, the others on two cores (with TEST_ARGS=..., only pytest with these)
-	$(if $(TEST_ARGS),,$(BIN)/python -m pytest $(TWO_CORES) -n 2)
-	$(BIN)/python -m pytest $(or $(TEST_ARGS),$(TWO_CORES:%=--ignore %))
+test: $(READY) ## run the tests, two at a time (with TEST_ARGS=..., only pytest with these)
+	$(BIN)/python -m pytest $(or $(TEST_ARGS),-n 2 --dist worksteal)
 
 true-device: $(READY) ## build a device that is not the CPU, by g++, and test training on it
 	TRUE_DEVICE=1 $(BIN)/python -m pytest tests/ranks/test_true_device.py
