@@ -70,6 +70,8 @@ def run_ranks(
         finally:
             if pool is not None and outcomes and _all_returned(outcomes) and not lost:
                 _pools[key] = pool
+                while len(_pools) > MOST_POOLS:
+                    _pools.pop(next(iter(_pools))).kill()
             elif pool is not None:
                 pool.kill()
     return results_of(function, outcomes, lost)
@@ -126,8 +128,11 @@ class RankPool:
         self._folder.cleanup()
 
 
+MOST_POOLS = 4
+"""The number of pools to keep: processes that wait take time too, those of 30 pools a quarter of two cores."""
+
 _pools: dict[tuple[int, frozenset[tuple[str, str]]], RankPool] = {}
-"""Pools by world size and environment."""
+"""Pools by world size and environment, that of the last call last."""
 
 _templates: dict[tuple[int, frozenset[tuple[str, str]]], Template] = {}
 """Templates by number, and by the variables that their processes have in addition to this process's environment."""

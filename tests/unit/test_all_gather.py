@@ -58,6 +58,8 @@ class Bucket:
 class Group:
     """A group that is sharded."""
 
+    name = "a"
+
     def __init__(self, buckets: list[Any]) -> None:
         self.axes = SimpleNamespace(device=CPU)
         self.tensors = SimpleNamespace(buckets=buckets, last_gather=GatherCache())
