@@ -73,7 +73,7 @@ def schedule_of(
             ranks, and gradients are reduced also if they are accumulated now.
         reshard: what to do after forward, by group, instead of its settings.
     """
-    events = root.tape.events if settings is None else None
+    events = root.tape.events if settings is None and root.tape.is_whole else None
     replay = Replay(root, Snapshot.of(root, has_stepped=True, at_rest=not events), arrive_together=not events)
     for name, kind in (reshard or {}).items():
         replay.states[name].reshard = kind
@@ -200,7 +200,6 @@ class Replay:
     def __init__(self, real: Root, start: Snapshot, *, arrive_together: bool = False) -> None:
         self.steps: list[tuple[Event, list[Action]]] = []
         self._copies = {state: copy.copy(state) for state in real.states.values()}
-        self._real_states = real.states
         for state, dry in self._copies.items():
             dry.group = cast(ParamGroup, DryGroup(state.group))
             dry.calls_under_way, dry.run, dry.open_calls, dry.client = [], None, 0, ClientBackward()

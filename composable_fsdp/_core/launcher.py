@@ -50,7 +50,7 @@ class Launcher(Protocol):
     def finish(self, reduction: PendingReduction, unread: list[PendingReduction] | None = None) -> None:
         """Wait for ``reduction``, and set the sharded gradients.
 
-        If the host would have to wait for flags, or ``unread`` has earlier reductions, it joins them instead.
+        If the host would wait for flags, or ``unread`` has earlier reductions, append ``reduction`` to it instead.
         """
         ...
 

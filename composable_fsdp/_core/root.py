@@ -57,16 +57,12 @@ _current_run = torch._C._current_graph_task_id
 
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
 IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
-_SUM_UNSHARDED, _SHARDED, _UNSHARDING = (
-    Accumulation.UNSHARDED,
-    ParameterState.SHARDED,
-    ParameterState.UNSHARDING,
-)
+_SUM_UNSHARDED, _SHARDED = Accumulation.UNSHARDED, ParameterState.SHARDED
 _ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, GradientState.PARTIAL
 _NEVER, _AUTO, _SMALLER = ReshardKind.NEVER, ReshardKind.AUTO, ReshardKind.SMALLER
 
 _EVENTS_PER_GROUP = 128
-"""The length at which a tape is given up: no backward follows the forwards, or many backwards follow one."""
+"""A tape with more events is given up: no backward follows its forwards, or many backwards follow one of them."""
 
 
 class Tape:
@@ -75,24 +71,26 @@ class Tape:
     Attributes:
         events: the events, each a hook with what it cannot look up later.
         of_forward: the events of the current or last forward: those of a step, or of a forward without a backward.
+        is_whole: False after the beginning of the step was given up, until the next forward that leads to a backward.
     """
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
         self.of_forward = self.events
+        self.is_whole = True
         self._has_backward = False
 
     def begin_forward(self, *, leads_to_backward: bool, follows_forwards: bool, groups: int) -> None:
         """Begin a forward, and a new tape if it is the first one of a step."""
-        if leads_to_backward and self._has_backward and not follows_forwards:
-            self.events, self._has_backward = [], False
         self.bound(groups)
+        if leads_to_backward and not (self.is_whole and (follows_forwards or not self._has_backward)):
+            self.events, self.is_whole, self._has_backward = [], True, False
         self.of_forward = self.events if leads_to_backward else []
 
     def bound(self, groups: int) -> None:
-        """Begin a new tape if this one is too long for a root with so many ``groups``."""
+        """Give up the events so far if they are too many for a root with so many ``groups``."""
         if len(self.events) > _EVENTS_PER_GROUP * (groups + 1):
-            self.events, self._has_backward = [], False
+            self.events, self.is_whole = [], False
 
     def end_backward(self, arriving: Sequence[str]) -> None:
         """End a backward, after which the gradients of the groups ``arriving`` were not complete."""
@@ -528,7 +526,7 @@ class Root:
 
     @property
     def streams(self) -> CommStreams:
-        """The streams for all launches. May be replaced between passes, because roots can share streams."""
+        """The streams for all launches. They may be replaced between passes, because roots can share streams."""
         return self.launcher.streams
 
     @streams.setter

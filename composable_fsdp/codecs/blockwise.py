@@ -28,6 +28,8 @@ __all__ = ["Int4", "Int8", "hadamard_"]
 
 
 class _InBlocks:
+    """The members that ``Int8`` and ``Int4`` share."""
+
     __slots__ = ()
     block: int
     rotate: bool

@@ -4,6 +4,7 @@
     python -m tests.goldens compare             # all cases, about ten minutes
     python -m tests.goldens show 17 --transport sockets
     python -m tests.goldens show 17 --transport sockets --against main   # compare one case with another commit
+    python -m tests.goldens dry --quick         # compare each pass of the programs with its dry run
     python -m tests.goldens record              # after an intended change of behaviour
     python -m tests.goldens draw                # draw new programs, after a change of the fuzzer
 

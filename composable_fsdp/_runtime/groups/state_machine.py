@@ -147,7 +147,7 @@ Op = TypeVar("Op", bound=Key)
 
 
 def after(table: Mapping[tuple[S, Op], S], operation: Op) -> Mapping[S, S]:
-    """Return the states after ``operation`` by those before it, for hot code. It calls :func:`advance` to raise."""
+    """Return the states after ``operation`` by those before it. Hot code uses them, and :func:`advance` to raise."""
     return {state: table[state, op] for state, op in table if op is operation}
 
 

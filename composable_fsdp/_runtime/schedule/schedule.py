@@ -139,7 +139,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions at each event of one forward and its backward; the same on every rank.
+    """The actions at each event of a forward and its backward, as this rank performs them.
 
     Invariants: a group is waited for before its modules compute, and freed or kept after. Every bucket is reduced once.
     A schedule without its prefetches computes the same values. ``print`` shows it as a table.

@@ -26,7 +26,7 @@ class Epochs(Observer):
 
     def __init__(self) -> None:
         self._of_roots: tuple[ref[_EpochsOfRoot], ...] = ()
-        """Those of all roots, oldest first: in the same order on every rank, as barriers are."""
+        """The epochs of all roots, oldest first: in the same order on every rank, as barriers are."""
 
     def for_root(self, root: Root) -> Observer | None:
         axes = (pgs.axes.shard for state in root.states.values() for pgs in state.group.process_groups)
