@@ -76,19 +76,22 @@ def scale_up_(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.T
 def _blocks(rows: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
     """Yield views of the full blocks, ``(num_rows, n, block)``, and of a shorter last one, ``(num_rows, 1, rest)``.
 
-    Padding to one view would copy a large message because of its last block.
+    Padding to one view would copy a large message because of its last block. There is no view without elements, which
+    torch's compiler refuses, unless ``rows`` have none.
     """
-    whole = rows.size(1) // block
-    yield rows[:, : whole * block].unflatten(1, (whole, block))
-    if rows.size(1) % block:
+    whole, rest = divmod(rows.size(1), block)
+    if whole or not rest:
+        yield rows[:, : whole * block].unflatten(1, (whole, block))
+    if rest:
         yield rows[:, whole * block :].unsqueeze(1)
 
 
 def _columns(scales: torch.Tensor, rows: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
     """Yield the scales for each view of :func:`_blocks`, ready to be broadcast."""
-    whole = rows.size(1) // block
-    yield scales[:, :whole].unsqueeze(2)
-    if rows.size(1) % block:
+    whole, rest = divmod(rows.size(1), block)
+    if whole or not rest:
+        yield scales[:, :whole].unsqueeze(2)
+    if rest:
         yield scales[:, whole:].unsqueeze(2)
 
 
