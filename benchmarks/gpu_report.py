@@ -6,9 +6,8 @@
 
 Each section is a process with a time limit, so that one that fails, hangs or crashes does not stop the others. The
 report has the tables and pictures of each, or why it could not run, and ends with what failed. The exit status is 1 if
-anything failed. Where there are fewer GPUs than ranks, ranks share them and communicate over gloo, since NCCL refuses
-that. ``--device simulated`` replaces the GPU by simulated devices on a CPU: it shows that the sections run, and nothing
-about a GPU.
+anything failed. Where there are fewer GPUs than ranks, ranks share them (``tests/gpu/sharing.py``). ``--device
+simulated`` replaces the GPU by simulated devices on a CPU: it shows that the sections run, and nothing about a GPU.
 """
 
 from __future__ import annotations

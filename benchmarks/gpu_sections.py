@@ -3,201 +3,48 @@
 from __future__ import annotations
 
 import os
-import re
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from libraries import LIBRARIES, shard
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(1, str(Path(__file__).parents[1]))  # after this folder
 
-from composable_fsdp import CPUOffloadPolicy, fully_shard, plugins, unsharded_params
+from gpu_costs import decoder, memory, profile, step_time
+from gpu_target import (
+    MB,
+    OURS,
+    PEER,
+    TOLERANCE,
+    CannotRun,
+    Result,
+    Target,
+    adam,
+    batch_of,
+    build,
+    sharded,
+    step,
+    width_of,
+)
+from libraries import LIBRARIES
+
+from composable_fsdp import plugins, unsharded_params
+from tests.gpu import settings
 from tests.helpers.run_ranks import run_ranks
 from tests.simulation import BACKEND, simulated_accelerator
-from tests.simulation.accelerator import active
-from tests.simulation.nccl import stands_in
 
 __all__ = ["SECTIONS", "CannotRun", "Result", "Section", "Target"]
 
 ROOT = Path(__file__).parents[1]
-TOLERANCE = 2e-4
-MB = 1 << 20
-OURS, PEER = "ours", "fsdp2"
-
-
-class CannotRun(Exception):
-    """Raised by a section that cannot run here, with the reason."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """The devices of this machine: ``"cuda"`` or ``"simulated"``, their number and their name."""
-
-    device: str
-    count: int
-    name: str
-
-    @staticmethod
-    def find(device: str) -> Target:
-        if device == "simulated":
-            return Target(device, 1, "simulated")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return Target(device, count, torch.cuda.get_device_name(0) if count else "no GPU")
-
-    @property
-    def type(self) -> str:
-        """The device type of tensors."""
-        return "cuda" if self.device == "cuda" else "cpu"
-
-    @property
-    def pair(self) -> int:
-        """Two ranks, or one on one GPU, since NCCL takes a GPU per rank."""
-        return 2 if self.device == "simulated" or self.count > 1 else 1
-
-    @contextmanager
-    def mesh(self, stand_in: str = "", *, bound: bool = False) -> Iterator[DeviceMesh]:
-        """Make a mesh of all ranks; with fewer GPUs than ranks they share them, over gloo.
-
-        Args:
-            stand_in: on a simulated device, the variant of the stand-in for NCCL.
-            bound: bind the default process group to the device of this rank.
-        """
-        if self.device == "simulated":
-            with ExitStack() as stack:
-                backend = BACKEND
-                if stand_in:
-                    backend = stack.enter_context(stands_in(stand_in, bound=bound)).backend
-                group = dist.new_group(backend=backend)
-                stack.enter_context(simulated_accelerator())
-                yield DeviceMesh.from_group(group, "cpu")
-            return
-        index = dist.get_rank() % self.count
-        torch.cuda.set_device(index)
-        if bound:
-            rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
-            dist.barrier()
-            dist.destroy_process_group()
-            again = dist.PrefixStore("bound", store)
-            dist.init_process_group(
-                "nccl", store=again, rank=rank, world_size=size, device_id=torch.device("cuda", index)
-            )
-        yield DeviceMesh.from_group(dist.new_group(backend=self.backend(dist.get_world_size())), "cuda")
-
-    def captured(self, run: Callable[[], torch.Tensor], times: int) -> list[float]:
-        """Capture ``run`` into a CUDA graph, replay it ``times``, and return the results.
-
-        A simulated device has no graphs: each time is a capture, which runs at once.
-        """
-        found = []
-        if self.device == "simulated":
-            for _ in range(times):
-                torch.cpu.synchronize()
-                side: Any = torch.cpu.Stream()
-                with torch.cpu.stream(side), active[-1].capture():
-                    result = run()
-                torch.cpu.synchronize()
-                found.append(float(result))
-            return found
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = run()
-        for _ in range(times):
-            graph.replay()
-            torch.cuda.synchronize()
-            found.append(float(result))
-        return found
-
-    def backend(self, ranks: int) -> str:
-        if self.device == "simulated":
-            return BACKEND
-        return "nccl" if ranks <= self.count else "gloo"
-
-    def ranks(self) -> list[int]:
-        """The numbers of ranks to run with. The race detector is slow, so that it has few."""
-        return [1, 2, 4] if self.device == "cuda" else [1, 2]
-
-    def synchronize(self) -> None:
-        torch.get_device_module(self.type).synchronize()
-
-
-@dataclass
-class Result:
-    """The tables, notes, pictures and failures of a section."""
-
-    folder: Path
-    tables: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    pictures: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, title: str, columns: list[str], rows: list[dict[str, Any]]) -> None:
-        self.tables.append({"title": title, "columns": columns, "rows": rows})
-
-    def content(self) -> dict[str, Any]:
-        return {"tables": self.tables, "notes": self.notes, "pictures": self.pictures}
-
-
-# -- models
-
-
-class Block(nn.Module):
-    """Two linear layers with a residual connection."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layers(x)
-
-
-def build(width: int, depth: int = 4) -> nn.Sequential:
-    """Return the same model on every rank."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block(width) for _ in range(depth)))
-
-
-def width_of(target: Target) -> int:
-    return 2048 if target.device == "cuda" else 64
-
-
-def batch_of(target: Target, rank: int, step: int, width: int, rows: int = 8) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(rows, width, generator=generator).to(target.type)
-
-
-def sharded(
-    target: Target, library: str, mesh: DeviceMesh, width: int, *, bf16: bool = False, **options: Any
-) -> nn.Module:
-    model = build(width).to(target.type)
-    shard(LIBRARIES[library], model, list(model), mesh, bf16=bf16, **options)
-    return model
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
 # -- environment
@@ -380,14 +227,15 @@ def backends(target: Target, result: Result) -> None:
     train_cases(target, result, "Losses by the class of the backend", cases, 200)
 
 
-def rank_offload(target: Target) -> dict[str, float]:
+def rank_offload(target: Target, library: str) -> dict[str, float]:
     """Train a group of 1.125 GB of shards, or a small one on a simulated device. Return times and pinned bytes."""
     width = 4096 if target.device == "cuda" else 64
     count = 18 * dist.get_world_size() if target.device == "cuda" else 3
     with target.mesh() as mesh:
         torch.manual_seed(0)
         model: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
-        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        of = LIBRARIES[library]
+        of.fully_shard(model, mesh=mesh, offload_policy=of.CPUOffloadPolicy())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         begin = time.monotonic()
         for number in range(3):
@@ -401,8 +249,10 @@ def rank_offload(target: Target) -> dict[str, float]:
 
 
 def offload(target: Target, result: Result) -> None:
-    row = run_ranks(rank_offload, target.pair, target, timeout=150)[0]
-    result.add("Offload of one group, on rank 0", list(row), [row])
+    libraries = (OURS, PEER) if target.device == "cuda" else (OURS,)
+    rows = [{"library": each} | run_ranks(rank_offload, target.pair, target, each, timeout=70)[0] for each in libraries]
+    result.add("Offload of one group, on rank 0", list(rows[0]), rows)
+    row = rows[0]
     if row.get("pinned MB", 0) > 2.2 * row["shards MB"] + 64:  # shards and gradients, and a tenth
         result.failures.append(f"{row['pinned MB']:.0f} MB are page-locked for {row['shards MB']:.0f} MB of shards")
 
@@ -423,13 +273,24 @@ def rank_capture(target: Target, is_captured: bool) -> list[float]:
 
 
 def capture(target: Target, result: Result) -> None:
-    if target.device == "cuda" and target.backend(target.pair) != "nccl":
-        raise CannotRun("gloo cannot be captured: it takes a GPU per rank")
     eager, captured = (run_ranks(rank_capture, target.pair, target, each, timeout=55)[0] for each in (False, True))
     differences = [abs(a - b) / max(abs(b), 1e-9) for a, b in zip(captured, eager, strict=True)]
     result.add("A captured step beside eager ones", ["largest difference"], [{"largest difference": max(differences)}])
     if max(differences) > TOLERANCE:
         result.failures.append(f"losses of a captured step differ by {max(differences):.2g}")
+
+
+# -- faults
+
+
+def faults(target: Target, result: Result) -> None:
+    """Leave out a rank in a step, and read the errors of the other one."""
+    if target.device == "simulated":
+        raise CannotRun("a simulated device computes at once; tests/ranks/test_device_faults.py has such faults")
+    text = run_ranks(settings.wait_for_a_missing_rank, 2, target.type, 20.0, timeout=100)[0]
+    result.notes.append(f"```text\n{text}\n```")
+    if not text.startswith("PeerError") or "rank 1" not in text:
+        result.failures.append("the missing rank is not named")
 
 
 # -- tests
@@ -442,7 +303,8 @@ def tests(target: Target, result: Result) -> None:
         if target.device == "cuda"
         else ["tests/gpu", "tests/ranks/test_races.py", "tests/unit/test_accelerator.py"]
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--tb=short", *files]
+    plugins_off = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # the latter warns of -n, and warnings are errors
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "-rs", *plugins_off, "--tb=short", *files]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = found.stdout.strip().splitlines()
     result.notes.append(f"`{' '.join(command[1:])}`")
@@ -486,7 +348,7 @@ def parity(target: Target, result: Result) -> None:
     rows = []
     for ranks in target.ranks():
         for name, options in VARIANTS.items():
-            row = {"ranks": ranks, "backend": target.backend(ranks), "variant": name}
+            row = {"ranks": ranks, "GPUs": target.shared(ranks), "variant": name}
             try:
                 ours, *others = run_ranks(rank_parity, ranks, target, options, timeout=90)[0]
             except AssertionError as error:
@@ -511,7 +373,7 @@ def parity(target: Target, result: Result) -> None:
                 result.failures.append(f"{name} on {ranks} ranks: losses differ by {max(differences):.2g}")
     result.add(
         "Largest relative difference of the loss over five steps of AdamW",
-        ["ranks", "backend", "variant", "from FSDP2", "from unsharded", "allowed", "result"],
+        ["ranks", "GPUs", "variant", "from FSDP2", "from unsharded", "allowed", "result"],
         rows,
     )
 
@@ -562,8 +424,7 @@ def plant(target: Target) -> None:
 
 def races(target: Target, result: Result) -> None:
     environment = {"TORCH_CUDA_SANITIZER": "1"} if target.device == "cuda" else {}
-    ranks = 2 if target.count > 1 or target.device == "simulated" else 1
-    rows = []
+    rows, ranks = [], target.pair
     for library, name, planted in [*((lib, v, False) for v in VARIANTS for lib in (OURS, PEER)), (OURS, "fp32", True)]:
         row = {"library": library, "variant": name + ", a wait left out" * planted, "ranks": ranks}
         try:
@@ -587,261 +448,6 @@ def races(target: Target, result: Result) -> None:
     )
 
 
-# -- memory, step time, profile
-
-
-def rank_memory(target: Target, library: str, bf16: bool) -> dict[str, float]:
-    width = width_of(target)
-    with target.mesh() as mesh:
-        model = sharded(target, library, mesh, width, bf16=bf16)
-        optimizer = adam(model)
-        for number in range(6):
-            if number == 2:
-                torch.cuda.reset_peak_memory_stats()
-            step(model, optimizer, batch_of(target, dist.get_rank(), number, width, rows=512))
-        torch.cuda.synchronize()
-        statistics_of = torch.cuda.memory_stats()
-        return {
-            "peak reserved MB": torch.cuda.max_memory_reserved() / MB,
-            "peak allocated MB": torch.cuda.max_memory_allocated() / MB,
-            "retries": statistics_of["num_alloc_retries"],
-        }
-
-
-def memory(target: Target, result: Result) -> None:
-    if target.device == "simulated":
-        rows = simulated_steps(result, None)
-        result.add(
-            "Peak memory of a step in virtual time (allocated, not reserved)",
-            ["ranks", "library", "peak MB"],
-            rows,
-        )
-        return
-    rows, ranks = [], min(target.count, 2)
-    for bf16 in (False, True):
-        for library in (OURS, PEER):
-            found = run_ranks(rank_memory, ranks, target, library, bf16, timeout=120)[0]
-            rows.append({"library": library, "dtype": "bf16" if bf16 else "fp32", "ranks": ranks, **found})
-        ours, theirs = rows[-2]["peak reserved MB"], rows[-1]["peak reserved MB"]
-        if ours > 1.05 * theirs:
-            result.failures.append(f"peak reserved memory: ours {ours:.0f} MB, FSDP2 {theirs:.0f} MB")
-    result.add(
-        "Peak memory of a step on rank 0",
-        ["library", "dtype", "ranks", "peak reserved MB", "peak allocated MB", "retries"],
-        rows,
-    )
-
-
-def simulated_steps(result: Result, picture: str | None) -> list[dict[str, Any]]:
-    """Return the peak memory of both libraries on 64 ranks, and draw the streams of each in virtual time."""
-    from sim.device import Stream
-
-    rows, spans = [], {}
-    for library in (PEER, OURS):
-        log: list[tuple[str, float, float, str]] = []
-
-        def run(stream: Stream, duration: float, log: list[Any] = log, run: Callable[..., None] = Stream._run) -> None:
-            run(stream, duration)
-            log.append(
-                (
-                    f"stream {stream._device.streams.index(stream) if stream in stream._device.streams else '?'}",
-                    stream.end - duration,
-                    stream.end,
-                    "",
-                )
-            )
-
-        with (
-            mock.patch.object(Stream, "_run", run)
-            if picture
-            else mock.patch.object(Stream, "_unused", None, create=True)
-        ):
-            rows.append(simulated_row(library, 64))
-        spans[library] = last_step(log)
-    if picture:
-        draw(result, picture, spans, "virtual µs")
-    return rows
-
-
-def simulated_row(library: str, ranks: int) -> dict[str, Any]:
-    """Return the peak memory of a step of a model of ``schedule_sweep.py`` at 400 Gbit/s and 20 us."""
-    from schedule_sweep import MODELS, Cell, Steps
-    from sim.device import Charging, Device
-    from sim.ledger import Ledger
-    from sim.network import Network, simulated_ranks
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    network, of = Network(Device(flops=450e6, bandwidth=3.5e6)), MODELS["8 blocks of 4096, batch 2"]
-    with simulated_ranks(network, ranks):
-        meshes = of.meshes(ranks)
-        with FakeTensorMode(allow_non_fake_inputs=True), Charging(network.device):
-            steps = Steps(of.sharded(library, *meshes), of.batch(), network, Ledger())
-            Cell(20, 400).apply(network)
-            for _ in range(3):
-                steps.run()
-            return {"ranks": ranks, "library": library, "peak MB": steps.record().peak}
-
-
-def last_step(log: list[tuple[str, float, float, str]]) -> list[tuple[str, float, float, str]]:
-    """Return the last whole step in ``log``. Time begins again with each step."""
-    steps: list[list[tuple[str, float, float, str]]] = [[]]
-    latest = 0.0
-    for span in log:
-        if span[2] < latest / 2 and span[0] == log[0][0]:
-            steps.append([])
-            latest = 0.0
-        latest = max(latest, span[2])
-        steps[-1].append(span)
-    most = max(map(len, steps))
-    return next(found for found in reversed(steps) if 2 * len(found) > most)
-
-
-def rank_time(target: Target, bf16: bool, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of steps of both libraries, in turn."""
-    width, rows = width_of(target), 512 if target.device == "cuda" else 8
-    with target.mesh() as mesh:
-        models = {library: sharded(target, library, mesh, width, bf16=bf16) for library in (OURS, PEER)}
-        optimizers = {library: adam(model) for library, model in models.items()}
-        times: dict[str, list[float]] = {library: [] for library in models}
-        for number in range(rounds + 6):
-            batch = batch_of(target, dist.get_rank(), number, width, rows)
-            for library, model in models.items():
-                target.synchronize()
-                dist.barrier()
-                begin = time.perf_counter()
-                step(model, optimizers[library], batch)
-                target.synchronize()
-                if number >= 6:
-                    times[library].append(1e3 * (time.perf_counter() - begin))
-    return times
-
-
-def step_time(target: Target, result: Result) -> None:
-    rows = []
-    counts = [n for n in target.ranks() if n <= max(2, target.count)]
-    for ranks in counts:
-        for bf16 in (False, True):
-            times = run_ranks(rank_time, ranks, target, bf16, 20 if target.device == "cuda" else 5, timeout=150)
-            slowest = {
-                lib: [max(each) for each in zip(*(of[lib] for of in times), strict=True)] for lib in (OURS, PEER)
-            }
-            medians = {lib: statistics.median(found) for lib, found in slowest.items()}
-            rows.append(
-                {
-                    "ranks": ranks,
-                    "backend": target.backend(ranks),
-                    "dtype": "bf16" if bf16 else "fp32",
-                    "ours ms": medians[OURS],
-                    "fsdp2 ms": medians[PEER],
-                    "ours/fsdp2": medians[OURS] / medians[PEER],
-                }
-            )
-    result.add(
-        "Median time of a step on the slowest rank",
-        ["ranks", "backend", "dtype", "ours ms", "fsdp2 ms", "ours/fsdp2"],
-        rows,
-    )
-    if target.device == "simulated":
-        result.notes.append("These are times of the race detector on a CPU. The profile has virtual time.")
-
-
-def rank_profile(target: Target, library: str) -> list[tuple[str, float, float, str]]:
-    """Return what ran in one step: stream or thread, begin and end in microseconds, and name."""
-    width, rows = width_of(target), 512
-    with target.mesh() as mesh:
-        model = sharded(target, library, mesh, width, bf16=True)
-        optimizer = adam(model)
-        for number in range(5):
-            step(model, optimizer, batch_of(target, dist.get_rank(), number, width, rows))
-        batch = batch_of(target, dist.get_rank(), 9, width, rows)
-        torch.cuda.synchronize()
-        dist.barrier()
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
-            step(model, optimizer, batch)
-            torch.cuda.synchronize()
-    found = []
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
-        on_device = event.device_type() == torch.autograd.DeviceType.CUDA
-        if on_device or event.name().startswith("cuda"):
-            row = f"stream {event.device_resource_id()}" if on_device else "host"
-            begin = event.start_ns() / 1e3
-            found.append((row, begin, begin + event.duration_ns() / 1e3, event.name()))
-    return found
-
-
-def profile(target: Target, result: Result) -> None:
-    """Count copies, host waits and idle time of a step, and draw its streams."""
-    if target.device == "simulated":
-        rows = simulated_steps(result, "timeline.png")
-        result.add("A step in virtual time on 64 ranks", ["ranks", "library", "step ms", "peak MB", "chosen"], rows)
-        result.notes.append(
-            "Copies, host waits and gaps need a profiler of the device; the simulated one has none. "
-            "The picture has the work of streams; transfers over the network are the gaps."
-        )
-        return
-    rows, spans, ranks = [], {}, min(target.count, 2)
-    for library in (OURS, PEER):
-        events = spans[library] = run_ranks(rank_profile, ranks, target, library, timeout=120)[0]
-        kernels = sorted((b, e) for row, b, e, name in events if row != "host")
-        if not kernels:
-            raise CannotRun("the profiler recorded nothing on the device (CUPTI may not be permitted)")
-        busy, until = 0.0, kernels[0][0]
-        for begin, end in kernels:
-            busy += max(0.0, end - max(begin, until))
-            until = max(until, end)
-        names = [name for row, _, _, name in events if row != "host"]
-        calls = [name for row, _, _, name in events if row == "host"]
-        waits = [n for n in calls if re.match(r"cuda(Stream|Event|Device)Synchronize", n)]
-        rows.append(
-            {
-                "library": library,
-                "step ms": (until - kernels[0][0]) / 1e3,
-                "idle ms": (until - kernels[0][0] - busy) / 1e3,
-                "kernels": sum("Mem" not in n for n in names),
-                "collectives": sum("nccl" in n.lower() for n in names),
-                "their streams": len({row for row, _, _, n in events if row != "host" and "nccl" in n.lower()}),
-                "launches": sum(bool(re.match(r"cu(da)?Launch", n)) for n in calls),
-                **{f"copies {kind}": sum(f"Memcpy {kind}" in n for n in names) for kind in ("HtoD", "DtoH", "DtoD")},
-                "host waits": len(waits) - 1,  # the last is that of the benchmark
-            }
-        )
-    result.add("One step in bf16 on rank 0", list(rows[0]), rows)
-    if rows[0]["host waits"] > 0:
-        result.failures.append(f"the host waited {rows[0]['host waits']} times for the device in a step of ours")
-    draw(result, "timeline.png", spans, "µs")
-
-
-def draw(result: Result, name: str, spans: dict[str, list[tuple[str, float, float, str]]], unit: str) -> None:
-    """Draw a picture of the streams of each library."""
-    try:
-        import matplotlib
-    except ImportError:
-        result.notes.append("There is no picture, since matplotlib is not installed.")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(spans), 1, figsize=(14, 2.6 * len(spans)), squeeze=False, sharex=True)
-    for (library, found), (axis,) in zip(spans.items(), axes, strict=True):
-        lanes = sorted({row for row, *_ in found})
-        zero = min((begin for _, begin, _, _ in found), default=0.0)
-        for index, lane in enumerate(lanes):
-            bars = [(begin - zero, max(end - begin, 0.1), label) for row, begin, end, label in found if row == lane]
-            colors = [
-                "tab:orange" if "nccl" in label.lower() else "tab:gray" if "Mem" in label else "tab:blue"
-                for *_, label in bars
-            ]
-            axis.broken_barh(
-                [(b, d) for b, d, _ in bars], (index - 0.4, 0.8), facecolors=colors, edgecolor="white", linewidth=0.2
-            )
-        axis.set(yticks=range(len(lanes)), yticklabels=lanes, title=library)
-    axes[-1][0].set_xlabel(unit)
-    figure.tight_layout()
-    figure.savefig(result.folder / name, dpi=110)
-    result.pictures.append(f"{result.folder.name}/{name}")
-
-
 @dataclass(frozen=True)
 class Section:
     """A section: its title, its function, and its time limit in seconds."""
@@ -861,6 +467,8 @@ SECTIONS = {
     "profile": Section("Copies, host waits, idle time and timeline of a step.", profile, 120),
     "offload": Section("Offload of a group of 1.1 GB.", offload, 150),
     "capture": Section("A step captured into a CUDA graph.", capture, 120),
+    "decoder": Section("A decoder in bf16 beside FSDP2, eager and compiled.", decoder, 240),
+    "faults": Section("A rank that does not come.", faults, 120),
     "races": Section("Accesses to memory that streams do not order.", races, 200),
     "step-time": Section("Time of a step beside FSDP2.", step_time, 180),
     "tests": Section("The tests of the device.", tests, 600),

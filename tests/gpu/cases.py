@@ -33,19 +33,11 @@ from composable_fsdp import (
     sharded_ema,
 )
 from composable_fsdp.trace import Recorder
+from tests.gpu.sharing import mesh_on, without_warnings_of_torch
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
 
 COMBINATIONS = (("mlp", "sgd"), ("wide", "adamw-fused"), ("transformer", "adam-foreach"), ("tied", "adamw-foreach"))
-
-
-def mesh_on(device: str) -> DeviceMesh:
-    """Return a mesh of all ranks, each on its own device."""
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
-    backends = f"cpu:gloo,{device}:{dist.Backend.default_device_backend_map[device]}"
-    group = dist.new_group(backend="gloo" if device == "cpu" else backends)
-    return DeviceMesh.from_group(group, device)
 
 
 def train_with_parity(device: str, reshard_after_forward: bool | int | None) -> None:
@@ -92,8 +84,9 @@ def move_from_cpu() -> None:
     fully_shard(model, mesh=mesh_on("cuda"))
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
     model(torch.ones(2, 4, device="cuda")).sum().backward()
-    named = fully_shard(nn.Linear(4, 4), mesh=mesh_on("cuda"), device=dist.get_rank())
-    assert named.weight.device == torch.device("cuda", dist.get_rank())
+    index = torch.cuda.current_device()
+    named = fully_shard(nn.Linear(4, 4), mesh=mesh_on("cuda"), device=index)
+    assert named.weight.device == torch.device("cuda", index)
 
 
 def average_weights(device: str) -> None:
@@ -178,15 +171,21 @@ CODECS = (Int8(), Int8(rotate=True), Int4(), Float8(), Float8(block=64), Cast(),
 def encode_as_on_cpu(device: str) -> None:
     """Compare encode and decode of every codec with CPU.
 
-    A division may differ in its last bit, but no value may differ by a quantization step.
+    The last bit of a division depends on the device, and so does the last bit of a scale. A value that lies between two
+    codes may then get the other one, which is rare.
     """
     rows = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 8, 5000)
     rows[2, 7] = torch.nan
-    for codec in CODECS:
-        expected, payload = codec.encode(rows), codec.encode(rows.to(device))
-        assert (payload.cpu() != expected).float().mean() < 1e-3, codec
-        values = codec.decode(expected.to(device), rows.size(1)).cpu()
-        torch.testing.assert_close(values, codec.decode(expected, rows.size(1)), equal_nan=True, msg=repr(codec))
+    with without_warnings_of_torch():
+        for codec in CODECS:
+            expected, payload = codec.encode(rows), codec.encode(rows.to(device))
+            assert payload.shape == expected.shape, codec
+            reference = codec.decode(expected, rows.size(1))
+            values = codec.decode(expected.to(device), rows.size(1)).cpu()
+            torch.testing.assert_close(values, reference, equal_nan=True, msg=repr(codec))
+            encoded_there = codec.decode(payload, rows.size(1)).cpu()
+            is_close = torch.isclose(encoded_there, reference, rtol=1e-5, atol=0, equal_nan=True)
+            assert is_close.float().mean() > 0.999, f"{codec}: {(~is_close).sum()} values differ"
 
 
 def train_encoded(device: str) -> None:
@@ -199,11 +198,12 @@ def train_encoded(device: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batch = tuple(t.to(device) for t in task.batch_of(0, rank))
         losses = []
-        for _ in range(10):
-            optimizer.zero_grad()
-            losses.append(task.loss(model, batch))
-            losses[-1].backward()
-            optimizer.step()
+        with without_warnings_of_torch():
+            for _ in range(10):
+                optimizer.zero_grad()
+                losses.append(task.loss(model, batch))
+                losses[-1].backward()
+                optimizer.step()
         last.append(losses[-1].item())
     assert abs(last[1] - last[0]) < 0.05 * abs(last[0]), last
 
@@ -287,7 +287,8 @@ def no_host_waits() -> Iterator[None]:
         for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
             patch.setattr(owner, "synchronize", refuse)
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with without_warnings_of_torch():
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:

@@ -1,0 +1,207 @@
+"""What the sections of ``gpu_report.py`` share: the devices of this machine, the result of a section, and a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from libraries import LIBRARIES, shard
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.gpu.sharing import set_device
+from tests.simulation import BACKEND, simulated_accelerator
+from tests.simulation.accelerator import active
+from tests.simulation.nccl import stands_in
+
+__all__ = [
+    "MB",
+    "OURS",
+    "PEER",
+    "TOLERANCE",
+    "CannotRun",
+    "Result",
+    "Target",
+    "adam",
+    "batch_of",
+    "build",
+    "sharded",
+    "step",
+    "width_of",
+]
+
+TOLERANCE = 2e-4
+MB = 1 << 20
+OURS, PEER = "ours", "fsdp2"
+
+
+class CannotRun(Exception):
+    """Raised by a section that cannot run here, with the reason."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The devices of this machine: ``"cuda"`` or ``"simulated"``, their number and their name."""
+
+    device: str
+    count: int
+    name: str
+
+    @staticmethod
+    def find(device: str) -> Target:
+        if device == "simulated":
+            return Target(device, 1, "simulated")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return Target(device, count, torch.cuda.get_device_name(0) if count else "no GPU")
+
+    @property
+    def type(self) -> str:
+        """The device type of tensors."""
+        return "cuda" if self.device == "cuda" else "cpu"
+
+    @property
+    def pair(self) -> int:
+        """Two ranks. On one GPU they share it."""
+        return 2
+
+    @contextmanager
+    def mesh(self, stand_in: str = "", *, bound: bool = False) -> Iterator[DeviceMesh]:
+        """Make a mesh of all ranks; with fewer GPUs than ranks they share them.
+
+        Args:
+            stand_in: on a simulated device, the variant of the stand-in for NCCL.
+            bound: bind the default process group to the device of this rank.
+        """
+        if self.device == "simulated":
+            with ExitStack() as stack:
+                backend = BACKEND
+                if stand_in:
+                    backend = stack.enter_context(stands_in(stand_in, bound=bound)).backend
+                group = dist.new_group(backend=backend)
+                stack.enter_context(simulated_accelerator())
+                yield DeviceMesh.from_group(group, "cpu")
+            return
+        set_device()
+        if bound:
+            rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+            dist.barrier()
+            dist.destroy_process_group()
+            again = dist.PrefixStore("bound", store)
+            dist.init_process_group(
+                "nccl",
+                store=again,
+                rank=rank,
+                world_size=size,
+                device_id=torch.device("cuda", torch.cuda.current_device()),
+            )
+        yield DeviceMesh.from_group(dist.new_group(backend="nccl"), "cuda")
+
+    def captured(self, run: Callable[[], torch.Tensor], times: int) -> list[float]:
+        """Capture ``run`` into a CUDA graph, replay it ``times``, and return the results.
+
+        A simulated device has no graphs: each time is a capture, which runs at once.
+        """
+        found = []
+        if self.device == "simulated":
+            for _ in range(times):
+                torch.cpu.synchronize()
+                side: Any = torch.cpu.Stream()
+                with torch.cpu.stream(side), active[-1].capture():
+                    result = run()
+                torch.cpu.synchronize()
+                found.append(float(result))
+            return found
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = run()
+        for _ in range(times):
+            graph.replay()
+            torch.cuda.synchronize()
+            found.append(float(result))
+        return found
+
+    def shared(self, ranks: int) -> str:
+        """Say how the ranks are placed on the devices."""
+        if self.device == "simulated":
+            return "simulated"
+        return "one each" if ranks <= self.count else f"{ranks} ranks on {self.count}"
+
+    def ranks(self) -> list[int]:
+        """The numbers of ranks to run with. The race detector is slow, so that it has few."""
+        return [1, 2, 4] if self.device == "cuda" else [1, 2]
+
+    def synchronize(self) -> None:
+        torch.get_device_module(self.type).synchronize()
+
+
+@dataclass
+class Result:
+    """The tables, notes, pictures and failures of a section."""
+
+    folder: Path
+    tables: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    pictures: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, title: str, columns: list[str], rows: list[dict[str, Any]]) -> None:
+        self.tables.append({"title": title, "columns": columns, "rows": rows})
+
+    def content(self) -> dict[str, Any]:
+        return {"tables": self.tables, "notes": self.notes, "pictures": self.pictures}
+
+
+# -- models
+
+
+class Block(nn.Module):
+    """Two linear layers with a residual connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+def build(width: int, depth: int = 4) -> nn.Sequential:
+    """Return the same model on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(depth)))
+
+
+def width_of(target: Target) -> int:
+    return 2048 if target.device == "cuda" else 64
+
+
+def batch_of(target: Target, rank: int, step: int, width: int, rows: int = 8) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(rows, width, generator=generator).to(target.type)
+
+
+def sharded(
+    target: Target, library: str, mesh: DeviceMesh, width: int, *, bf16: bool = False, **options: Any
+) -> nn.Module:
+    model = build(width).to(target.type)
+    shard(LIBRARIES[library], model, list(model), mesh, bf16=bf16, **options)
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
