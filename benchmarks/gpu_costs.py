@@ -274,7 +274,9 @@ def profile(target: Target, result: Result) -> None:
     streams = [{"library": library} | run_ranks(rank_priorities, 1, target, library)[0] for library in (OURS, PEER)]
     columns = ["library", *sorted({key for row in streams for key in row if key != "library"})]
     result.add("Streams that a training makes; a priority below 0 is high", columns, streams)
-    draw(result, "timeline.png", spans, "µs")
+    for ranks in sorted({1, target.pair}):  # with a scale of their own
+        drawn = {name: found for name, found in spans.items() if f", {ranks} rank" in name}
+        draw(result, f"timeline-{ranks}.png", drawn, "µs")
 
 
 def draw(result: Result, name: str, spans: dict[str, list[tuple[str, float, float, str]]], unit: str) -> None:

@@ -49,8 +49,7 @@ def scales_of(rows: torch.Tensor, block: int, limit: float) -> torch.Tensor:
     largest = torch.cat([torch.maximum(part.amax(2), -part.amin(2)) for part in _blocks(rows, block)], dim=1).float()
     # Rounded up, the scale of the largest floats would take their product beyond what a float can be.
     scales = (largest / limit).clamp_(max=_FLOAT.max / limit * (1 - _FLOAT.eps))
-    scales = torch.where(scales < _FLOAT.tiny, 0.0, scales)
-    return torch.where(largest.isfinite(), scales, torch.nan)
+    return torch.where(largest.isfinite(), scales.masked_fill(scales < _FLOAT.tiny, 0.0), torch.nan)
 
 
 def scaled_down(rows: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
@@ -74,10 +73,9 @@ def scale_up_(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.T
 
 
 def _blocks(rows: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
-    """Yield views of the full blocks, ``(num_rows, n, block)``, and of a shorter last one, ``(num_rows, 1, rest)``.
+    """Yield views of full blocks, ``(num_rows, n, block)``, and of a shorter last one, ``(num_rows, 1, rest)``.
 
-    Padding to one view would copy a large message because of its last block. There is no view without elements, which
-    torch's compiler refuses, unless ``rows`` have none.
+    None is empty, unless ``rows`` are. Padding to one view would copy a large message because of its last block.
     """
     whole, rest = divmod(rows.size(1), block)
     if whole or not rest:
@@ -88,11 +86,10 @@ def _blocks(rows: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
 
 def _columns(scales: torch.Tensor, rows: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
     """Yield the scales for each view of :func:`_blocks`, ready to be broadcast."""
-    whole, rest = divmod(rows.size(1), block)
-    if whole or not rest:
-        yield scales[:, :whole].unsqueeze(2)
-    if rest:
-        yield scales[:, whole:].unsqueeze(2)
+    start = 0
+    for part in _blocks(rows, block):
+        yield scales[:, start : start + part.size(1)].unsqueeze(2)
+        start += part.size(1)
 
 
 # -- payload layout: the scales follow the values of the same row, aligned
