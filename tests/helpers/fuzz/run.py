@@ -488,7 +488,8 @@ class Training:
                 if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                     assert parameter.grad.placements == parameter.placements, name
                 run.note(f"gradient of {name}", local(parameter.grad))
-            optimizer.step()
+            if any(parameter.grad is not None for parameter in parameters.values()):
+                optimizer.step()  # without any gradient, while some are held, it is an error
         for name, parameter in parameters.items():
             run.note(name, local(parameter))
 
