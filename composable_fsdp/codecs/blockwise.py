@@ -28,8 +28,6 @@ __all__ = ["Int4", "Int8", "hadamard_"]
 
 
 class _InBlocks:
-    """The members that ``Int8`` and ``Int4`` share."""
-
     __slots__ = ()
     block: int
     rotate: bool
