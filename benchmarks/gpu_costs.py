@@ -6,6 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -82,11 +83,7 @@ def simulated_steps(result: Result, picture: str | None) -> list[dict[str, Any]]
                 )
             )
 
-        with (
-            mock.patch.object(Stream, "_run", run)
-            if picture
-            else mock.patch.object(Stream, "_unused", None, create=True)
-        ):
+        with mock.patch.object(Stream, "_run", run) if picture else nullcontext():
             rows.append(simulated_row(library, 64))
         if picture:
             spans[library] = last_step(log)
@@ -149,6 +146,7 @@ def rank_time(target: Target, bf16: bool, rounds: int) -> dict[str, list[float]]
 
 
 ROUNDS = {"cuda": 20, "simulated": 5}
+"""The steps that are timed, by device, if each rank has its own."""
 
 
 def step_time(target: Target, result: Result) -> None:
@@ -198,13 +196,14 @@ def rank_profile(target: Target, library: str) -> list[tuple[str, float, float, 
                 step(model, optimizer, batch)
             torch.cuda.synchronize()
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    on_host = [e for e in events if e.device_type() == torch.autograd.DeviceType.CPU]
+    on_host = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
+    ranges = {event.name() for event in on_host}  # the profiler also lists them on the device, beside the kernels
     end = max(event.start_ns() + event.duration_ns() for event in on_host if event.name() == "one step")
     found = []
     for event in events:
         on_device = event.device_type() == torch.autograd.DeviceType.CUDA
         is_call = event.name().startswith("cuda") and event.start_ns() < end  # not of the benchmark itself
-        if (on_device and event.name() != "one step") or is_call:
+        if (on_device and event.name() not in ranges) or (not on_device and is_call):
             row = f"stream {event.device_resource_id()}" if on_device else "host"
             begin = event.start_ns() / 1e3
             found.append((row, begin, begin + event.duration_ns() / 1e3, event.name()))

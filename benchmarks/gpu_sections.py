@@ -97,8 +97,8 @@ def name_of(plugin: Any) -> str:
 DEFAULT_NAMES = [name_of(each) for each in (*plugins.DEFAULT_TRANSPORTS, *plugins.DEFAULT_AROUND, *plugins.DEFAULT)]
 
 
-def rank_losses(target: Target, case: Case) -> list[float]:
-    """Return the losses of four steps of ours, with the attachments and settings of ``case``."""
+def rank_losses(target: Target, case: Case) -> tuple[list[float], str]:
+    """Train four steps of ours as ``case`` says. Return the losses, and the class of the backend that served them."""
     width = width_of(target)
     with case.attaching(), target.mesh(case.backend, bound=case.is_bound) as mesh:
         model: Any = sharded(target, OURS, mesh, width)
@@ -111,7 +111,9 @@ def rank_losses(target: Target, case: Case) -> list[float]:
                 with unsharded_params(model):
                     assert all(p.isfinite().all() for p in model.parameters())
             losses.append(step(model, optimizer, batch_of(target, dist.get_rank(), number, width)))
-        return [float(loss) for loss in losses]
+        group, device = mesh.get_group(), torch.device(target.type)
+        served_by = group._get_backend(device) if device in group._device_types else group
+        return [float(loss) for loss in losses], type(served_by).__name__
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def train_cases(target: Target, result: Result, title: str, cases: list[Case], s
             result.failures.append(f"{case.name}: no time was left for it")
             continue
         try:
-            losses = run_ranks(
+            losses, backend = run_ranks(
                 rank_losses, target.pair, target, case, timeout=min(60, end - begin), environment=case.environment
             )[0]
         except AssertionError as error:
@@ -170,8 +172,8 @@ def train_cases(target: Target, result: Result, title: str, cases: list[Case], s
         if not is_equal:
             result.failures.append(f"{case.name}: losses {losses}, not {first}")
         found = "equal" if is_equal else "differs"
-        rows.append({"case": case.name, "result": found, "seconds": time.monotonic() - begin})
-    result.add(title, ["case", "result", "seconds"], rows)
+        rows.append({"case": case.name, "backend": backend, "result": found, "seconds": time.monotonic() - begin})
+    result.add(title, ["case", "backend", "result", "seconds"], rows)
 
 
 def rank_contexts(target: Target) -> list[tuple[int, int]]:

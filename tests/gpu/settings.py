@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard, initialize, unsharded_params
 from tests.gpu.sharing import mesh_on, without_warnings_of_torch
@@ -182,19 +181,23 @@ def train_compiled(device: str) -> None:
 
 
 def initialize_on_device(device: str) -> None:
-    """Initialize on the meta device, and compare with the values on CPU; random numbers do not depend on the device."""
-    meshes = [mesh_on(device), DeviceMesh("cpu", list(range(dist.get_world_size())))]
+    """Initialize from the meta device, twice with one seed: equal values, and those of the same draw on all ranks."""
+    mesh = mesh_on(device)
     found = []
-    for mesh in meshes:
+    for seed in (0, 0, 1):
         with torch.device("meta"):
             model = TASK.build()
         shard_layers(model, fully_shard, mesh=mesh)
-        initialize(model, seed=0)
+        initialize(model, seed=seed)
+        assert {p.device.type for p in model.parameters()} == {device}
         found.append(checkpoint.state_dict(model, checkpoint.Full(offload_to_cpu=True)))
-        assert {p.device.type for p in model.parameters()} == {mesh.device_type}
-    for name, value in found[1].items():
-        assert found[0][name].shape == value.shape
-        assert found[0][name].isfinite().all(), name
+    first, same, other = found
+    assert all(torch.equal(same[name], value) for name, value in first.items())
+    assert not all(torch.equal(other[name], value) for name, value in first.items())
+    everywhere: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, first)
+    for values in everywhere:
+        assert all(torch.equal(values[name], value) for name, value in first.items())
 
 
 def save_in_background(device: str, folder: Path) -> None:
