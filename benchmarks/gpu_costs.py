@@ -12,7 +12,21 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from gpu_target import MB, OURS, PEER, TOLERANCE, CannotRun, Result, Target, adam, batch_of, sharded, step, width_of
+from gpu_target import (
+    MB,
+    OURS,
+    PAIR,
+    PEER,
+    TOLERANCE,
+    CannotRun,
+    Result,
+    Target,
+    adam,
+    batch_of,
+    sharded,
+    step,
+    width_of,
+)
 from libraries import LIBRARIES, shard
 from models import Decoder
 
@@ -50,7 +64,7 @@ def memory(target: Target, result: Result) -> None:
         )
         return
     rows = []
-    for ranks, bf16 in [(n, dtype) for n in (1, target.pair) for dtype in (False, True)]:
+    for ranks, bf16 in [(n, dtype) for n in (1, PAIR) for dtype in (False, True)]:
         for library in (OURS, PEER):
             found = run_ranks(rank_memory, ranks, target, library, bf16, timeout=120)[0]
             rows.append({"library": library, "dtype": "bf16" if bf16 else "fp32", "ranks": ranks, **found})
@@ -238,7 +252,7 @@ def profile(target: Target, result: Result) -> None:
         )
         return
     rows, spans = [], {}
-    for ranks, library in [(n, library) for n in (1, target.pair) for library in (OURS, PEER)]:
+    for ranks, library in [(n, library) for n in (1, PAIR) for library in (OURS, PEER)]:
         name = f"{library}, {ranks} rank{'s'[: ranks > 1]}"
         events = spans[name] = run_ranks(rank_profile, ranks, target, library, timeout=120)[0]
         kernels = sorted((b, e) for row, b, e, name in events if row != "host")
@@ -273,7 +287,7 @@ def profile(target: Target, result: Result) -> None:
     streams = [{"library": library} | run_ranks(rank_priorities, 1, target, library)[0] for library in (OURS, PEER)]
     columns = ["library", *sorted({key for row in streams for key in row if key != "library"})]
     result.add("Streams that a training makes; a priority below 0 is high", columns, streams)
-    for ranks in sorted({1, target.pair}):  # with a scale of their own
+    for ranks in sorted({1, PAIR}):  # with a scale of their own
         drawn = {name: found for name, found in spans.items() if f", {ranks} rank" in name}
         draw(result, f"timeline-{ranks}.png", drawn, "µs")
 

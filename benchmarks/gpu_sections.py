@@ -23,6 +23,7 @@ from gpu_costs import decoder, memory, profile, step_time
 from gpu_target import (
     MB,
     OURS,
+    PAIR,
     PEER,
     TOLERANCE,
     CannotRun,
@@ -161,7 +162,7 @@ def train_cases(target: Target, result: Result, title: str, cases: list[Case], s
             continue
         try:
             losses, backend = run_ranks(
-                rank_losses, target.pair, target, case, timeout=min(60, end - begin), environment=case.environment
+                rank_losses, PAIR, target, case, timeout=min(60, end - begin), environment=case.environment
             )[0]
         except AssertionError as error:
             result.failures.append(f"{case.name}: {last_error(error)}")
@@ -193,12 +194,12 @@ def rank_contexts(target: Target) -> list[tuple[int, int]]:
 
 def contexts(target: Target, result: Result) -> None:
     """Count the contexts of each process. Devices are not split by ``CUDA_VISIBLE_DEVICES``."""
-    found = sorted(set(run_ranks(rank_contexts, target.pair, target, timeout=100)[0]))
+    found = sorted(set(run_ranks(rank_contexts, PAIR, target, timeout=100)[0]))
     result.add("Contexts", ["process", "GPU"], [{"process": pid, "GPU": gpu} for pid, gpu in found])
     if target.device == "simulated":
         result.notes.append("Threads that touch a simulated device without having set it raise in `tests/ranks`.")
-    elif len(found) != target.pair:
-        result.failures.append(f"{len(found)} contexts of {target.pair} processes: a thread has opened one on GPU 0")
+    elif len(found) != PAIR:
+        result.failures.append(f"{len(found)} contexts of {PAIR} processes: a thread has opened one on GPU 0")
 
 
 def attachments(target: Target, result: Result) -> None:
@@ -252,7 +253,7 @@ def rank_offload(target: Target, library: str) -> dict[str, float]:
 
 def offload(target: Target, result: Result) -> None:
     libraries = (OURS, PEER) if target.device == "cuda" else (OURS,)
-    rows = [{"library": each} | run_ranks(rank_offload, target.pair, target, each, timeout=70)[0] for each in libraries]
+    rows = [{"library": each} | run_ranks(rank_offload, PAIR, target, each, timeout=70)[0] for each in libraries]
     result.add("Offload of one group, on rank 0", list(rows[0]), rows)
     row = rows[0]
     if row.get("pinned MB", 0) > 2.2 * row["shards MB"] + 64:  # shards and gradients, and a tenth
@@ -275,7 +276,7 @@ def rank_capture(target: Target, is_captured: bool) -> list[float]:
 
 
 def capture(target: Target, result: Result) -> None:
-    eager, captured = (run_ranks(rank_capture, target.pair, target, each, timeout=55)[0] for each in (False, True))
+    eager, captured = (run_ranks(rank_capture, PAIR, target, each, timeout=55)[0] for each in (False, True))
     differences = [abs(a - b) / max(abs(b), 1e-9) for a, b in zip(captured, eager, strict=True)]
     result.add("A captured step beside eager ones", ["largest difference"], [{"largest difference": max(differences)}])
     if max(differences) > TOLERANCE:
@@ -426,7 +427,7 @@ def plant(target: Target) -> None:
 
 def races(target: Target, result: Result) -> None:
     environment = {"TORCH_CUDA_SANITIZER": "1"} if target.device == "cuda" else {}
-    rows, ranks = [], target.pair
+    rows, ranks = [], PAIR
     for library, name, planted in [*((lib, v, False) for v in VARIANTS for lib in (OURS, PEER)), (OURS, "fp32", True)]:
         row = {"library": library, "variant": name + ", a wait left out" * planted, "ranks": ranks}
         try:

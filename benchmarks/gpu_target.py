@@ -22,6 +22,7 @@ from tests.simulation.nccl import stands_in
 __all__ = [
     "MB",
     "OURS",
+    "PAIR",
     "PEER",
     "TOLERANCE",
     "CannotRun",
@@ -38,6 +39,8 @@ __all__ = [
 TOLERANCE = 2e-4
 MB = 1 << 20
 OURS, PEER = "ours", "fsdp2"
+PAIR = 2
+"""The ranks of a section that needs several. On one GPU they share it."""
 
 
 class CannotRun(Exception):
@@ -63,11 +66,6 @@ class Target:
     def type(self) -> str:
         """The device type of tensors."""
         return "cuda" if self.device == "cuda" else "cpu"
-
-    @property
-    def pair(self) -> int:
-        """Two ranks. On one GPU they share it."""
-        return 2
 
     @contextmanager
     def mesh(self, stand_in: str = "", *, bound: bool = False) -> Iterator[DeviceMesh]:
