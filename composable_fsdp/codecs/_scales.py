@@ -73,10 +73,8 @@ def scale_up_(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.T
 
 
 def _blocks(rows: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
-    """Yield views of full blocks, ``(num_rows, n, block)``, and of a shorter last one, ``(num_rows, 1, rest)``.
-
-    None is empty, unless ``rows`` are. Padding to one view would copy a large message because of its last block.
-    """
+    """Yield views of full blocks, ``(num_rows, n, block)``, and of a shorter last one, ``(num_rows, 1, rest)``."""
+    # One padded view would copy a large message. Torch's compiler refuses a view without elements.
     whole, rest = divmod(rows.size(1), block)
     if whole or not rest:
         yield rows[:, : whole * block].unflatten(1, (whole, block))
@@ -86,10 +84,11 @@ def _blocks(rows: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
 
 def _columns(scales: torch.Tensor, rows: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
     """Yield the scales for each view of :func:`_blocks`, ready to be broadcast."""
-    start = 0
-    for part in _blocks(rows, block):
-        yield scales[:, start : start + part.size(1)].unsqueeze(2)
-        start += part.size(1)
+    whole, rest = divmod(rows.size(1), block)
+    if whole or not rest:
+        yield scales[:, :whole].unsqueeze(2)
+    if rest:
+        yield scales[:, whole:].unsqueeze(2)
 
 
 # -- payload layout: the scales follow the values of the same row, aligned
