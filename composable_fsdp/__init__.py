@@ -16,22 +16,20 @@ from typing import TYPE_CHECKING, Any
 from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._api.fsdp_module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
 from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
-from composable_fsdp._api.materialize import initialize, to_empty
-from composable_fsdp._api.random_shards import sharded_rng
+from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._consistency.shutdown import shutdown
 from composable_fsdp._consistency.wait_warning import set_wait_warning
 from composable_fsdp._runtime.params.tensor_subclass import LostExtensionWarning
 from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp._sharding.mesh import OffloadBackendWarning
 from composable_fsdp._sharding.param_sharding import ShardPlacementResult
-from composable_fsdp._sharding.strategy import ShardingStrategy
 from composable_fsdp.codecs.blockwise import Int4, Int8
 from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.codecs.error_feedback import ErrorFeedback
 from composable_fsdp.codecs.float8 import Float8
 from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow, communication_report
-from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription, describe
+from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription, describe, describe_groups
 from composable_fsdp.diagnostics.nonfinite import find_nonfinite
 from composable_fsdp.errors import (
     ArgumentTypeError,
@@ -50,11 +48,14 @@ from composable_fsdp.errors import (
     ShardDimError,
     UnsupportedError,
 )
+from composable_fsdp.init.materialize import initialize, to_empty
+from composable_fsdp.init.random_shards import sharded_rng
 from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
 from composable_fsdp.optim.local_optimizer import local_optimizer
 from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
 from composable_fsdp.plugins.optimizer_checks import LowPrecisionWarning
 from composable_fsdp.plugins.plain_parameters import PlainParameterWarning
+from composable_fsdp.plugins.torch_views import client_state
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -65,9 +66,9 @@ from composable_fsdp.policies import (
 from composable_fsdp.wrap.tied_weights import tie_groups
 
 if TYPE_CHECKING:
-    from composable_fsdp._api.shard_from_rank0 import shard_from_rank0
     from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA, sharded_ema
     from composable_fsdp.checkpoint._state_dict.optimizer import rekey_optimizer
+    from composable_fsdp.init.shard_from_rank0 import shard_from_rank0
 
 __all__ = [
     "ArgumentTypeError",
@@ -138,11 +139,15 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+_attributes: Any = fully_shard
+_attributes.state = client_state  # as torch's has
+_attributes.groups = describe_groups
+
 # Imported on first use, because they import torch.distributed.checkpoint, which is slow.
 _WITH_CHECKPOINTS = {
     "ShardedEMA": "checkpoint._state_dict.ema",
     "rekey_optimizer": "checkpoint._state_dict.optimizer",
-    "shard_from_rank0": "_api.shard_from_rank0",
+    "shard_from_rank0": "init.shard_from_rank0",
     "sharded_ema": "checkpoint._state_dict.ema",
 }
 

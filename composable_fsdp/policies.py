@@ -1,7 +1,7 @@
 """Options of ``fully_shard`` as frozen values: precision, offload, resharding.
 
 ``MixedPrecisionPolicy``, ``OffloadPolicy`` and ``CPUOffloadPolicy`` keep the names, fields and meanings of
-``torch.distributed.fsdp``. torch's own objects are accepted wherever ours are (see ``_torch_compat``).
+``torch.distributed.fsdp``. torch's own objects are accepted wherever ours are (see ``_api/torch_types.py``).
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composable_fsdp._api.materialize import reset_parameters
     from composable_fsdp._api.param_discovery import on_other_accelerators
+    from composable_fsdp._api.strategy import StrategyName, resolve_strategy
+    from composable_fsdp._api.torch_types import as_strategy
     from composable_fsdp._comm import broadcast, c10d, factory
     from composable_fsdp._comm.c10d import Pooled, ProcessGroupCommunicator
     from composable_fsdp._comm.communicator import (
@@ -147,9 +148,6 @@ if TYPE_CHECKING:
         shard_within,
     )
     from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
-    from composable_fsdp._sharding.strategy import StrategyName, resolve_strategy
-    from composable_fsdp._torch_compat.fsdp_state import ClientState
-    from composable_fsdp._torch_compat.torch_types import as_strategy, as_wrap_policy
     from composable_fsdp.checkpoint._coordination import rank_group
     from composable_fsdp.checkpoint._coordination.arguments import progress_bar, wants_progress
     from composable_fsdp.checkpoint._coordination.mismatch import (
@@ -180,6 +178,7 @@ if TYPE_CHECKING:
     from composable_fsdp.diagnostics._recording import enable_from_environment
     from composable_fsdp.diagnostics._records import Dump, Fault, Header, decode, encode, file_name
     from composable_fsdp.diagnostics._timeline_files import merged, write_chrome_trace
+    from composable_fsdp.init.materialize import reset_parameters
     from composable_fsdp.optim import _local_step
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.plugins.captured_passes import CapturedPasses
@@ -193,6 +192,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES
     from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
     from composable_fsdp.plugins.skipped_modules import UnusedGroups
+    from composable_fsdp.plugins.torch_views import ClientState
     from composable_fsdp.plugins.tuning import tuning
     from composable_fsdp.plugins.tuning.calibration import Calibration, measure_collective
     from composable_fsdp.plugins.tuning.choose import (
@@ -220,6 +220,7 @@ if TYPE_CHECKING:
         run_job,
     )
     from composable_fsdp.wrap._plan import Group, Scope, plan_groups
+    from composable_fsdp.wrap.torch_policies import as_wrap_policy
 
 
 def _imports() -> dict[str, tuple[str, str]]:

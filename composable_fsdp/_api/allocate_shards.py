@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from composable_fsdp._api.torch_types import TorchFSDPModule
 from composable_fsdp._runtime.shard_extent import states_below
-from composable_fsdp._torch_compat.torch_types import TorchFSDPModule
 
 __all__ = ["allocated_shards"]
 

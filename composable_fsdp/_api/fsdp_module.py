@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import ref
 
 import torch
@@ -25,8 +25,8 @@ from composable_fsdp._api.group_setters import (
     on_stream,
     set_root_option,
 )
+from composable_fsdp._api.torch_types import TorchFSDPModule, TorchUnshardHandle, find_state
 from composable_fsdp._comm.communicator import Communicator
-from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._core.dry import schedule_of
 from composable_fsdp._core.root import Root
 from composable_fsdp._runtime.groups.callers_context import runs_outside
@@ -35,11 +35,8 @@ from composable_fsdp._runtime.groups.state_machine import GradientState, Paramet
 from composable_fsdp._runtime.hooks import hooked_forward
 from composable_fsdp._runtime.lazy_init import iteration_of, states_by_name
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.schedule import Schedule
 from composable_fsdp._runtime.shard_extent import states_below
-from composable_fsdp._torch_compat.fsdp_state import client_state
-from composable_fsdp._torch_compat.torch_types import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -47,12 +44,11 @@ from composable_fsdp.errors import (
     LifecycleError,
     UnsupportedError,
 )
-from composable_fsdp.plugins.tuning.choose import Choice
-from composable_fsdp.plugins.tuning.costs_check import check_costs
-from composable_fsdp.plugins.tuning.tuning import choice_of, tuning_of
-from composable_fsdp.plugins.version_check import set_version_check
-from composable_fsdp.plugins.watchdog.attach import compare
 from composable_fsdp.policies import Reshard
+
+if TYPE_CHECKING:
+    from composable_fsdp._runtime.schedule.costs import Costs
+    from composable_fsdp.plugins.tuning.choose import Choice
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
 
@@ -402,7 +398,10 @@ class FSDPModule(TorchFSDPModule):
                 ranks raise it with the same text.
             OSError: the file cannot be read.
         """
-        found = _read_costs(costs)
+        from composable_fsdp.plugins.tuning.costs_check import check_costs, read_costs
+        from composable_fsdp.plugins.tuning.tuning import tuning_of
+
+        found = read_costs(costs)
         check_costs(states_by_name(_state(self)), found)
         set_root_option(_state(self), "costs", found)
         iteration = _state(self).iteration
@@ -426,6 +425,8 @@ class FSDPModule(TorchFSDPModule):
         """
         check_count("steps", steps, least=1)
         iteration = iteration_of(_state(self))
+        from composable_fsdp.plugins.tuning.tuning import tuning_of
+
         tuning_of(iteration).calibrate(iteration, steps)
 
     def costs(self) -> Costs | None:
@@ -437,6 +438,8 @@ class FSDPModule(TorchFSDPModule):
 
         ``print(model.schedule_choice())`` shows them. It is ``None`` until a choice has been made. Call it on the root.
         """
+        from composable_fsdp.plugins.tuning.tuning import choice_of
+
         return choice_of(iteration_of(_state(self)))
 
     def set_max_fused_bytes(self, max_fused_bytes: int | None) -> None:
@@ -481,6 +484,9 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigurationError: ``level`` is none of these.
         """
+        from composable_fsdp._consistency.order_check import order_check_from
+        from composable_fsdp.plugins.watchdog.attach import compare
+
         chosen, states = order_check_from(level), _states(self, recurse=True)
         for state in states:
             state.options = replace(state.options, order_check=chosen)
@@ -497,6 +503,8 @@ class FSDPModule(TorchFSDPModule):
                 waits for the result. ``False`` detects no changes.
             recurse: apply the setting to the sharded modules below this one too.
         """
+        from composable_fsdp.plugins.version_check import set_version_check
+
         for state in _states(self, recurse):
             set_version_check(state, enable)
 
@@ -643,7 +651,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _get_fsdp_state(self) -> Any:
         assert isinstance(self, nn.Module)
-        return client_state(self)
+        return find_state(self)
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
         """Allocate memory without values, as ``nn.Module.to_empty`` does; for shards on meta once for each bucket."""
@@ -763,18 +771,6 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
         )
         _classes.setdefault(original, made)  # another thread may have been first
     return _classes[original]
-
-
-def _read_costs(costs: object) -> Costs | Exception | None:
-    """Return ``costs``, or those in the file of that name, or the error in their place."""
-    if costs is None or isinstance(costs, Costs):
-        return costs
-    if not isinstance(costs, str | PathLike):
-        return ArgumentTypeError(f"costs must be Costs, the path of a file or None, not {type(costs).__name__}.")
-    try:
-        return Costs.load(costs)
-    except (ConfigurationError, OSError) as error:
-        return error
 
 
 def _state(module: object) -> FSDPState:

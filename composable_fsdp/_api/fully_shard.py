@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp._api.apply_policy import shard_by_policy
 from composable_fsdp._api.direct_call_errors import uncaught_errors
 from composable_fsdp._api.fsdp_module import sharded_class
-from composable_fsdp._api.materialize import broadcast_module_states, find_ignored, materialize_meta
+from composable_fsdp._api.ignored import find_ignored
 from composable_fsdp._api.param_discovery import CommunicationFunction, ParamDiscovery, PlacementFunction
+from composable_fsdp._api.strategy import ShardingStrategy, StrategyName, resolve_strategy
+from composable_fsdp._api.tied_owners import tied_owner_states
+from composable_fsdp._api.torch_types import (
+    as_mesh_dims,
+    as_mixed_precision_policy,
+    as_offload_policy,
+    as_strategy,
+    sharded_by_torch,
+)
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._runtime.compile import mark_managed
 from composable_fsdp._runtime.groups.callers_context import outside_callers_context
@@ -30,19 +38,8 @@ from composable_fsdp._sharding.mesh import (
     warn_without_cpu_backend,
 )
 from composable_fsdp._sharding.param_sharding import FullMesh
-from composable_fsdp._sharding.strategy import ShardingStrategy, StrategyName, resolve_strategy
-from composable_fsdp._torch_compat.fsdp_state import client_state, register_client_states
-from composable_fsdp._torch_compat.torch_types import (
-    as_mesh_dims,
-    as_mixed_precision_policy,
-    as_offload_policy,
-    as_strategy,
-    as_wrap_policy,
-    sharded_by_torch,
-)
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.diagnostics._recording import enable_from_environment
-from composable_fsdp.diagnostics.describe import describe_groups
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
@@ -52,8 +49,9 @@ from composable_fsdp.policies import (
     Reshard,
     ReshardKind,
 )
-from composable_fsdp.wrap.tied_weights import tied_owner_states
-from composable_fsdp.wrap.wrap_policy import PolicyLike
+
+if TYPE_CHECKING:
+    from composable_fsdp.wrap.wrap_policy import PolicyLike
 
 __all__ = ["fully_shard", "register_fsdp_forward_method"]
 
@@ -152,9 +150,11 @@ def fully_shard(
     if unknown:
         raise _unknown_argument(next(iter(unknown)))
     if policy is not None:
-        options = dict(locals())  # the arguments: nothing else is assigned before
-        del options["unknown"]
-        shard_by_policy(_as_model(options.pop("module")), as_wrap_policy(options.pop("policy")), fully_shard, options)
+        from composable_fsdp.init.apply_policy import shard_by_policy
+
+        options = dict(locals())  # the arguments
+        del options["unknown"], options["shard_by_policy"]
+        shard_by_policy(_as_model(options.pop("module")), options.pop("policy"), fully_shard, options)
         return module
     if strategy is not None:
         resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
@@ -177,8 +177,10 @@ def fully_shard(
     axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     ignored = find_ignored(modules, ignored_params, ignored_modules)
-    for each in modules:
-        if param_init_fn is not None:
+    if param_init_fn is not None:
+        from composable_fsdp.init.materialize import materialize_meta
+
+        for each in modules:
             materialize_meta(each, param_init_fn, ignored)
     with outside_callers_context():
         below = [nested for each in modules for nested in each.modules()]
@@ -193,6 +195,8 @@ def fully_shard(
         if any(isinstance(source.offload, CPUOffloadPolicy) for source in sources):
             warn_without_cpu_backend(axes)
         if sync_module_states:
+            from composable_fsdp.init.materialize import broadcast_module_states
+
             other_meshes = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
             for each in modules:
                 broadcast_module_states(each, axes.mesh, ignored, other_meshes)
@@ -207,7 +211,7 @@ def fully_shard(
         for source, parameter in zip(sources, group.parameters, strict=True):
             note_replaced(source, parameter, name)
         state = FSDPState(_outermost(modules), group, reshard, own_precision, owner_states)
-        register_client_states(state, modules, install_hooks(state))
+        handles = install_hooks(state)
         optimizer_hooks.keep_for(state)
         uncaught_errors.keep_for(state)
         _move_buffers(below, axes.device, ignored.buffers)
@@ -216,13 +220,8 @@ def fully_shard(
             state.attach(each)
             each.__class__ = its_class
         for observer in OBSERVERS:
-            observer.after_sharding(state)
+            observer.after_sharding(state, {each: handles.get(each) for each in modules})
     return module
-
-
-_attributes: Any = fully_shard
-_attributes.state = client_state  # as torch's has
-_attributes.groups = describe_groups
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

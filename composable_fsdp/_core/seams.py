@@ -7,9 +7,11 @@ event that nobody observes costs one truth test.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._consistency.running_pass import RunningPass
 from composable_fsdp._core.gather_plan import Planner
@@ -18,7 +20,14 @@ from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
 from composable_fsdp._runtime.groups.state_machine import Pass
 from composable_fsdp._runtime.schedule.schedule import Hook
 
-__all__ = ["OBSERVERS", "Events", "Observer", "Root"]
+__all__ = ["OBSERVERS", "Events", "HookHandles", "Observer", "Root"]
+
+
+class HookHandles(NamedTuple):
+    """Handles that remove the hooks around a module's forward."""
+
+    pre_forward: RemovableHandle
+    post_forward: RemovableHandle
 
 
 class Root(Protocol):
@@ -73,8 +82,8 @@ class Observer:
 
     # Of the process. Only the observers in the list are told.
 
-    def after_sharding(self, state: FSDPState) -> None:
-        """Note that ``fully_shard`` has made ``state``."""
+    def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
+        """Note that ``fully_shard`` has made ``state``. ``modules``: handles of hooks, ``None`` for inner modules."""
 
     def after_copy(self, state: FSDPState, clone: FSDPState) -> None:
         """Note that ``clone`` is a copy of ``state``."""

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._core.root import Root
+from composable_fsdp._core.seams import HookHandles
 from composable_fsdp._runtime.compile import DynamoDisabled, calling_frame, frame_of_call
 from composable_fsdp._runtime.groups.callers_context import in_transform, runs_outside
 from composable_fsdp._runtime.groups.param_group_buckets import shard_full_tensor
@@ -42,20 +42,12 @@ from composable_fsdp._runtime.transforms import dual_numbers, layers_of
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = [
-    "HookHandles",
     "hooked_forward",
     "hooks_for_clients",
     "install_hooks",
     "is_being_called",
     "wrap_forward_method",
 ]
-
-
-class HookHandles(NamedTuple):
-    """Handles that remove the hooks around a module's forward."""
-
-    pre_forward: RemovableHandle
-    post_forward: RemovableHandle
 
 
 class ClientHooks(NamedTuple):

@@ -22,6 +22,7 @@ Plugin                  Does                                             On by d
 ``model_check``         compares the models and values of ranks          all devices
 ``forward_order``       warns of a changed order of modules              all devices
 ``version_check``       finds parameters changed before their backward   all devices
+``torch_views``         shows states to clients of torch's own FSDP2     all devices
 ``residuals``           commits and restores those of error feedback     all devices
 ``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
 ``compiled_codecs``     compiles codecs before the first step            accelerators
@@ -53,6 +54,7 @@ from composable_fsdp.plugins.residuals import Residuals
 from composable_fsdp.plugins.shared_memory.epochs import Epochs
 from composable_fsdp.plugins.shared_memory.shm_communicator import in_shared_memory
 from composable_fsdp.plugins.skipped_modules import SkippedModules
+from composable_fsdp.plugins.torch_views import TorchViews
 from composable_fsdp.plugins.tuning.tuning import Tuning
 from composable_fsdp.plugins.version_check import VersionCheck
 from composable_fsdp.plugins.visible_collectives import Visible
@@ -92,6 +94,7 @@ DEFAULT: tuple[type[Observer], ...] = (
     ReportedPasses,
     TracedPasses,
     OrderCheckLevel,
+    TorchViews,
     PlainParameters,
     LateTies,
     OptimizerChecks,

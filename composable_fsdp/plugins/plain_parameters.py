@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._core.seams import Observer
+from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 
 __all__ = ["PlainParameterWarning", "PlainParameters"]
@@ -36,7 +36,7 @@ class PlainParameters(Observer):
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[FSDPState, _Places] = WeakKeyDictionary()
 
-    def after_sharding(self, state: FSDPState) -> None:
+    def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
         places = self._known[state] = WeakKeyDictionary()
         for _, owner, attribute, _ in _plain(state.modules):
             places.setdefault(owner, set()).add(attribute)

@@ -5,17 +5,15 @@ The group that is made first owns them. When a later group that uses them is uns
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
-from composable_fsdp._runtime.params.sharded_param import find_replaced
+from composable_fsdp._api.tied_owners import TIED_ATTRIBUTE
+from composable_fsdp._runtime.groups.state import find_state
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["holders", "tie_groups", "tied_owner_states"]
-
-_TIED_ATTRIBUTE = "_composable_fsdp_tied"
+__all__ = ["tie_groups"]
 
 
 def tie_groups(modules: Sequence[nn.Module]) -> None:
@@ -47,20 +45,8 @@ def tie_groups(modules: Sequence[nn.Module]) -> None:
                 "example head.weight = embedding.weight."
             )
     for module in modules:
-        vars(module)[_TIED_ATTRIBUTE] = True
+        vars(module)[TIED_ATTRIBUTE] = True
 
 
 def _class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
-
-
-def tied_owner_states(modules: Iterable[nn.Module]) -> list[FSDPState]:
-    """Return the FSDP states that own weights of those of ``modules`` that :func:`tie_groups` tied."""
-    return holders(module for module in modules if vars(module).get(_TIED_ATTRIBUTE))
-
-
-def holders(modules: Iterable[nn.Module]) -> list[FSDPState]:
-    """Return the FSDP states that sharded parameters of which ``modules``, or modules below them, have the original."""
-    taken = [find_replaced(parameter) for module in modules for parameter in module.parameters()]
-    states = (state_of_parameter(each.parameter()) for each in taken if each is not None)
-    return list(dict.fromkeys(state for state in states if state is not None))

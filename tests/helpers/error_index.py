@@ -22,7 +22,7 @@ PACKAGE = ROOT / "composable_fsdp"
 PAGE = ROOT / "docs" / "errors.md"
 
 SECTIONS = {
-    "Sharding a model": ("_api", "_layout", "_sharding", "_torch_compat", "policies.py", "wrap", "interop"),
+    "Sharding a model": ("_api", "_layout", "_sharding", "init", "policies.py", "wrap", "interop"),
     "Running and training it": ("_core", "_memory", "_runtime", "plugins", "optim"),
     "Between ranks": ("_comm", "_consistency", "plugins/gloo", "plugins/shared_memory", "plugins/watchdog"),
     "State dicts and checkpoints": ("checkpoint",),

@@ -28,7 +28,7 @@ class Log(Observer):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def after_sharding(self, state: Any) -> None:
+    def after_sharding(self, state: Any, modules: Any) -> None:
         self.lines.append(f"sharded {len(state.group.parameters)} parameters")
 
     def before_first_collective(self, root: Any) -> None:

@@ -6,15 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
+from os import PathLike
 
 from composable_fsdp._comm.verify_ranks import SHOWN_RANKS, gather_texts
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
-from composable_fsdp.errors import ConfigurationError, DivergenceError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, DivergenceError
 
-__all__ = ["check_costs"]
+__all__ = ["check_costs", "read_costs"]
 
 _SHOWN = 5
 
@@ -80,3 +81,15 @@ def _check_names(
 def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + more
+
+
+def read_costs(costs: object) -> Costs | Exception | None:
+    """Return ``costs``, or those in the file of that name, or the error in their place."""
+    if costs is None or isinstance(costs, Costs):
+        return costs
+    if not isinstance(costs, str | PathLike):
+        return ArgumentTypeError(f"costs must be Costs, the path of a file or None, not {type(costs).__name__}.")
+    try:
+        return Costs.load(costs)
+    except (ConfigurationError, OSError) as error:
+        return error

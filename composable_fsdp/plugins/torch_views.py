@@ -9,7 +9,7 @@ stores only the handles of hooks that clients replace.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -18,16 +18,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 from torch.utils.hooks import RemovableHandle
 
+from composable_fsdp._api.torch_types import find_state, register_state, set_torch_state
+from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, ModuleReference
 from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
-from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
+from composable_fsdp._runtime.hooks import hooks_for_clients
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._torch_compat.torch_types import find_state, register_state, set_torch_state
 from composable_fsdp.errors import UnsupportedError
 from composable_fsdp.policies import Reshard, ReshardKind
 
-__all__ = ["ClientState", "client_state", "register_client_states"]
+__all__ = ["ClientState", "TorchViews", "client_state"]
 
 
 _REMEDIES = {
@@ -265,12 +266,12 @@ class ClientParam:
     unsharded_param = _unsharded_param = property(attrgetter("_parameter.unsharded"))
 
 
-def register_client_states(
-    state: FSDPState, modules: Iterable[nn.Module], handles: Mapping[nn.Module, HookHandles]
-) -> None:
-    """Register a view for each of ``modules`` where torch looks for its state, and mark them as sharded."""
-    for module in modules:
-        set_torch_state(module, ClientState(state, module, handles.get(module)))
+class TorchViews(Observer):
+    """Registers a view of each module's FSDP state where torch looks for its own, and marks it as sharded."""
+
+    def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
+        for module, handles in modules.items():
+            set_torch_state(module, ClientState(state, module, handles))
 
 
 def client_state(module: nn.Module) -> ClientState | None:

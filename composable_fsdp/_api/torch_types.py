@@ -7,9 +7,7 @@ our class inherits from it. It inherits no behaviour: a test fails on any attrib
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
@@ -18,17 +16,14 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import wrap as torch_wrap
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor.placement_types import Shard
 
+from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._sharding.param_sharding import ShardPlacementResult
-from composable_fsdp._sharding.strategy import ShardingStrategy
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from composable_fsdp.wrap._plan import Group, Scope
-from composable_fsdp.wrap.wrap_policy import Policy, as_policy, by_class
 
 TorchFSDPModule = torch_fsdp.FSDPModule
 TorchUnshardHandle = torch_fsdp.UnshardHandle
@@ -166,69 +161,3 @@ def register_state(module: nn.Module, state: object) -> None:
 def find_state(module: nn.Module) -> object:
     """Return the result of torch's ``fully_shard.state(module)``."""
     return vars(module).get(STATE_KEY, {}).get(_CONTRACT)
-
-
-# -- policies of torch.distributed.fsdp.wrap
-
-
-def as_wrap_policy(policy: object) -> Policy:
-    """Return our policy for one of ours or torch's.
-
-    Torch's are ``ModuleWrapPolicy``, ``CustomPolicy``, and functions such as ``size_based_auto_wrap_policy`` or
-    partials of them.
-    """
-    if isinstance(policy, torch_wrap.ModuleWrapPolicy):
-        return by_class(*policy._module_classes)
-    if isinstance(policy, torch_wrap.CustomPolicy):
-        return as_policy(_as_predicate(policy._lambda_fn))
-    if callable(policy) and _takes_remainder(policy):
-        return _AutoWrap(policy)
-    return as_policy(policy)
-
-
-def _as_predicate(choose: Callable[[nn.Module], Any]) -> Callable[[nn.Module, str], Any]:
-    """Return ``choose`` with torch's keyword ``sharding_strategy`` renamed. In torch an empty dict chooses nothing."""
-
-    def predicate(module: nn.Module, _: str) -> Any:
-        answer = choose(module)
-        if not isinstance(answer, Mapping):
-            return answer
-        return {"strategy" if key == "sharding_strategy" else key: value for key, value in answer.items()} or False
-
-    return predicate
-
-
-def _takes_remainder(policy: Callable[..., Any]) -> bool:
-    try:
-        return "nonwrapped_numel" in inspect.signature(policy).parameters
-    except ValueError:  # some builtins have none
-        return False
-
-
-@dataclass(frozen=True)
-class _AutoWrap:
-    """Policy from a function ``(module, recurse, nonwrapped_numel) -> bool``.
-
-    With ``recurse=True`` the function returns whether to visit the children of a module with so many parameters. It is
-    called again with ``recurse=False`` and the number of parameters that no chosen module below has, and returns
-    whether to choose the module.
-    """
-
-    function: Callable[..., Any]
-
-    def plan(self, scope: Scope) -> list[Group]:
-        return [scope.group([module]) for module in self._chosen(scope.model, scope, set())]
-
-    def _chosen(self, module: nn.Module, scope: Scope, taken: set[nn.Parameter]) -> Iterator[nn.Module]:
-        own = scope.parameters(module)
-        if self.function(module=module, recurse=True, nonwrapped_numel=_numel(own, taken)):
-            for child in module.children():
-                yield from self._chosen(child, scope, taken)
-        chosen = self.function(module=module, recurse=False, nonwrapped_numel=_numel(own, taken))
-        if chosen and module in scope.modules and any(p not in taken for p in own):
-            taken.update(own)
-            yield module
-
-
-def _numel(parameters: list[nn.Parameter], taken: set[nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters if p not in taken)

@@ -13,15 +13,17 @@ from typing import Any
 
 from torch import nn
 
-from composable_fsdp._api.materialize import InitFunction, find_ignored, materialize_meta
+from composable_fsdp._api.ignored import find_ignored
+from composable_fsdp._api.strategy import resolve_strategy
+from composable_fsdp._api.tied_owners import holders
+from composable_fsdp._api.torch_types import as_mesh_dims, as_strategy
 from composable_fsdp._runtime.groups.state import state_of
 from composable_fsdp._runtime.params.param_places import registered_parameters
 from composable_fsdp._runtime.shard_extent import states_below
-from composable_fsdp._sharding.strategy import resolve_strategy
-from composable_fsdp._torch_compat.torch_types import as_mesh_dims, as_strategy
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.wrap._plan import Group, Policy, Scope, plan_groups
-from composable_fsdp.wrap.tied_weights import holders
+from composable_fsdp.init.materialize import InitFunction, materialize_meta
+from composable_fsdp.wrap._plan import Group, Scope, plan_groups
+from composable_fsdp.wrap.torch_policies import as_wrap_policy
 
 __all__ = ["OVERRIDABLE", "shard_by_policy"]
 
@@ -40,12 +42,12 @@ OVERRIDABLE = frozenset(
 """The keywords that a policy may set per group. The others apply to the model."""
 
 
-def shard_by_policy(model: nn.Module, policy: Policy, shard: Callable[..., object], options: Mapping[str, Any]) -> None:
+def shard_by_policy(model: nn.Module, policy: object, shard: Callable[..., object], options: Mapping[str, Any]) -> None:
     """Call ``shard`` on every group that ``policy`` selects.
 
     Args:
         model: the outermost module.
-        policy: selects the groups.
+        policy: selects the groups; ours or torch's.
         shard: ``fully_shard``, called with a module or a list of modules, and keywords.
         options: all keywords of the call except ``policy``.
 
@@ -54,7 +56,7 @@ def shard_by_policy(model: nn.Module, policy: Policy, shard: Callable[..., objec
         MeshError: a mesh does not fit the strategy of a group. Raised before anything changes.
     """
     ignored = find_ignored([model], options["ignored_params"], options["ignored_modules"])
-    groups = plan_groups(policy, Scope(model, ignored.modules, ignored.parameters), OVERRIDABLE)
+    groups = plan_groups(as_wrap_policy(policy), Scope(model, ignored.modules, ignored.parameters), OVERRIDABLE)
     options_of = [_options_of(group, options) for group in groups]
     by_name = {option: dict(options[option]) for option in _BY_NAME if isinstance(options[option], Mapping)}
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp._api.allocate_shards import allocated_shards
-from composable_fsdp._api.random_shards import ShardedRandom, seeded
+from composable_fsdp._api.ignored import Ignored
 from composable_fsdp._comm.broadcast import broadcast_
 from composable_fsdp._comm.verify_ranks import verify_same
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
@@ -33,12 +33,12 @@ from composable_fsdp._runtime.params.sharded_param import ShardedParameter, loca
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp._sharding.mesh import data_parallel_axes
 from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.init.random_shards import ShardedRandom, seeded
 
 __all__ = [
     "Ignored",
     "allocate_meta",
     "broadcast_module_states",
-    "find_ignored",
     "initialize",
     "materialize_meta",
     "reset_parameters",
@@ -329,49 +329,6 @@ class _Initializer:
             for name, tensor in self._blank.items()
             if current.get(name) is tensor and not self._written.was_written(tensor)
         ]
-
-
-# -- ignored parameters and modules
-
-
-class Ignored:
-    """The ignored modules, parameters and buffers of a ``fully_shard`` call, by id.
-
-    Args:
-        parameters: the ignored parameters.
-        modules: the ignored modules; everything in and below them is ignored too.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
-        self._alive = [*parameters, *modules]  # keeps their ids from being reused
-        self.modules = {id(m) for ignored in modules for m in ignored.modules()}
-        self.parameters = {id(p) for p in parameters} | {id(p) for m in modules for p in m.parameters()}
-        self.buffers = {id(b) for m in modules for b in m.buffers()}
-
-
-def find_ignored(
-    called: Sequence[nn.Module], parameters: Iterable[nn.Parameter] | None, modules: Collection[nn.Module] | None
-) -> Ignored:
-    """Check ``ignored_params`` and ``ignored_modules`` of a ``fully_shard`` call on the modules ``called``.
-
-    Raises:
-        ConfigurationError: ``modules`` is not a collection of modules, or contains one of ``called`` or one above it.
-    """
-    modules = modules if modules is not None else ()
-    if isinstance(modules, nn.Module):
-        raise ConfigurationError(f"ignored_modules must be a set or list of modules, not one {type(modules).__name__}.")
-    given: Collection[object] = modules
-    others = sorted({type(m).__name__ for m in given if not isinstance(m, nn.Module)})
-    if others:
-        raise ConfigurationError(f"ignored_modules must contain modules only, not {', '.join(others)}.")
-    ignored = Ignored(tuple(parameters or ()), tuple(modules))
-    for module in called:
-        if id(module) in ignored.modules:
-            raise ConfigurationError(
-                f"ignored_modules contains the {type(module).__name__} that fully_shard was called on, or one above "
-                "it. Leave out the call, or name the modules below it that are to be ignored."
-            )
-    return ignored
 
 
 # -- param_init_fn

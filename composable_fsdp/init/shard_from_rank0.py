@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._api.fully_shard import fully_shard
-from composable_fsdp._api.materialize import allocate_meta
 from composable_fsdp._comm.verify_ranks import verify_same_lines
 from composable_fsdp._runtime.params.param_places import registered_buffers, registered_parameters
 from composable_fsdp._runtime.params.sharded_param import has_grad_dtype
@@ -22,6 +21,7 @@ from composable_fsdp.checkpoint._state_dict.forms import Full, fill
 from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks
 from composable_fsdp.checkpoint._state_dict.tensors import plain_name
 from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.init.materialize import allocate_meta
 
 __all__ = ["shard_from_rank0"]
 

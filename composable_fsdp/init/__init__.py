@@ -1,0 +1,1 @@
+"""Values of parameters before training: materialized, seeded, from rank 0."""
