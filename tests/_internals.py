@@ -149,7 +149,6 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
     from composable_fsdp.checkpoint._coordination import rank_group
-    from composable_fsdp.checkpoint._coordination.arguments import progress_bar, wants_progress
     from composable_fsdp.checkpoint._coordination.mismatch import (
         Mismatch,
         join_rank_texts,

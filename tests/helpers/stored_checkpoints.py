@@ -150,9 +150,9 @@ def read(folder: Path) -> None:
         model.counter.calls = 42  # extra state is not in safetensors
         load_safetensors(model, folder / name)
         assert_holds(model)
-    model, optimizer = classes(2)
-    load(folder / "classes", model, optimizer)
-    holds_classes(model, optimizer)
+    subclasses, momenta = classes(2)
+    load(folder / "classes", subclasses, momenta)
+    holds_classes(subclasses, momenta)
 
 
 def holds_averages(model: Everything, averages: dict[str, torch.Tensor]) -> None:
@@ -176,9 +176,9 @@ def read_on_the_writers_ranks(folder: Path) -> None:
     load_state_dict(model, stored["model"], Local())
     load_optimizer_state_dict(model, optimizer, stored["optimizer"], Local())
     assert_holds(model, optimizer)
-    model = with_feedback()
-    load(folder / "error feedback", model)
-    state = CommunicationState(model).state_dict()
+    compressed = with_feedback()
+    load(folder / "error feedback", compressed)
+    state = CommunicationState(compressed).state_dict()
     assert state
     for name, kept in state.items():
         residual = local(kept["residual"])

@@ -1,11 +1,8 @@
-"""Coordination of checkpoints: reports of mismatches, errors of several ranks and progress."""
+"""Coordination of checkpoints: reports of mismatches and errors of several ranks."""
 
 from __future__ import annotations
 
-import io
 import pickle
-import sys
-from importlib.util import find_spec
 
 import pytest
 
@@ -15,10 +12,8 @@ from tests._internals import (
     join_rank_texts,
     leave_common_unexpected,
     mismatch_text,
-    progress_bar,
     refuse,
     said,
-    wants_progress,
 )
 
 
@@ -66,17 +61,3 @@ def test_long_lists_are_truncated() -> None:
     assert lines[0] == "  missing (33):"
     assert lines[1:3] == ["    layers.0.weight: float32 (2,)", "    layers.1.weight: float32 (2,)"]
     assert lines[21:] == ["    and 13 more"]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.skipif(find_spec("rich") is None, reason="needs rich: pip install '.[cli]'")
-def test_a_terminal_shows_a_bar_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stderr, asked, expected in ((Terminal(), None, True), (Terminal(), False, False), (io.StringIO(), None, False)):
-        monkeypatch.setattr(sys, "stderr", stderr)
-        with progress_bar(wants_progress(asked), "loading", 4_000_000) as advance:
-            advance(1_000_000)
-        assert ("1.0/4.0 MB" in stderr.getvalue()) == expected

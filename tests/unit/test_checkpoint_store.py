@@ -482,22 +482,6 @@ def test_wrapper_prefixes_are_removed_from_names(tmp_path: Path) -> None:
     assert_same(state_of(other), state_of(model))
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_checkpoint_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, found: bool) -> None:
-    model, _ = trained()
-    if not found:
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ConfigurationError, match="progress=True needs rich: pip install"):
-            save(tmp_path, model, progress=True)
-        return
-    save(tmp_path, model)
-    assert capsys.readouterr().err == ""
-    save(tmp_path, model, progress=True)
-    load(tmp_path, model, progress=True)
-    shown = capsys.readouterr().err
-    assert all(text in shown for text in ("saving step-00000001", "verifying step-00000001", "loading step-00000001"))
-
-
 def test_copies_of_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     model, _ = trained()
     shutil.copytree(save(tmp_path / "run", model), tmp_path / "elsewhere")

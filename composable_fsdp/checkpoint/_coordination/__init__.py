@@ -1,1 +1,1 @@
-"""Coordination of ranks during a save or load: rank group, error texts, pending saves and progress bars."""
+"""Coordination of ranks during a save or load: rank group, error texts and pending saves."""

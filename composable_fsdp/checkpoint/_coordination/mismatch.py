@@ -1,19 +1,22 @@
-"""Error texts that combine what all ranks found in a checkpoint or state dict. Pure functions."""
+"""Error texts of wrong arguments, and of what all ranks found in a checkpoint or state dict. Pure functions."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import ArgumentTypeError, CheckpointError
 
 __all__ = [
     "Mismatch",
+    "check_arguments",
     "differ",
     "dtype_name",
     "join_rank_texts",
@@ -32,6 +35,17 @@ _TITLES = {
     "dtypes": "of another dtype",
     "classes": "of another tensor class, or with shards that cannot be resharded",
 }
+
+
+def check_arguments(signature: str, path: object, model: object, optimizer: object = None) -> None:
+    """Raise ``ArgumentTypeError``, which shows ``signature``, if a type is wrong, as when two arguments are swapped."""
+    for name, value, fits, wanted in (
+        ("path", path, isinstance(path, (str, os.PathLike)), "a str or a path"),
+        ("model", model, isinstance(model, nn.Module), "an nn.Module"),
+        ("optimizer", optimizer, optimizer is None or hasattr(optimizer, "param_groups"), "an optimizer"),
+    ):
+        if not fits:
+            raise ArgumentTypeError(f"{name} must be {wanted}, not {type(value).__name__}. Call {signature}.")
 
 
 def join_rank_texts(texts: Mapping[int, str], size: int) -> str:

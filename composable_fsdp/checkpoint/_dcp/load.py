@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.shard_extent import like
-from composable_fsdp.checkpoint._coordination.arguments import check_arguments, progress_bar, wants_progress
 from composable_fsdp.checkpoint._coordination.mismatch import (
     Mismatch,
+    check_arguments,
     differ,
     dtype_name,
     join_rank_texts,
@@ -71,7 +71,6 @@ def load(
     fallback: bool = False,
     restore_rng: bool = True,
     weights_only: bool = True,
-    progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> dict[str, Any]:
     """Load a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
@@ -105,7 +104,6 @@ def load(
         restore_rng: restore the random number generators.
         weights_only: admit only the classes that ``torch.load(weights_only=True)`` admits, so that no code in the
             checkpoint can run.
-        progress: show a progress bar on rank 0. Default: if stderr is a terminal.
         timeout: seconds that ranks wait for each other, here and in each exchange.
 
     Returns:
@@ -117,9 +115,8 @@ def load(
             lists the differences.
     """
     check_arguments("load(path, model, optimizer)", path, model, optimizer)
-    show = wants_progress(progress)
     ranks = meet(f"load({os.fspath(path)!r})", timeout)
-    loader = _Load(ranks, Path(path), contents=verify, fallback=fallback, show=show)
+    loader = _Load(ranks, Path(path), contents=verify, fallback=fallback)
     loader.prepare(model, optimizer, averages, strict=strict, weights_only=weights_only)
     loader.read()
     if restore_rng and loader.same_ranks and (state := loader.of_rank("random")) is not None:
@@ -134,10 +131,9 @@ _Fit = tuple[Mismatch, bool | None]
 class _Load:
     """One load on one rank. The constructor finds the checkpoint, and raises if it is damaged."""
 
-    def __init__(self, ranks: RankGroup, path: Path, *, contents: bool, fallback: bool, show: bool) -> None:
+    def __init__(self, ranks: RankGroup, path: Path, *, contents: bool, fallback: bool) -> None:
         self._ranks = ranks
         self._what = f"loading {path}"
-        self._show = show and ranks.rank == 0
         self.folder, self._manifest = self._choose(path, contents, fallback)
         self._is_verified = contents or self._manifest is None
         self.same_ranks = self._manifest is not None and self._manifest.ranks == ranks.size
@@ -177,12 +173,9 @@ class _Load:
         share = manifest.share(self._ranks.rank, self._ranks.size)
 
         def each() -> str:
-            total = sum(record.bytes for record in share.values())
-            with progress_bar(self._show and contents, f"verifying {checkpoint.name}", total) as done:
-                for name, record in share.items():
-                    if found := problem_with(partial(check_file, checkpoint / name, record, contents=contents)):
-                        return found
-                    done(record.bytes)
+            for name, record in share.items():
+                if found := problem_with(partial(check_file, checkpoint / name, record, contents=contents)):
+                    return found
             return ""
 
         def together(found: list[str]) -> str:
@@ -220,7 +213,7 @@ class _Load:
         def each() -> tuple[bool, str]:
             nonlocal failure
             try:
-                self._plan.run(self.folder, communication=self._communication, show=self._show)
+                self._plan.run(self.folder, communication=self._communication)
             except Exception as error:
                 failure = error
             return self._plan.has_changed, "" if failure is None else said(failure)
@@ -334,23 +327,21 @@ class _RestorePlan:
     def has_codec_state(self) -> bool:
         return any(key.startswith("communication.") for key in self._saved)
 
-    def run(self, folder: Path, *, communication: bool, show: bool) -> None:
+    def run(self, folder: Path, *, communication: bool) -> None:
         """Read this rank's shards of everything. If it raises and ``has_changed``, the model is loaded in part."""
         if communication:
             for name, each in self._communication.items():
                 self._parts[f"communication.{name}.residual"] = LocalShard(each["residual"])
                 each["rounds"] = self._objects[f"communication.{name}.rounds"]
-        total = sum(part.nbytes for part in self._parts.values())
-        with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as show_done:
 
-            def done(nbytes: int) -> None:
-                self.has_changed = True
-                show_done(nbytes)
+        def changed() -> None:
+            self.has_changed = True
 
+        with torch.no_grad():
             with ExitStack() as memory:  # parts that cannot be written to, such as expanded buffers, get their own
                 plain = {key: memory.enter_context(part.plain(write=True)) for key, part in self._parts.items()}
                 blocks = {key: Blocks(part.shape, part.blocks(plain[key])) for key, part in self._parts.items()}
-                read(folder, self._metadata, blocks, done)
+                read(folder, self._metadata, blocks, changed)
             self.has_changed = True
             for tensor, absent in self._absent:
                 for attribute, value in absent.items():

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from composable_fsdp.checkpoint._coordination.arguments import check_arguments, progress_bar, wants_progress
+from composable_fsdp.checkpoint._coordination.mismatch import check_arguments
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, PendingSave, RankGroup, meet
 from composable_fsdp.checkpoint._dcp.contents import (
     Contents,
@@ -45,7 +45,6 @@ def save(
     step: int | None = None,
     keep_last: int | None = None,
     asynchronous: bool = False,
-    progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> PendingSave:
     """Write a new checkpoint ``path/step-00000020``. All ranks of the default process group must call it.
@@ -71,7 +70,6 @@ def save(
             one is always kept.
         asynchronous: copy to host memory and write in a thread, so that training waits only for the copy. The next save
             or load waits for the thread, and so does the exit of the interpreter.
-        progress: show a progress bar on rank 0. Default: if stderr is a terminal and the save is not ``asynchronous``.
         timeout: seconds that ranks wait for each other, here and in each exchange.
 
     Returns:
@@ -87,7 +85,7 @@ def save(
         raise ArgumentTypeError(
             f"extra must be a dict, not {type(extra).__name__}. Call save(path, model, optimizer, extra)."
         )
-    extra, show = dict(extra or {}), wants_progress(False if progress is None and asynchronous else progress)
+    extra = dict(extra or {})
     if step is None and type(extra.get("step")) is int:
         step = extra["step"]
     if step is None and isinstance(extra.get("step"), str) and extra["step"].isdigit():
@@ -104,9 +102,9 @@ def save(
     pending = PendingSave(saver.final, saver.step)
     if asynchronous:
         saver.stage()
-        pending.start(lambda: saver.write(show))
+        pending.start(saver.write)
     else:
-        saver.write(show)
+        saver.write()
     return pending
 
 
@@ -169,17 +167,14 @@ class _Save:
         with self._abandon_on_failure():
             self._ranks.agree(f"saving {self.final}", lambda: self._planner.stage(self._plan))
 
-    def write(self, show: bool) -> None:
+    def write(self) -> None:
         """Write this rank's files, then commit the checkpoint on rank 0."""
         writer = ChecksummingWriter(self._partial)
         writer.set_up_storage_writer(self._ranks.rank == 0)
 
         def each() -> _Writes:
-            total = self._planner.nbytes(self._plan)
-            with progress_bar(show and self._ranks.rank == 0, f"saving {self.final.name}", total) as done:
-                self._planner.written = done
-                written = writer.write_data(self._plan, self._planner)
-                written.wait()
+            written = writer.write_data(self._plan, self._planner)
+            written.wait()
             return written.value(), writer.records
 
         def finish(written: list[_Writes]) -> None:

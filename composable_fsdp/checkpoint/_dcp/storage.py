@@ -7,8 +7,7 @@ cannot describe every shard that ``fully_shard`` makes of a tensor-parallel shar
 - blocks of values that are no tensors are found, where ``find_state_dict_object`` raises;
 - objects are bytes, serialized when the save is planned. By default they are serialized when they are written, after
   training has gone on, and deserialized with ``weights_only=False``;
-- tensors are copied to host memory after the plans are merged, so that each rank copies only what it writes;
-- progress is reported.
+- tensors are copied to host memory after the plans are merged, so that each rank copies only what it writes.
 
 The writer computes checksums of its files, and the metadata is unpickled safely.
 """
@@ -73,15 +72,10 @@ class Blocks:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """A planner that writes ``contents``. DCP merges the plans of the ranks and validates the result.
-
-    Attributes:
-        written: called with the size in bytes of each item that is passed to the writer.
-    """
+    """A planner that writes ``contents``. DCP merges the plans of the ranks and validates the result."""
 
     def __init__(self, contents: Contents) -> None:
         super().__init__()
-        self.written: Callable[[int], None] = lambda count: None
         self._staged: dict[MetadataIndex, torch.Tensor | bytes] = {}
         self.is_coordinator = False
         self.state_dict = {key_of(path): Blocks(part.shape, part.blocks()) for path, part in contents.parts.items()}
@@ -96,7 +90,6 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         value = self.lookup_object(write_item.index)
-        self.written(_nbytes(value))
         return io.BytesIO(value) if isinstance(value, bytes) else value
 
     def stage(self, plan: SavePlan) -> None:
@@ -106,13 +99,6 @@ class SavePlanner(DefaultSavePlanner):
         self.state_dict = {}
         if any(isinstance(value, torch.Tensor) and value.is_pinned() for value in self._staged.values()):
             torch.accelerator.synchronize()
-
-    def nbytes(self, plan: SavePlan) -> int:
-        return sum(_nbytes(self.lookup_object(item.index)) for item in plan.items)
-
-
-def _nbytes(value: torch.Tensor | bytes) -> int:
-    return len(value) if isinstance(value, bytes) else value.nbytes
 
 
 def _on_host(block: torch.Tensor) -> torch.Tensor:
@@ -125,18 +111,18 @@ def _on_host(block: torch.Tensor) -> torch.Tensor:
 class _LoadPlanner(DefaultLoadPlanner):
     """A planner that reads tensors directly into the memory of ``Blocks``, and objects in serialized form."""
 
-    def __init__(self, state: dict[str, Any], metadata: Metadata, done: Callable[[int], None]) -> None:
+    def __init__(self, state: dict[str, Any], metadata: Metadata, changed: Callable[[], None]) -> None:
         super().__init__(flatten_state_dict=False)
         self.state_dict = state
         self.metadata = metadata
-        self._done = done
+        self._changed = changed
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         shard: torch.Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
         return shard
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self._done(tensor.nbytes)
+        self._changed()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = value.getvalue()
@@ -146,15 +132,15 @@ def read(
     folder: str | os.PathLike[str],
     metadata: Metadata,
     state: dict[str, Any],
-    done: Callable[[int], None] = lambda count: None,
+    changed: Callable[[], None] = lambda: None,
 ) -> None:
     """Read the values in ``state`` by key from the checkpoint ``folder`` with its ``metadata``.
 
     Args:
         state: blocks to fill, and any bytes for an object, which are replaced by its own.
-        done: called with the size in bytes of each piece that has been copied to a block.
+        changed: called after each piece that has been copied to a block.
     """
-    planner, reader = _LoadPlanner(state, metadata, done), FileSystemReader(folder)
+    planner, reader = _LoadPlanner(state, metadata, changed), FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     reader.read_data(planner.create_local_plan(), planner).wait()
 

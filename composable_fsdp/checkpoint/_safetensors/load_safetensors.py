@@ -17,7 +17,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._layout.block import Box
-from composable_fsdp.checkpoint._coordination.arguments import progress_bar, wants_progress
 from composable_fsdp.checkpoint._coordination.mismatch import (
     Mismatch,
     differ,
@@ -121,7 +120,7 @@ def load_safetensors(
         lambda: load.match(model, key_map, strict=strict, convert_dtype=convert_dtype),
         lambda fits: _verify_fits(fits, type(model).__name__, strict=strict),
     )
-    ranks.agree(what, lambda: load.read(show=ranks.rank == 0 and wants_progress(None)))
+    ranks.agree(what, load.read)
     return _IncompatibleKeys(list(load.mismatch.missing), unexpected)
 
 
@@ -157,21 +156,23 @@ class _Load:
             mismatch.others = [text for tensor in tensors for text in _check_ties(tensor, stored)]
         return mismatch, stored.path, digest(sorted((n, each.code, each.shape) for n, each in stored.tensors.items()))
 
-    def read(self, *, show: bool) -> None:
-        jobs = sorted(self._jobs, key=lambda job: self._stored.tensors[job[1]].file)  # stable: in the model's order
+    @torch.no_grad()
+    def read(self) -> None:
         reader = Reader(self._stored)
-        with torch.no_grad(), progress_bar(show, "loading", sum(part.nbytes for part, _ in jobs)) as advance:
-            for part, key in jobs:
-                try:
-                    with part.plain(write=True) as local:
-                        for box, values in reader.blocks(key, part.extent.boxes()):
-                            box.of_part(local).copy_(values)
-                except Exception as error:
-                    raise CheckpointError(
-                        f"{self._stored.tensors[key].file} could not be read at {key!r}: {error}. The model is loaded "
-                        "in part."
-                    ) from error
-                advance(part.nbytes)
+        for part, key in sorted(
+            self._jobs, key=lambda job: self._stored.tensors[job[1]].file
+        ):  # one file after another
+            self._read_part(reader, part, key)
+
+    def _read_part(self, reader: Reader, part: LocalShard, key: str) -> None:
+        try:
+            with part.plain(write=True) as local:
+                for box, values in reader.blocks(key, part.extent.boxes()):
+                    box.of_part(local).copy_(values)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._stored.tensors[key].file} could not be read at {key!r}: {error}. The model is loaded in part."
+            ) from error
 
 
 def _verify_fits(fits: list[_Fit], model: str, *, strict: bool) -> list[str]:

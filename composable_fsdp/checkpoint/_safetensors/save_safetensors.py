@@ -23,7 +23,7 @@ import secrets
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,7 +37,7 @@ from torch import nn
 
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._layout.block import ShardExtent
-from composable_fsdp.checkpoint._coordination.arguments import check_arguments, progress_bar, wants_progress
+from composable_fsdp.checkpoint._coordination.mismatch import check_arguments
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
 from composable_fsdp.checkpoint._safetensors.load_safetensors import (
     DTYPES,
@@ -106,8 +106,7 @@ def save_safetensors(
             names = ", ".join(save.left_out)
             warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
         ranks.agree(what, lambda: target.check_shared())
-        shows = ranks.rank == 0 and wants_progress(None)
-        ranks.combine(what, lambda: save.write(target, own, show=shows), lambda written: target.commit())
+        ranks.combine(what, lambda: save.write(target, own), lambda written: target.commit())
     except BaseException:
         save.abandon()
         raise
@@ -158,10 +157,9 @@ class _Save:
         target.begin()
         return [(target, names) for names in own]
 
-    def write(self, target: Replacement, names: set[str], *, show: bool) -> None:
-        own = {name: self._shards[name] for name in names}
-        with torch.no_grad(), progress_bar(show, "saving", sum(shard.nbytes for shard in own.values())) as advance:
-            target.write(own, advance)
+    def write(self, target: Replacement, names: set[str]) -> None:
+        with torch.no_grad():
+            target.write({name: self._shards[name] for name in names})
 
     def abandon(self) -> None:
         if self._begun is not None:
@@ -340,7 +338,7 @@ class Replacement:
                 "Save to storage that all ranks share."
             )
 
-    def write(self, shards: Mapping[str, LocalShard], advance: Callable[[int], None] = lambda count: None) -> None:
+    def write(self, shards: Mapping[str, LocalShard]) -> None:
         """Write ``shards`` to the places of their tensors, and flush them to disk."""
         for file in self.files:
             opened = os.open(self.aside / file.name, os.O_WRONLY)
@@ -348,7 +346,6 @@ class Replacement:
                 for spec in file.tensors:
                     if spec.name in shards:
                         _write_part(opened, file.offsets[spec.name], spec, shards[spec.name])
-                        advance(shards[spec.name].nbytes)
                 os.fsync(opened)
             finally:
                 os.close(opened)

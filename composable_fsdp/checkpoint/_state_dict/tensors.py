@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -142,14 +141,6 @@ class LocalShard:
         local = local_part(self.value).detach()
         is_special = type(local) is not torch.Tensor and has_own_memory(local)
         return local.as_subclass(torch.Tensor) if is_special else local
-
-    @property
-    def numel(self) -> int:
-        return prod(self.extent.local_shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.value.dtype.itemsize
 
     def blocks(self, local: torch.Tensor | None = None) -> dict[tuple[int, ...], torch.Tensor]:
         """Return contiguous blocks of the global tensor by offset, as views of ``local`` (default: the shard's memory).

@@ -53,7 +53,6 @@ def convert(
     force: bool = False,
     verify: bool = True,
     weights_only: bool = True,
-    progress: bool | None = None,
 ) -> list[str]:
     """Convert the checkpoint ``source`` to the format ``to``, with all of its tensors in memory.
 
@@ -79,7 +78,7 @@ def convert(
     _check_target(goal, to, force)
     if goal.exists() and (goal.samefile(opened.path) or goal.samefile(given)):
         raise ConfigurationError(f"{goal} is the source of the conversion. Name another target.")
-    problems = verify_files(opened.path, progress=progress).problems if verify else ()
+    problems = verify_files(opened.path).problems if verify else ()
     if problems:
         raise CheckpointError("\n".join(problems))
     conversion, left_out = _read(opened, to, dtype=dtype, model_only=model_only)

@@ -19,7 +19,6 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from composable_fsdp.checkpoint._coordination.arguments import progress_bar, wants_progress
 from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp.directory import (
     MANIFEST,
@@ -279,7 +278,7 @@ _FileCheck = tuple[int, Callable[[], None]]
 """The size of a file in bytes, and its check, which raises ``CheckpointError``."""
 
 
-def verify(path: Path, *, progress: bool | None = None) -> VerifyResult:
+def verify(path: Path) -> VerifyResult:
     """Read all files of the checkpoint at ``path``, or of all checkpoints in the folder ``path``.
 
     Files of :func:`~composable_fsdp.checkpoint.save` are compared with the manifest, those of ``torch.save`` and of
@@ -293,11 +292,8 @@ def verify(path: Path, *, progress: bool | None = None) -> VerifyResult:
     folders = candidates(path)[::-1] if kind is Kind.FOLDER else [path]
     checks: list[_FileCheck] = []
     problems = [problem_with(partial(_collect_checks, kind, folder, checks)) for folder in folders]
+    problems += [problem_with(check) for _, check in checks]
     nbytes = sum(size for size, _ in checks)
-    with progress_bar(wants_progress(progress), f"verifying {path.name}", nbytes) as done:
-        for size, check in checks:
-            problems.append(problem_with(check))
-            done(size)
     found = tuple(problem for problem in problems if problem)
     return VerifyResult(found, len(checks), nbytes, _NO_CHECKSUMS if kind is Kind.SAFETENSORS else "")
 
