@@ -20,7 +20,7 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -31,23 +31,18 @@ from torch.optim import Optimizer
 
 from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._memory.device_capabilities import current_accelerator
-from composable_fsdp._runtime.params.sharded_param import alias_of
+from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
-from composable_fsdp.checkpoint._state_dict.optimizer import (
-    OptimizerParam,
-    OptimizerParams,
-    is_plain,
-    merge_flags,
-    shard_flags,
-)
+from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParams, has_shards_shape, is_plain, merge_flags
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, checksum, tensors_of
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [
     "Contents",
-    "OptimizerEntries",
+    "Contribution",
+    "Merged",
     "Path",
     "check_replicated",
     "communication_of",
@@ -55,7 +50,6 @@ __all__ = [
     "get_random_state",
     "key_of",
     "merge",
-    "optimizer_entries",
     "serialize",
     "set_random_state",
 ]
@@ -70,29 +64,47 @@ _PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
 
 @dataclass
 class Contents:
-    """The state that one rank has to save, by path.
+    """The state that one rank has to save, by path. It is complete after :meth:`settle`.
 
     Attributes:
         parts: local shards of tensors. A block that several ranks hold is written by one of them.
         objects: all other values, serialized by ``torch.save``. If several ranks have a key, one of them writes it.
         aliases: further paths of tensors in ``parts``, with the path there.
         replicated: checksums of the plain tensors in ``parts`` that must be equal on all ranks, by key.
+        groups: serialized param groups of the optimizer by the names of their parameters, with these in ``params``.
+        may_be_shards: whether plain optimizer state has the shape of a local shard. One rank alone cannot tell whether
+            such a tensor is its shard or a copy that every rank has.
     """
 
     parts: dict[Path, LocalShard] = field(default_factory=dict)
     objects: dict[Path, bytes] = field(default_factory=dict)
     aliases: dict[Path, Path] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
+    groups: dict[tuple[str, ...], bytes] = field(default_factory=dict)
+    may_be_shards: dict[Path, bool] = field(default_factory=dict)
 
-    def inner_contributions(self) -> dict[str, inner_tensors.InnerContribution]:
-        """Return this rank's contribution to each tensor subclass that is saved as inner tensors, by key."""
+    def contribution(self) -> Contribution:
+        """Return what the other ranks must know of this rank's contents."""
         parts = {key_of(path): part for path, part in self.parts.items()}
         for key, part in parts.items():
             inner_tensors.refuse_unknown(key, part)
-        return {key: inner_tensors.inner_contribution_of(p) for key, p in parts.items() if inner_tensors.has_inner(p)}
+        inner = {k: inner_tensors.inner_contribution_of(p) for k, p in parts.items() if inner_tensors.has_inner(p)}
+        return Contribution(self.groups, self.may_be_shards, inner)
 
-    def expand(self, merged: Mapping[str, inner_tensors.Record]) -> None:
-        """Replace each tensor in ``merged``, the contributions of all ranks, by its inner tensors and its record."""
+    def settle(self, merged: Merged) -> None:
+        """Complete the contents by what all ranks have."""
+        for path in self.may_be_shards:
+            if not merged.are_shards[path]:
+                part = self.parts[path] = LocalShard(local_part(self.parts[path].value))
+                if not inner_tensors.has_inner(part):
+                    self.replicated[key_of(path)] = checksum(part.local)
+        if merged.groups:
+            groups = [torch.load(io.BytesIO(d), map_location="cpu", weights_only=False) for d in merged.groups.values()]
+            self.objects["optimizer", "param_groups"] = serialize(groups)
+        self._expand(merged.records)
+
+    def _expand(self, merged: Mapping[str, inner_tensors.Record]) -> None:
+        """Replace each tensor in ``merged`` by its inner tensors and its record."""
         for path in [path for path in self.parts if key_of(path) in merged]:
             part, record = self.parts.pop(path), merged[key_of(path)]
             aliases = [alias for alias, of in self.aliases.items() if of == path]
@@ -124,9 +136,8 @@ def contents_of(
     averages: ShardedEMA | None,
     extra: Mapping[str, Any],
     rank: int,
-    merged: OptimizerEntries,
 ) -> Contents:
-    """Return everything that this rank has to save. Tensors are not copied. ``merged`` has entries of all ranks."""
+    """Return everything that this rank has to save. Tensors are not copied."""
     contents = Contents()
     tensors, others = tensors_of(model)
     for first, *shared in tensors:
@@ -136,7 +147,7 @@ def contents_of(
     for entry in others:
         contents.objects["model", entry.name] = serialize(entry.value)
     if optimizer is not None:
-        _add_optimizer(contents, model, optimizer, merged)
+        _add_optimizer(contents, model, optimizer)
     if averages is not None:
         for entry in averages.entries():
             contents.parts["averages", "values", entry.name] = LocalShard(entry.value, entry.sharding)
@@ -156,59 +167,51 @@ def contents_of(
     return contents
 
 
-def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, merged: OptimizerEntries) -> None:
-    for member, key, value in _state_of(OptimizerParams(model, optimizer)):
-        path = ("optimizer", "state", member.name, key)
-        if merged.are_shards.get((member.name, key)):
-            contents.parts[path] = LocalShard(alias_of(cast(DTensor, member.parameter), value), member.sharding)
-        elif is_plain(value, member) and type(LocalShard(value).local) is torch.Tensor:
-            contents.parts[path] = LocalShard(value)
-            contents.replicated[key_of(path)] = checksum(LocalShard(value).local)
-        elif isinstance(value, torch.Tensor):
+def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer) -> None:
+    params = OptimizerParams(model, optimizer)
+    for members, group in zip(params.groups, optimizer.param_groups, strict=True):
+        names = [member.name for member in members]
+        contents.groups[tuple(names)] = serialize({**group, "params": names})
+    for member in params.members.values():
+        for key, value in params.state_of(member).items():
+            path = ("optimizer", "state", member.name, str(key))
+            if not isinstance(value, torch.Tensor):
+                contents.objects[path] = serialize(value)
+                continue
+            if is_plain(value, member):
+                contents.may_be_shards[path] = is_shard = has_shards_shape(value, member)
+                value = alias_of(cast(DTensor, member.parameter), value) if is_shard else value
             contents.parts[path] = LocalShard(value, member.sharding)
-        else:
-            contents.objects[path] = serialize(value)
-    groups = [torch.load(io.BytesIO(data), map_location="cpu", weights_only=False) for data in merged.groups.values()]
-    contents.objects["optimizer", "param_groups"] = serialize(groups)
 
 
-# -- optimizer state: one rank alone cannot tell whether a plain tensor is its shard or a copy that every rank has
+# -- what ranks tell each other before a save: they may hold different parameters, as pipeline stages do
 
 
 @dataclass(frozen=True)
-class OptimizerEntries:
-    """Entries of an optimizer, on one rank or on all: ranks may hold different parameters, as pipeline stages do.
+class Contribution:
+    """One rank's param groups and plain optimizer state, as in :class:`Contents`, and its tensor subclasses by key."""
 
-    ``groups`` are serialized param groups by the names of their parameters, with these names in ``params``.
-    """
-
-    groups: Mapping[tuple[str, ...], bytes] = field(default_factory=dict)
-    are_shards: Mapping[tuple[str, str], bool] = field(default_factory=dict)
+    groups: Mapping[tuple[str, ...], bytes]
+    may_be_shards: Mapping[Path, bool]
+    inner: Mapping[str, inner_tensors.InnerContribution]
 
 
-def optimizer_entries(model: nn.Module, optimizer: Optimizer | None) -> OptimizerEntries:
-    if optimizer is None:
-        return OptimizerEntries()
-    params = OptimizerParams(model, optimizer)
-    groups = {}
-    for members, group in zip(params.groups, optimizer.param_groups, strict=True):
-        names = [member.name for member in members]
-        groups[tuple(names)] = serialize({**group, "params": names})
-    return OptimizerEntries(groups, shard_flags(_state_of(params)))
+@dataclass(frozen=True)
+class Merged:
+    """The contributions of all ranks together."""
+
+    groups: Mapping[tuple[str, ...], bytes]
+    are_shards: Mapping[Path, bool]
+    records: Mapping[str, inner_tensors.Record]
 
 
-def merge(entries: Sequence[OptimizerEntries]) -> OptimizerEntries:
-    """Merge the entries of all ranks. If ranks have a group of the same parameters, the first rank's is used."""
+def merge(contributions: Sequence[Contribution]) -> Merged:
+    """Merge what all ranks have. If ranks have a group of the same parameters, the first rank's is used."""
     groups: dict[tuple[str, ...], bytes] = {}
-    for each in entries:
+    for each in contributions:
         groups = {**each.groups, **groups}
-    return OptimizerEntries(groups, merge_flags(each.are_shards for each in entries))
-
-
-def _state_of(params: OptimizerParams) -> Iterator[tuple[OptimizerParam, str, Any]]:
-    for member in params.members.values():
-        for key, value in params.state_of(member).items():
-            yield member, str(key), value
+    are_shards = merge_flags(each.may_be_shards for each in contributions)
+    return Merged(groups, are_shards, inner_tensors.agreed([each.inner for each in contributions]))
 
 
 def check_replicated(checksums: Sequence[Mapping[str, int]]) -> None:

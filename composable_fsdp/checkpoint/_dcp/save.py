@@ -19,15 +19,13 @@ from composable_fsdp.checkpoint._coordination.mismatch import check_arguments
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, PendingSave, RankGroup, meet
 from composable_fsdp.checkpoint._dcp.contents import (
     Contents,
-    OptimizerEntries,
+    Contribution,
     check_replicated,
     contents_of,
     merge,
-    optimizer_entries,
 )
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, PartialCheckpoint, complete
 from composable_fsdp.checkpoint._dcp.storage import ChecksummingWriter, SavePlanner
-from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.tensors import prepare_for_access
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
@@ -131,21 +129,16 @@ class _Save:
         what = f"saving to {self._path}"
         contents = Contents()
 
-        def entries() -> OptimizerEntries:
-            prepare_for_access(model)
-            return optimizer_entries(model, optimizer)
-
-        merged = self._ranks.combine(what, entries, merge)
-
-        def contributions() -> Mapping[str, inner_tensors.InnerContribution]:
+        def contribution() -> Contribution:
             nonlocal contents
-            contents = contents_of(model, optimizer, averages, extra, self._ranks.rank, merged)
-            return contents.inner_contributions()
+            prepare_for_access(model)
+            contents = contents_of(model, optimizer, averages, extra, self._ranks.rank)
+            return contents.contribution()
 
-        inner_merged = self._ranks.combine(what, contributions, inner_tensors.agreed)
+        merged = self._ranks.combine(what, contribution, merge)
 
         def each() -> tuple[SavePlan, Contents]:
-            contents.expand(inner_merged)
+            contents.settle(merged)
             self._planner = SavePlanner(contents)
             return self._planner.create_local_plan(), Contents(aliases=contents.aliases, replicated=contents.replicated)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -39,8 +39,9 @@ __all__ = [
     "rekey_optimizer",
     "rekey_optimizer_state_dict",
     "restored",
-    "shard_flags",
 ]
+
+K = TypeVar("K")
 
 _MEMBERS = ("params", "param_names")
 
@@ -162,14 +163,9 @@ def has_shards_shape(value: object, member: OptimizerParam) -> TypeGuard[torch.T
     return is_plain(value, member) and value.ndim > 0 and value.shape == local_part(member.parameter).shape
 
 
-def shard_flags(items: Iterable[tuple[OptimizerParam, str, Any]]) -> dict[tuple[str, str], bool]:
-    """Return for each plain tensor of the state, by the names of its parameter and key, if it may be a local shard."""
-    return {(member.name, str(k)): has_shards_shape(v, member) for member, k, v in items if is_plain(v, member)}
-
-
-def merge_flags(flags: Iterable[Mapping[tuple[str, str], bool]]) -> dict[tuple[str, str], bool]:
+def merge_flags(flags: Iterable[Mapping[K, bool]]) -> dict[K, bool]:
     """Combine the flags of ranks: true if it is on every rank that has the tensor."""
-    merged: dict[tuple[str, str], bool] = {}
+    merged: dict[K, bool] = {}
     for each in flags:
         merged |= {key: flag and merged.get(key, True) for key, flag in each.items()}
     return merged
@@ -232,7 +228,7 @@ def _distributed(
     Ranks with state of different parameters raise here, since their collectives would hang.
     """
     items = [(m, key, value) for m in members for key, value in entries.get(m.name, {}).items()]
-    flags = shard_flags(items)
+    flags = {(m.name, str(key)): has_shards_shape(value, m) for m, key, value in items if is_plain(value, m)}
     found = owners.exchange((digest([*((m.name, str(key)) for m, key, _ in items), *sorted(flags)]), flags))
     if len({which for which, _ in found.values()}) > 1:
         keys = owners.exchange([f"{member.name!r}, {key!r}" for member, key, _ in items])
