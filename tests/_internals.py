@@ -169,7 +169,8 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
     from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names, plain_name
     from composable_fsdp.checkpoint._tools.convert import convert
-    from composable_fsdp.checkpoint._tools.sources import Kind, open_source, verify
+    from composable_fsdp.checkpoint._tools.inspect import verify
+    from composable_fsdp.checkpoint._tools.sources import Kind, open_source
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
     from composable_fsdp.codecs.blockwise import hadamard_

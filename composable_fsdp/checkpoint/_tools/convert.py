@@ -23,8 +23,8 @@ from composable_fsdp.checkpoint._dcp.storage import ChecksummingWriter, SavePlan
 from composable_fsdp.checkpoint._safetensors.load_safetensors import INDEX, SINGLE
 from composable_fsdp.checkpoint._safetensors.save_safetensors import Replacement, TensorSpec, sync
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
+from composable_fsdp.checkpoint._tools.inspect import verify as verify_files
 from composable_fsdp.checkpoint._tools.sources import Kind, Source, Tensors, open_source
-from composable_fsdp.checkpoint._tools.sources import verify as verify_files
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = ["MAX_FILE_BYTES", "convert"]
@@ -78,7 +78,7 @@ def convert(
     _check_target(goal, to, force)
     if goal.exists() and (goal.samefile(opened.path) or goal.samefile(given)):
         raise ConfigurationError(f"{goal} is the source of the conversion. Name another target.")
-    problems = verify_files(opened.path).problems if verify else ()
+    problems = verify_files(opened.path).problems if verify and opened.manifest is not None else ()
     if problems:
         raise CheckpointError("\n".join(problems))
     conversion, left_out = _read(opened, to, dtype=dtype, model_only=model_only)

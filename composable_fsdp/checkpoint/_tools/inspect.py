@@ -1,4 +1,4 @@
-"""Summaries of checkpoints and of folders of them, as the ``inspect`` command prints them."""
+"""Summaries of checkpoints and of folders of them, and checks of their files, as the commands print them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from typing import Any
 from composable_fsdp.checkpoint._coordination.mismatch import dtype_name
 from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp import directory as folder
-from composable_fsdp.checkpoint._dcp.directory import problems_of, read_manifest
-from composable_fsdp.checkpoint._tools.sources import Kind, Source, open_source
+from composable_fsdp.checkpoint._dcp.directory import Manifest, problems_of, read_manifest
+from composable_fsdp.checkpoint._tools.sources import Kind, Source, kind_of, open_source
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Description", "FolderDescription", "FolderRow", "OptimizerSummary", "Tensor", "describe", "describe_folder"]
+__all__ = [
+    "Description",
+    "FolderDescription",
+    "FolderRow",
+    "OptimizerSummary",
+    "Tensor",
+    "VerifyResult",
+    "describe",
+    "describe_folder",
+    "verify",
+]
 
 
 @dataclass(frozen=True)
@@ -166,11 +176,46 @@ def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:
 
 def _folder_row(path: Path, verify: bool) -> FolderRow:
     step = folder.step_of(path)
-    try:
-        manifest, _ = read_manifest(path)
-        problem = " ".join(problems_of(path, contents=verify)) or None
-    except CheckpointError as error:  # a newer format
-        return FolderRow(step, path.name, problem=str(error))
+    manifest, problems = _examine(path, verify)
+    problem = " ".join(problems) or None
     if manifest is None:
         return FolderRow(step, path.name, problem=problem)
     return FolderRow(step, path.name, manifest.ranks, sum(each.bytes for each in manifest.files.values()), problem)
+
+
+# -- integrity
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """The number and bytes of the files that manifests list, and a sentence for each that is missing or damaged."""
+
+    problems: tuple[str, ...]
+    files: int
+    nbytes: int
+
+
+def verify(path: Path) -> VerifyResult:
+    """Compare the checkpoint of ``save`` at ``path``, or all in the folder ``path``, with their manifests.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is one without a manifest.
+    """
+    kind = kind_of(path)
+    if kind in (Kind.TORCH, Kind.SAFETENSORS):
+        raise CheckpointError(
+            f"{path} has no manifest of checksums. 'python -m zipfile -t {path}' tests a file of torch.save; "
+            "safetensors have no checksums."
+        )
+    found = [_examine(each, True) for each in (folder.candidates(path)[::-1] if kind is Kind.FOLDER else [path])]
+    files = [record for manifest, _ in found if manifest is not None for record in manifest.files.values()]
+    problems = tuple(problem for _, of_one in found for problem in of_one)
+    return VerifyResult(problems, len(files), sum(record.bytes for record in files))
+
+
+def _examine(checkpoint: Path, contents: bool) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest, and a sentence for each damaged file. A manifest of a newer format is one of them."""
+    try:
+        return read_manifest(checkpoint)[0], list(problems_of(checkpoint, contents=contents))
+    except CheckpointError as error:
+        return None, [str(error)]

@@ -6,36 +6,25 @@ or ``("optimizer", "state", name, key)``.
 
 from __future__ import annotations
 
-import io
 import pickle
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from composable_fsdp.checkpoint._dcp import contents
-from composable_fsdp.checkpoint._dcp.directory import (
-    MANIFEST,
-    METADATA,
-    Manifest,
-    candidates,
-    check_file,
-    find,
-    problem_with,
-)
+from composable_fsdp.checkpoint._dcp.directory import MANIFEST, METADATA, Manifest, candidates, find
 from composable_fsdp.checkpoint._dcp.load import read_objects
 from composable_fsdp.checkpoint._dcp.storage import Blocks, read_metadata
 from composable_fsdp.checkpoint._dcp.storage import read as read_values
 from composable_fsdp.checkpoint._safetensors.load_safetensors import StoredTensors, opened
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Kind", "Source", "Tensors", "VerifyResult", "kind_of", "open_source", "verify"]
+__all__ = ["Kind", "Source", "Tensors", "kind_of", "open_source"]
 
 Tensors = dict[contents.Path, torch.Tensor]
 """Tensors by path."""
@@ -253,110 +242,3 @@ def _open_safetensors(path: Path) -> Source:
 
     no_values: dict[contents.Path, Any] = {}
     return Source(path, Kind.SAFETENSORS, tensors, aliases, (), read, no_values.__getitem__)
-
-
-# -- integrity
-
-
-_NO_CHECKSUMS = "safetensors have no checksums: bytes that changed within a tensor go unseen"
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """The checked files, and a sentence for each that is missing or damaged.
-
-    ``unchecked`` says which damage the format cannot detect for lack of checksums; it is empty if it has them.
-    """
-
-    problems: tuple[str, ...]
-    files: int
-    nbytes: int
-    unchecked: str = ""
-
-
-_FileCheck = tuple[int, Callable[[], None]]
-"""The size of a file in bytes, and its check, which raises ``CheckpointError``."""
-
-
-def verify(path: Path) -> VerifyResult:
-    """Read all files of the checkpoint at ``path``, or of all checkpoints in the folder ``path``.
-
-    Files of :func:`~composable_fsdp.checkpoint.save` are compared with the manifest, those of ``torch.save`` and of
-    ``torch.distributed.checkpoint`` with the checksums inside their archives. safetensors have no checksums: only
-    headers and sizes are checked.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
-    kind = kind_of(path)
-    folders = candidates(path)[::-1] if kind is Kind.FOLDER else [path]
-    checks: list[_FileCheck] = []
-    problems = [problem_with(partial(_collect_checks, kind, folder, checks)) for folder in folders]
-    problems += [problem_with(check) for _, check in checks]
-    nbytes = sum(size for size, _ in checks)
-    found = tuple(problem for problem in problems if problem)
-    return VerifyResult(found, len(checks), nbytes, _NO_CHECKSUMS if kind is Kind.SAFETENSORS else "")
-
-
-def _collect_checks(kind: Kind, path: Path, checks: list[_FileCheck]) -> None:
-    checks += _CHECKS[kind](path)
-
-
-def _manifest_checks(folder: Path) -> Iterator[_FileCheck]:
-    for name, record in Manifest.read(folder).files.items():
-        yield record.bytes, partial(check_file, folder / name, record)
-
-
-def _dcp_checks(folder: Path) -> Iterator[_FileCheck]:
-    if (folder / MANIFEST).exists():
-        yield from _manifest_checks(folder)
-        return
-    items: dict[str, list[tuple[int, int]]] = {}
-    for stored in read_metadata(folder).storage_data.values():
-        items.setdefault(stored.relative_path, []).append((stored.offset, stored.length))
-    for name, spans in items.items():
-        yield _end(spans), partial(_check_archives, folder / name, sorted(set(spans)))
-
-
-def _end(spans: list[tuple[int, int]]) -> int:
-    return max(offset + length for offset, length in spans)
-
-
-def _check_archives(path: Path, spans: list[tuple[int, int]]) -> None:
-    """Check a DCP file, in which the archives of ``torch.save`` follow one another."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing.")
-    size = path.stat().st_size
-    if size < _end(spans):
-        raise CheckpointError(f"{path} has {size} bytes instead of {_end(spans)}: it is truncated or overwritten.")
-    with path.open("rb") as file:
-        for offset, length in spans:
-            file.seek(offset)
-            _check_archive(path, io.BytesIO(file.read(length)), f" at byte {offset}")
-
-
-def _check_archive(path: Path, archive: Path | IO[bytes], where: str = "") -> None:
-    try:
-        with zipfile.ZipFile(archive) as opened:
-            bad = opened.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-        raise CheckpointError(f"{path} is damaged{where}: {error}.") from error
-    if bad is not None:
-        raise CheckpointError(f"{path} is damaged{where}: the CRC-32 of its entry {bad} does not hold.")
-
-
-def _torch_checks(path: Path) -> Iterator[_FileCheck]:
-    yield path.stat().st_size, lambda: _check_archive(path, path)
-
-
-def _safetensors_checks(path: Path) -> Iterator[_FileCheck]:
-    for file in sorted({found.file for found in StoredTensors.at(path).tensors.values()}):
-        yield file.stat().st_size, lambda: None  # StoredTensors.at has checked header and size
-
-
-_CHECKS: dict[Kind, Callable[[Path], Iterator[_FileCheck]]] = {
-    Kind.FOLDER: _manifest_checks,
-    Kind.DCP: _dcp_checks,
-    Kind.TORCH: _torch_checks,
-    Kind.SAFETENSORS: _safetensors_checks,
-}
