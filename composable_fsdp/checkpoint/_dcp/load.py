@@ -1,7 +1,7 @@
 """``load``: choose and verify the checkpoint, compare it with the model, read it.
 
 DCP's default planner raises at the first key that is missing or of another shape, on one rank. Here all differences of
-all ranks are found first, and nothing is loaded if there are any.
+all ranks are found first, and nothing is loaded if there are any (``test_checkpoint_of_torch.py``).
 """
 
 from __future__ import annotations

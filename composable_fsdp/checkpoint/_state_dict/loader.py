@@ -1,7 +1,8 @@
 """One load of a state dict: match, exchange, refuse alike, apply. Models, optimizers and averages share it.
 
 torch's ``torch.distributed.checkpoint.state_dict`` does not serve: placements cannot describe every uneven shard of a
-tensor-parallel one, and a rank that finds an error there does not tell the others, which load.
+tensor-parallel one, and a rank that finds an error there does not tell the others, which load. Its functions for
+optimizers make a step if there is no state (``test_checkpoint_of_torch.py``).
 """
 
 from __future__ import annotations

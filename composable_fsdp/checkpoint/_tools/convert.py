@@ -1,7 +1,7 @@
 """Conversion of a checkpoint to another format. It needs neither a model nor a process group.
 
 torch's own converters (``torch.distributed.checkpoint.format_utils``) do not serve: they unpickle any class, write tied
-tensors twice, and leave out the manifest, without which a directory has no checksums.
+tensors twice, and leave out the manifest, without which a directory has no checksums (``test_checkpoint_of_torch.py``).
 """
 
 from __future__ import annotations
