@@ -70,7 +70,6 @@ def predicted(case: Case, ranks: int, *, waits: str, bf16: bool) -> Plan:
         device=ACCELERATORS["h100" if waits == "streams" else "cpu"],
         optimizer=partial(torch.optim.SGD, lr=1e-4),
         loss=lambda output: output,
-        chooses=False,
     )
 
 
@@ -87,7 +86,7 @@ def row_of(name: str, case: Case, *, waits: str, bf16: bool, reserves: bool = Fa
     row = {"case": name, "ranks": 8, "waits": waits, "dtype": "bf16" if bf16 else "fp32"}
     row |= compared(made.peak_bytes / MB, counted) | {"at": made.peak_place}
     if reserves:
-        row |= dict(zip(RESERVED, (made.reserved_bytes / MB, found["ours reserved MB"]), strict=True))
+        row |= dict(zip(RESERVED, (made.peak_bytes / MB, found["ours reserved MB"]), strict=True))
     return row
 
 

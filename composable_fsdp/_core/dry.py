@@ -55,14 +55,11 @@ from composable_fsdp._runtime.schedule.schedule import (
     Wait,
     WaitReduce,
 )
-from composable_fsdp.policies import Reshard
 
 __all__ = ["Replay", "Snapshot", "events_of", "schedule_of"]
 
 
-def schedule_of(
-    root: Root, settings: ScheduleSettings | None = None, reshard: Mapping[str, Reshard] | None = None
-) -> Schedule:
+def schedule_of(root: Root, settings: ScheduleSettings | None = None) -> Schedule:
     """Return the schedule of the next step of ``root``, if it has the events of the last one and a step of optimizers.
 
     Before a first backward it has the forward only, and before a first forward it is empty.
@@ -71,12 +68,9 @@ def schedule_of(
         root: the root.
         settings: settings to use instead of its own. Then the events are those of :func:`events_of`, the same on all
             ranks, and gradients are reduced also if they are accumulated now.
-        reshard: what to do after forward, by group, instead of its settings.
     """
     events = root.tape.events if settings is None and root.tape.is_whole else None
     replay = Replay(root, Snapshot.of(root, has_stepped=True, at_rest=not events), arrive_together=not events)
-    for name, kind in (reshard or {}).items():
-        replay.states[name].reshard = kind
     if settings is not None:
         replay.use(
             settings,

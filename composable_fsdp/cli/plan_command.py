@@ -13,7 +13,6 @@ from rich.table import Table
 
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable_fsdp.cli.printing import DTYPES, Json, console, print_json, table_of
-from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plan import Plan, sweep
 from composable_fsdp.plan.known_accelerators import as_accelerator
 from composable_fsdp.plan.model_inputs import builder_of
@@ -35,9 +34,7 @@ _Changed: TypeAlias = Annotated[float | None, typer.Option(help="in place of the
 def plan_model(
     model: Annotated[
         str,
-        typer.Argument(
-            help="FILE.py:FUNCTION that returns the model, or a config.json of transformers", show_default=False
-        ),
+        typer.Argument(help="FILE.py:FUNCTION that returns the model", show_default=False),
     ],
     batch: Annotated[
         str, typer.Option(help="the shape of one rank's batch such as 4x4096 or 8x512:bfloat16; int64 by default")
@@ -48,17 +45,6 @@ def plan_model(
     gbit: _Changed = None,
     gib: _Changed = None,
     dtype: Annotated[_Dtype, typer.Option(help="the dtype of computation")] = "bf16",
-    param_dtype: Annotated[
-        _Dtype | None,
-        typer.Option(
-            help="the dtype of the shards and of the optimizer state; by default fp32 for a config.json, and what "
-            "FUNCTION returns",
-            show_default=False,
-        ),
-    ] = None,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="build the model with config.use_cache = False, as for training")
-    ] = False,
     policy: Annotated[
         Literal["blocks", "modules", "none"], typer.Option(help="the groups; none for one group")
     ] = "blocks",
@@ -79,11 +65,9 @@ def plan_model(
 
     composable-fsdp plan train.py:build --batch 4x2048 --mesh 8x64 --device h100
 
-    composable-fsdp plan config.json --mesh 1024 --recompute --out plan.html
+    composable-fsdp plan train.py:build --mesh 1024 --recompute --out plan.html
     """
-    if is_sharded and param_dtype is not None:
-        raise ConfigurationError("--param-dtype is for unsharded models: with --sharded, FUNCTION chooses the dtype.")
-    build = builder_of(model, param_dtype=param_dtype and DTYPES[param_dtype], keeps_cache=not no_cache)
+    build = builder_of(model)
     figures: dict[str, Any] = {"tflops": tflops, "gbit": gbit, "gib": gib}
     accelerator = replace(
         as_accelerator(device), **{name: value for name, value in figures.items() if value is not None}
@@ -115,6 +99,6 @@ def _table(found: Sequence[tuple[dict[str, Any], Plan]]) -> Table:
     table = table_of(("settings", "fits"), ("memory", "step", "exposed"), title)
     for settings, made in found:
         text = ", ".join(f"{name}={value}" for name, value in settings.items())
-        figures = (size_text(made.reserved_bytes), time_text(made.seconds), time_text(made.exposed))
+        figures = (size_text(made.peak_bytes), time_text(made.seconds), time_text(made.exposed))
         table.add_row(text, "yes" if made.fits else "no", *figures)
     return table

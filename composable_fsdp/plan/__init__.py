@@ -2,7 +2,6 @@
 
 from composable_fsdp.plan.known_accelerators import ACCELERATORS, Accelerator
 from composable_fsdp.plan.make_plan import plan, sweep
-from composable_fsdp.plan.plan_advice import Advice
 from composable_fsdp.plan.plan_values import Plan, Row
 
-__all__ = ["ACCELERATORS", "Accelerator", "Advice", "Plan", "Row", "plan", "sweep"]
+__all__ = ["ACCELERATORS", "Accelerator", "Plan", "Row", "plan", "sweep"]

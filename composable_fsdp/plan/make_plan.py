@@ -1,8 +1,15 @@
-"""``plan`` and ``sweep``: the memory and the time of a training step, before a run."""
+"""``plan`` and ``sweep``: two steps of a model on fake tensors, as the first rank of a simulated job.
+
+The first forward and backward measure the computation of each group, by the same calibration as in training. Memory is
+counted from the optimizer's step after them to the end of the second backward, which runs the schedule of later steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -10,18 +17,36 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp import fully_shard, to_empty
+from composable_fsdp._core.root import Root
+from composable_fsdp._layout.plan import GroupPlan, plan_group
+from composable_fsdp._runtime.groups.state import FSDPState, find_state
+from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp._runtime.params.sharded_param import local_part
+from composable_fsdp._runtime.schedule.costs import AxisCosts, Costs
+from composable_fsdp._runtime.schedule.schedule import Hook
+from composable_fsdp._sharding.process_groups import ProcessGroups
+from composable_fsdp.errors import ConfigurationError, FSDPError
 from composable_fsdp.plan.known_accelerators import Accelerator, KnownAccelerator, as_accelerator
-from composable_fsdp.plan.memory_ledger import KINDS
-from composable_fsdp.plan.model_inputs import Batch, as_loss, without_cache
-from composable_fsdp.plan.plan_advice import CHANGES, PERSISTENT, advise, offload_seconds
+from composable_fsdp.plan.memory_ledger import KINDS, MemoryLedger, peak_of
+from composable_fsdp.plan.model_inputs import Batch, as_loss, make_batch
 from composable_fsdp.plan.plan_values import Plan, Row
-from composable_fsdp.plan.rehearsal import rehearse
-from composable_fsdp.plan.simulated_job import mesh_shape
+from composable_fsdp.plan.simulated_job import mesh_shape, simulated_job
+from composable_fsdp.plugins.tuning.calibration import Calibration
+from composable_fsdp.plugins.tuning.clock import Clock
+from composable_fsdp.plugins.tuning.predict import predicted
+from composable_fsdp.plugins.tuning.tuning import tuning_of
 from composable_fsdp.policies import CPUOffloadPolicy
 
 __all__ = ["plan", "sweep"]
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+_OFFLOADED = ("parameters", "gradients", "optimizer state")
+"""The kinds of memory that are offloaded."""
 
 
 def plan(
@@ -30,10 +55,9 @@ def plan(
     *,
     mesh: str = "8",
     device: Accelerator | KnownAccelerator = "h100",
-    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: Optimizer = torch.optim.AdamW,
     loss: Callable[[Any], torch.Tensor] = as_loss,
     recompute: bool = False,
-    chooses: bool | None = None,
     **options: Any,
 ) -> Plan:
     """Predict the memory and the time of a training step of each rank of a job, without running the job.
@@ -52,77 +76,81 @@ def plan(
         optimizer: makes the optimizer of the model's parameters.
         loss: returns the loss in what the model returns: by default its ``loss``, or a mean.
         recompute: run the forward of each group within the model again in backward, as under activation checkpointing.
-        chooses: let the second step have the settings that are chosen by costs, as steps of a job on an accelerator
-            have from the fifth on. By default on devices with streams.
         options: the keywords of ``fully_shard``, except ``mesh`` and ``device``.
 
     Raises:
         ConfigurationError: an argument is invalid, or the model cannot run without values of tensors.
         LifecycleError: this process has a process group.
     """
-    mesh_shape(mesh)
-    accelerator = as_accelerator(device)
+    shape, accelerator = mesh_shape(mesh), as_accelerator(device)
     settings = {"recompute": recompute, **options} if recompute else options
-    if isinstance(options.get("offload_policy"), Mapping):
+    offload = options.get("offload_policy")
+    if isinstance(offload, Mapping):
         raise ConfigurationError(
             "plan counts the offload of all parameters or of none, and no offload_policy by name. Plan with "
             "offload_policy=CPUOffloadPolicy() and without: the memory and the time of a part are between the two."
         )
-    offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
-    name = "the model"
-
-    def build_named() -> nn.Module:
-        nonlocal name
-        model = build()
-        name = type(model).__name__.removeprefix("FSDP")
-        return model
-
-    run = partial(
-        rehearse,
-        batch=batch,
-        mesh=mesh,
-        accelerator=accelerator,
-        optimizer=optimizer,
-        loss=loss,
-        recompute=recompute,
-        chooses=accelerator.has_streams if chooses is None else chooses,
-        changes=CHANGES,
-        # The device of the simulated job is the host: what is offloaded is counted by its kind.
-        options={key: value for key, value in options.items() if not offloads or key != "offload_policy"},
-    )
-    rehearsal = run(build_named)
-    uncached = run(partial(without_cache, build)) if rehearsal.keeps_cache else None
-    peak, timeline = rehearsal.peak, rehearsal.timeline
-    offload = options.get("offload_policy")
-    on_host = sum(peak.largest[kind] for kind in PERSISTENT) if offloads else 0
-    if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory:
-        on_host += rehearsal.pinned_waste
-    rows = [
-        Row(kind, 0 if offloads and kind in PERSISTENT else peak.nbytes[kind], peak.largest[kind]) for kind in KINDS
-    ]
-    rows.append(Row("fragmentation", peak.fragmentation, peak.fragmentation))
-    copies = offload_seconds(rehearsal, accelerator) if offloads else 0.0
-    seconds = timeline.seconds + copies + (0.0 if offloads else rehearsal.optimizer_seconds)
-    return Plan(
-        model=name,
-        parameters=rehearsal.parameters,
-        groups=rehearsal.groups,
-        mesh=mesh,
-        device=accelerator,
-        settings={key: str(value) for key, value in settings.items()},
-        dtypes=rehearsal.dtypes,
-        keeps_cache=rehearsal.keeps_cache,
-        rows=tuple(rows),
-        peak_bytes=sum(row.bytes for row in rows[:-1]),
-        peak_place=peak.place,
-        host_bytes=on_host,
-        seconds=seconds,
-        exposed=timeline.exposed + copies,
-        mfu=rehearsal.flops / (seconds * accelerator.tflops * 1e12) if seconds else 0.0,
-        advice=advise(rehearsal, uncached, accelerator, mesh, options, recompute=recompute),
-        spans=timeline.spans,
-        curve=peak.curve,
-    )
+    offloads = isinstance(offload, CPUOffloadPolicy)
+    # The device of the simulated job is the host: what is offloaded is counted by its kind.
+    given = {key: value for key, value in options.items() if not offloads or key != "offload_policy"}
+    with simulated_job(shape, has_streams=accelerator.has_streams) as (device_mesh, streams):
+        ledger = MemoryLedger(accelerator, streams)
+        with FakeTensorMode(allow_non_fake_inputs=True), ledger.counting(), _without_collection(), _explained():
+            model = _sharded(build, device_mesh, given)
+            root = find_state(model)
+            assert root is not None
+            iteration = iteration_of(root)
+            observer = _Observer(ledger, iteration.states, _calibration(iteration, ledger))
+            tuning_of(iteration).measure(iteration, observer)
+            if recompute:
+                _recompute(iteration)
+            ledger.kind = "activations"
+            args, kwargs = make_batch(batch, model)
+            keeps_cache = _compute(model, ledger, args, kwargs, loss)
+            measured = observer.calibration.begin_step(0.0)
+            assert measured is not None
+            costs = replace(measured, axes=_axes(shape, accelerator), source=f"figures of {accelerator.name}")
+            observer.calibration = _calibration(iteration, ledger)
+            gc.collect()
+            ledger.restart()
+            state, optimizer_seconds = _update(model, ledger, optimizer, foreach=accelerator.has_streams)
+            ledger.flops = 0.0
+            _compute(model, ledger, args, kwargs, loss)
+            dtypes = _dtypes(iteration, state)
+            del state
+            peak, timeline = peak_of(ledger), predicted(iteration, costs)
+            on_host, copies = 0, 0.0
+            if offloads:
+                optimizer_seconds = 0.0
+                on_host = sum(peak.largest[kind] for kind in _OFFLOADED)
+                copies = 2 * peak.largest["parameters"] / (accelerator.host_gbit * 1e9 / 8)  # not overlapped
+            if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory:
+                groups = [each.group for each in iteration.states.values()]
+                on_host += sum(_pinned_waste(group.plan, group.process_groups) for group in groups)
+            rows = [
+                Row(kind, 0 if offloads and kind in _OFFLOADED else peak.nbytes[kind], peak.largest[kind])
+                for kind in KINDS
+            ]
+            seconds = timeline.seconds + copies + optimizer_seconds
+            return Plan(
+                model=type(model).__name__.removeprefix("FSDP"),
+                parameters=sum(prod(parameter.shape) for parameter in model.parameters()),
+                groups=len(iteration.states),
+                mesh=mesh,
+                device=accelerator,
+                settings={key: str(value) for key, value in settings.items()},
+                dtypes=dtypes,
+                keeps_cache=keeps_cache,
+                rows=tuple(rows),
+                peak_bytes=sum(row.bytes for row in rows),
+                peak_place=peak.place,
+                host_bytes=on_host,
+                seconds=seconds,
+                exposed=timeline.exposed + copies,
+                mfu=ledger.flops / (seconds * accelerator.tflops * 1e12) if seconds else 0.0,
+                spans=timeline.spans,
+                curve=peak.curve,
+            )
 
 
 def sweep(
@@ -144,3 +172,167 @@ def sweep(
     chosen = [dict(zip(settings, values, strict=True)) for values in product(*settings.values())]
     found = [(each, plan(build, batch, **{**common, **each})) for each in chosen]
     return sorted(found, key=lambda pair: (not pair[1].fits, pair[1].seconds))
+
+
+@dataclass
+class _Observer:
+    """Tells the ledger what runs, beside the calibration."""
+
+    ledger: MemoryLedger
+    groups: Mapping[str, FSDPState]
+    calibration: Calibration
+    waited: float = 0.0
+
+    def begin_step(self, waited: float) -> Costs | None:
+        return self.calibration.begin_step(waited)
+
+    def enter(self, hook: Hook, group: str, *, in_backward: bool, waited: float) -> None:
+        self.ledger.in_runtime = True
+        if hook is Hook.GRAD_READY:
+            for parameter in self.groups[group].group.parameters:
+                for gradient in (parameter.unsharded.grad, parameter.accumulated):
+                    if gradient is not None:
+                        self.ledger.mark(local_part(gradient), "unsharded")
+        self.calibration.enter(hook, group, in_backward=in_backward, waited=waited)
+
+    def leave(self, hook: Hook, group: str, *, ends_pass: bool, waited: float) -> None:
+        self.calibration.leave(hook, group, ends_pass=ends_pass, waited=waited)
+        self.ledger.in_runtime = False
+        if hook in _DIRECTIONS:
+            self.ledger.place = f"{_DIRECTIONS[hook]} of {group}"
+
+
+_DIRECTIONS = {Hook.PRE_FORWARD: "forward", Hook.PRE_BACKWARD: "backward"}
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise a ``ConfigurationError`` for errors of the model: tensors without values do not do all that others do."""
+    try:
+        yield
+    except FSDPError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"the model cannot be built and run on tensors without values: {type(error).__name__}: {error} Its forward "
+            "must not depend on values of tensors, nor name a device other than that of its input."
+        ) from error
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage in this context: it would take a third of the time, for the many small objects."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _sharded(build: Callable[[], nn.Module], mesh: Any, options: Mapping[str, Any]) -> nn.Module:
+    """Return the model that ``build`` makes, sharded by it or with ``options``, with shards on the device."""
+    model = build()
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"build must return an nn.Module, not {type(model).__name__}.")
+    is_sharded = any(find_state(module) is not None for module in model.modules())
+    if is_sharded and find_state(model) is None:
+        raise ConfigurationError("build has sharded modules of the model, but not the model itself: do so last.")
+    if is_sharded and options:
+        raise ConfigurationError(
+            f"build has sharded the model already, so plan cannot apply {', '.join(sorted(options))}. Leave it out, or "
+            "return the model unsharded."
+        )
+    if not is_sharded:
+        fully_shard(model, mesh=mesh, **options)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        to_empty(model, device="cpu")
+    return model
+
+
+def _calibration(iteration: Root, ledger: MemoryLedger) -> Calibration:
+    groups = {name: state.group for name, state in iteration.states.items() if state.group.parameters}
+    clock = Clock(iteration.root.group.axes.device, lambda: ledger.seconds)
+    return Calibration((), (), groups, 1, clock)
+
+
+def _recompute(iteration: Root) -> None:
+    """Recompute the forward of the modules of each group within the model in backward."""
+    for state in iteration.states.values():
+        if state is not iteration.root:
+            for module in state.modules:
+                run = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+                module.forward = run
+
+
+def _compute(
+    model: nn.Module, ledger: MemoryLedger, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Callable[[Any], Any]
+) -> bool:
+    """Run forward and backward. Return whether the model keeps a key/value cache, as those of transformers do."""
+    ledger.kind, ledger.place = "activations", "forward"
+    output = model(*args, **kwargs)
+    keeps_cache = getattr(output, "past_key_values", None) is not None
+    value = loss(output)
+    del output
+    value.backward()
+    for tensor in (*model.parameters(), *model.buffers()):
+        ledger.mark(local_part(tensor), "parameters")
+        if tensor.grad is not None:
+            ledger.mark(local_part(tensor.grad), "gradients")
+    return keeps_cache
+
+
+def _dtypes(iteration: Root, state: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the dtypes of the floating-point shards, of the computation with them, and of the optimizer state."""
+    parameters = [each for found in iteration.states.values() for each in found.group.parameters]
+    kept = [each for values in state for each in values.values() if isinstance(each, torch.Tensor) and each.dim()]
+    kinds = {
+        "shards": {each.dtype for each in parameters},
+        "computation": {each.unsharded.dtype for each in parameters},
+        "optimizer state": {each.dtype for each in kept},
+    }
+    return {
+        kind: " and ".join(sorted(str(each).removeprefix("torch.") for each in found)) or "none"
+        for kind, found in kinds.items()
+    }
+
+
+def _update(
+    model: nn.Module, ledger: MemoryLedger, make: Optimizer, *, foreach: bool
+) -> tuple[list[Mapping[str, Any]], float]:
+    """Run the first step of an optimizer. Return its state, and the seconds of the step.
+
+    It gets the local shards: what DTensor would do for it is neither memory nor time of the device. ``foreach`` is
+    torch's default on accelerators.
+    """
+    shards = []
+    for parameter in model.parameters():
+        shard = nn.Parameter(local_part(parameter).detach(), requires_grad=parameter.requires_grad)
+        shard.grad = None if parameter.grad is None else local_part(parameter.grad)
+        shards.append(shard)
+    optimizer = make(shards)
+    for group in optimizer.param_groups:
+        if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+    ledger.kind, ledger.place, begin = "optimizer state", "the optimizer's step", ledger.seconds
+    optimizer.step()
+    optimizer.zero_grad()
+    model.zero_grad()
+    return list(optimizer.state.values()), ledger.seconds - begin
+
+
+def _pinned_waste(plan: GroupPlan, process_groups: Sequence[ProcessGroups]) -> int:
+    """Return the bytes that page-locked memory would take beyond the shards and gradients of a group."""
+    specs = tuple(replace(spec, offload=CPUOffloadPolicy()) for spec in plan.specs)
+    buckets = plan_group(specs, tuple(pgs.plan_options() for pgs in process_groups)).buckets
+    return sum(bucket.pinned_waste for bucket in buckets)
+
+
+def _axes(shape: tuple[int, ...], accelerator: Accelerator) -> dict[str, AxisCosts]:
+    """Return the costs of the mesh axes. Neighbouring ranks shard, and are on one host as far as they fit."""
+    shards, ranks = shape[-1], prod(shape)
+    return {
+        "": accelerator.axis_costs(crosses_hosts=shards > accelerator.ranks_per_host),
+        "replicate": accelerator.axis_costs(crosses_hosts=ranks > accelerator.ranks_per_host),
+    }

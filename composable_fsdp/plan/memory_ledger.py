@@ -4,12 +4,15 @@ Every storage is counted from the operation that made it until it is freed, exac
 is not counted. The time of a kernel is that of its floating-point operations or of its memory traffic, whichever is
 longer (the roofline model). Only operations of modules on the default stream take time: those of the runtime are part
 of the prediction of the schedule.
+
+Torch has tools for both. Its ``FSDPMemTracker`` counts the same peak, but raises a ``KeyError`` if a sharded module
+does not run, and has nothing but the peak; its ``RuntimeEstimator`` needs the GPU that it predicts.
+tests/unit/test_plan.py shows both.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -28,9 +31,6 @@ __all__ = ["KINDS", "Change", "MemoryLedger", "Peak", "peak_of"]
 KINDS = ("parameters", "gradients", "optimizer state", "unsharded", "activations", "messages")
 """The kinds of memory."""
 
-_BLOCK = 512
-"""The allocator of accelerators rounds sizes up to a multiple of this."""
-
 _FREE = ("_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operations that move no data, although their schema does not mark them as views."""
 
@@ -45,11 +45,10 @@ _FLOPS: Mapping[Any, Any] = {
 
 
 class Change(NamedTuple):
-    """A change of the memory in use: of which storage, by how many bytes, on which stream, where, and when."""
+    """A change of the memory in use: of which storage, by how many bytes, where, and when."""
 
     key: int
     nbytes: int
-    stream: int
     place: str
     seconds: float
 
@@ -74,10 +73,8 @@ class MemoryLedger(TorchDispatchMode):
         self.seconds = self.flops = 0.0
         self.changes: list[Change] = []
         self.kind_of: dict[int, str] = {}
-        self.held: dict[str, int] = defaultdict(int)
-        """The bytes in use by the kind that they had when they were allocated."""
-        self._live: dict[int, tuple[int, int, int, weakref.ref[torch.UntypedStorage]]] = {}
-        """The key, size, stream of each storage by its address."""
+        self._live: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
+        """The key and size of each storage by its address."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -107,29 +104,27 @@ class MemoryLedger(TorchDispatchMode):
         address = storage._cdata
         if address in self._live:
             return
-        key, size, stream = len(self.kind_of), storage.nbytes(), self._streams.current.number
+        key, size = len(self.kind_of), storage.nbytes()
         self.kind_of[key] = "messages" if self.in_runtime else self.kind
-        self._live[address] = key, size, stream, weakref.ref(storage, lambda _: self._end(address))
-        self._note(key, size, stream)
+        self._live[address] = key, size, weakref.ref(storage, lambda _: self._end(address))
+        self._note(key, size)
 
-    def _note(self, key: int, nbytes: int, stream: int) -> None:
+    def _note(self, key: int, nbytes: int) -> None:
         if nbytes:
-            self.held[self.kind_of[key]] += nbytes
-            self.changes.append(Change(key, nbytes, stream, self.place, self.seconds))
+            self.changes.append(Change(key, nbytes, self.place, self.seconds))
 
     def _end(self, address: int) -> None:
-        key, size, stream, _ = self._live.pop(address)
-        self._note(key, -size, stream)
+        key, size, _ = self._live.pop(address)
+        self._note(key, -size)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._live.get(storage._cdata)
         if known is not None:
-            key, size, stream, reference = known
-            self._note(key, -size, stream)
-            stream = self._streams.current.number
+            key, size, reference = known
+            self._note(key, -size)
             self.kind_of[key] = "unsharded"  # only buffers of full parameters are resized
-            self._live[storage._cdata] = key, storage.nbytes(), stream, reference
-            self._note(key, storage.nbytes(), stream)
+            self._live[storage._cdata] = key, storage.nbytes(), reference
+            self._note(key, storage.nbytes())
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -156,9 +151,8 @@ class MemoryLedger(TorchDispatchMode):
     def restart(self) -> None:
         """Forget the changes so far, and note what is in use."""
         self.changes.clear()
-        for key, size, stream, _ in list(self._live.values()):
-            if size:
-                self.changes.append(Change(key, size, stream, self.place, self.seconds))
+        for key, size, _ in list(self._live.values()):
+            self._note(key, size)
 
 
 class Peak(NamedTuple):
@@ -168,37 +162,30 @@ class Peak(NamedTuple):
         nbytes: the bytes at the peak by kind.
         largest: the most bytes of each kind at any time.
         place: where the peak is.
-        fragmentation: what an allocator with expandable segments needs more than the peak: memory that one stream has
-            freed is not used by others, and sizes are rounded up.
         curve: the bytes of each kind over the time of computation, in seconds from the begin of the step.
     """
 
     nbytes: dict[str, int]
     largest: dict[str, int]
     place: str
-    fragmentation: int
     curve: tuple[tuple[float, tuple[int, ...]], ...]
 
 
 def peak_of(ledger: MemoryLedger) -> Peak:
     """Return the peak of the changes that ``ledger`` has noted."""
     now, largest = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-    of_stream: dict[int, int] = defaultdict(int)
-    most_of_stream: dict[int, int] = defaultdict(int)
     total, most, place, at_peak = 0, -1, "", now
     curve = list[tuple[float, tuple[int, ...]]]()
     begin = ledger.changes[0].seconds if ledger.changes else 0.0
-    for key, nbytes, stream, where, seconds in ledger.changes:
+    for key, nbytes, where, seconds in ledger.changes:
         kind = ledger.kind_of[key]
         now[kind] += nbytes
         total += nbytes
         largest[kind] = max(largest[kind], now[kind])
-        of_stream[stream] += (1 if nbytes > 0 else -1) * (-(-abs(nbytes) // _BLOCK) * _BLOCK)
-        most_of_stream[stream] = max(most_of_stream[stream], of_stream[stream])
         if total > most:
             most, place, at_peak = total, where, dict(now)
         curve.append((seconds - begin, tuple(now.values())))
-    return Peak(at_peak, largest, place, sum(most_of_stream.values()) - max(most, 0), tuple(curve))
+    return Peak(at_peak, largest, place, tuple(curve))
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

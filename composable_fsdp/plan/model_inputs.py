@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
-import json
 import re
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -18,7 +16,7 @@ from torch import nn
 
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 
-__all__ = ["Batch", "as_loss", "builder_of", "make_batch", "without_cache"]
+__all__ = ["Batch", "as_loss", "builder_of", "make_batch"]
 
 Batch: TypeAlias = torch.Tensor | str | Sequence[Any] | Mapping[str, Any] | Callable[[], Any]
 
@@ -81,73 +79,26 @@ def as_loss(output: Any) -> torch.Tensor:
     return first.float().mean() if first.dim() else first
 
 
-def builder_of(
-    text: str, *, param_dtype: torch.dtype | None = None, keeps_cache: bool = True
-) -> Callable[[], nn.Module]:
-    """Return the function that builds the model that ``text`` names.
-
-    Args:
-        text: ``file.py:function``, ``package.module:function``, or the path of a ``config.json`` of transformers or of
-            a directory with one.
-        param_dtype: the dtype of the floating-point parameters. By default fp32 for a config, whose own dtype is that
-            of a checkpoint, and the dtypes of the function.
-        keeps_cache: False builds a model of transformers without its key/value cache.
+def builder_of(text: str) -> Callable[[], nn.Module]:
+    """Return the function that builds the model: ``text`` is ``file.py:function`` or ``package.module:function``.
 
     Raises:
-        ConfigurationError: there is no such function or config.
+        ConfigurationError: there is no such function.
     """
     path, _, name = text.rpartition(":")
-    if path and not Path(text).exists():
-        return partial(_built, _function(path, name), param_dtype, keeps_cache=keeps_cache)
-    config = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
-    if not config.is_file() or config.suffix != ".json":
-        raise ConfigurationError(
-            f"{text!r} is neither FILE.py:FUNCTION nor a config.json of transformers, or a directory with one."
-        )
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigurationError(f"{text} needs transformers, which is not installed: pip install transformers.")
-    return partial(_built, _from_config(config), param_dtype or torch.float32, keeps_cache=keeps_cache)
-
-
-def without_cache(build: Callable[[], nn.Module]) -> nn.Module:
-    """Return what ``build`` makes, without the key/value cache of a model of transformers."""
-    model = build()
-    if hasattr(model, "config"):
-        cast("Any", model.config).use_cache = False
-    return model
-
-
-def _built(build: Callable[[], nn.Module], param_dtype: torch.dtype | None, *, keeps_cache: bool) -> nn.Module:
-    model = build() if keeps_cache else without_cache(build)
-    if param_dtype is not None and isinstance(model, nn.Module):
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(param_dtype)
-    return model
-
-
-def _function(path: str, name: str) -> Callable[[], nn.Module]:
     found: Any
     if path.endswith(".py"):
         if not Path(path).is_file():
             raise ConfigurationError(f"there is no file {path}.")
         sys.path.insert(0, str(Path(path).resolve().parent))
         found = runpy.run_path(path, run_name="<plan>").get(name)
-    else:
+    elif path:
         try:
             found = getattr(importlib.import_module(path), name, None)
         except ModuleNotFoundError as error:
             raise ConfigurationError(f"there is no module {path}: {error}.") from error
+    else:
+        raise ConfigurationError(f"{text!r} is no FILE.py:FUNCTION.")
     if not callable(found):
         raise ConfigurationError(f"{path} has no function {name!r}.")
     return cast("Callable[[], nn.Module]", found)
-
-
-def _from_config(path: Path) -> Callable[[], nn.Module]:
-    transformers: Any = importlib.import_module("transformers")
-    try:
-        values = json.loads(path.read_text())
-        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    except (ValueError, KeyError) as error:
-        raise ConfigurationError(f"{path} is no config of a transformers model: {error}.") from error
-    return lambda: transformers.AutoModelForCausalLM.from_config(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 from composable_fsdp._core.dry import schedule_of
@@ -29,12 +28,10 @@ def schedule_for(root: Root, settings: ScheduleSettings) -> Schedule:
     return _for_simulation(schedule_of(cast(Any, root), settings))
 
 
-def predicted(root: Root, costs: Costs, change: Callable[[GroupSpec], GroupSpec] | None = None) -> Timeline:
-    """Return the timeline of the next iteration that trains, with each group as ``change`` returns it."""
-    before = specs_for(root, root.plans.settings)
-    specs = {name: change(spec) if change else spec for name, spec in before.items()}
-    reshard = {name: spec.reshard for name, spec in specs.items()} if change else None
-    return simulate(_for_simulation(schedule_of(cast(Any, root), reshard=reshard)), specs, costs)
+def predicted(root: Root, costs: Costs) -> Timeline:
+    """Return the timeline of the next iteration that trains."""
+    specs = specs_for(root, root.plans.settings)
+    return simulate(_for_simulation(schedule_of(cast(Any, root))), specs, costs)
 
 
 def _for_simulation(schedule: Schedule) -> Schedule:
