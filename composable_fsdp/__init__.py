@@ -20,7 +20,6 @@ from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._consistency.shutdown import shutdown
 from composable_fsdp._consistency.wait_warning import set_wait_warning
 from composable_fsdp._runtime.params.tensor_subclass import LostExtensionWarning
-from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp._sharding.mesh import OffloadBackendWarning
 from composable_fsdp._sharding.param_sharding import ShardPlacementResult
 from composable_fsdp.codecs.blockwise import Int4, Int8
@@ -56,6 +55,7 @@ from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_
 from composable_fsdp.plugins.optimizer_checks import LowPrecisionWarning
 from composable_fsdp.plugins.plain_parameters import PlainParameterWarning
 from composable_fsdp.plugins.torch_views import client_state
+from composable_fsdp.plugins.tuning.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from composable_fsdp._comm.factory import communicator_over, part_of
     from composable_fsdp._comm.factory import timeout_of as timeout_of_group
     from composable_fsdp._comm.loopback import LoopbackCommunicator
-    from composable_fsdp._comm.verify_ranks import difference_text, verify_same, verify_same_lines
     from composable_fsdp._consistency import interrupt, missing_ranks, watchdog
     from composable_fsdp._consistency.order_check import (
         CONTEXT,
@@ -42,10 +41,10 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._consistency.process_identity import has_died, process_identity
     from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks
-    from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass, has_ended
     from composable_fsdp._consistency.stacks import main_thread_frames, user_line, waits_in_torch
     from composable_fsdp._consistency.starting_values import Candidate, differing_starts, start_details
     from composable_fsdp._consistency.store_rendezvous import StoreRendezvous, Verdict
+    from composable_fsdp._consistency.verify_ranks import difference_text, verify_same, verify_same_lines
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot, events_of
     from composable_fsdp._core.gather_plan import Planner, ScheduleSettings
     from composable_fsdp._core.root import Root
+    from composable_fsdp._core.running_pass import EndOfRun, RunningPass, has_ended
     from composable_fsdp._layout import pinned
     from composable_fsdp._layout import plan as layout_plan
     from composable_fsdp._layout.block import Box, Cut, ShardExtent
@@ -120,7 +120,6 @@ if TYPE_CHECKING:
         advance,
     )
     from composable_fsdp._runtime.lazy_init import iteration_of
-    from composable_fsdp._runtime.mixed_tensor_errors import explanation_of
     from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
     from composable_fsdp._runtime.params.sharded_param import (
         ParameterSource,
@@ -183,6 +182,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
+    from composable_fsdp.plugins.explain_errors import explanation_of
     from composable_fsdp.plugins.forward_order import ExecutionOrderWarning
     from composable_fsdp.plugins.gloo.connection import GlooConnection
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork

@@ -46,6 +46,7 @@ OWN: Mapping[str, Sequence[str]] = {
     "ModelCheck": ("tests/ranks/test_model_comparison.py", "tests/ranks/test_starting_values.py"),
     "CapturedPasses": ("tests/unit/test_captured_passes.py",),
     "CompiledCodecs": ("tests/unit/test_codec_fused.py",),
+    "ExplainedErrors": ("tests/unit/test_usage_errors.py", "tests/ranks/test_functional_call.py"),
     "ProfilerLabels": ("tests/parity/test_profiler_labels.py",),
     "Residuals": ("tests/ranks/test_gradient_codecs.py", "tests/ranks/test_codec_combinations.py"),
     "Tuning": (

@@ -29,9 +29,9 @@ from torch import nn
 from composable_fsdp._consistency.watchdog import note_end
 from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
 from composable_fsdp._runtime.groups.state import state_of
-from composable_fsdp._runtime.mixed_tensor_errors import explain, is_mixed
 from composable_fsdp.diagnostics._recording import hook_uncaught
 from composable_fsdp.errors import LifecycleError
+from composable_fsdp.plugins.explain_errors import explain, is_mixed
 
 __all__ = ["explained_methods", "uncaught_errors"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from weakref import ref
 
 import torch
@@ -47,8 +47,8 @@ from composable_fsdp.errors import (
 from composable_fsdp.policies import Reshard
 
 if TYPE_CHECKING:
-    from composable_fsdp._runtime.schedule.costs import Costs
     from composable_fsdp.plugins.tuning.choose import Choice
+    from composable_fsdp.plugins.tuning.costs import Costs
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
 
@@ -431,7 +431,7 @@ class FSDPModule(TorchFSDPModule):
 
     def costs(self) -> Costs | None:
         """Return the table by which settings are chosen: that of ``set_costs``, or the one that was measured last."""
-        return _state(self).options.costs
+        return cast("Costs | None", _state(self).options.costs)
 
     def schedule_choice(self) -> Choice | None:
         """Return the settings that were chosen by costs, with the predicted time and memory of a step.

@@ -221,6 +221,8 @@ def fully_shard(
             each.__class__ = its_class
         for observer in OBSERVERS:
             observer.after_sharding(state, {each: handles.get(each) for each in modules})
+            for source, parameter in zip(sources, group.parameters, strict=True):
+                observer.given_values(parameter, source.tensor)
     return module
 
 

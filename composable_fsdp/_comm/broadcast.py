@@ -1,14 +1,19 @@
-"""Broadcast tensors from the first rank of a mesh to all of its ranks."""
+"""Collectives of setup: tensors from the first rank of a mesh to all of its ranks, and objects from every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["broadcast_", "fill_"]
+from composable_fsdp._comm.communicator import Communicator, is_over_group
+
+__all__ = ["broadcast_", "fill_", "gather_objects"]
+
+T = TypeVar("T")
 
 MESSAGE_BYTES = 32 << 20
 """Small tensors are packed into buckets of up to this size. A larger tensor is sent alone, without a copy."""
@@ -60,3 +65,17 @@ def fill_(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.data = values.to(tensor.device, tensor.dtype, copy=True)
     else:
         tensor.copy_(values)
+
+
+def gather_objects(own: T, axis: Communicator | dist.ProcessGroup) -> list[T]:
+    """Return ``own`` of every rank of ``axis``, in rank order. For setup only. All ranks must call it together."""
+    if isinstance(axis, dist.ProcessGroup):
+        group = axis
+    elif is_over_group(axis):
+        group = axis.group
+    else:
+        return [own] * axis.size
+    gathered = [own] * dist.get_world_size(group)
+    with torch.device("cpu"):  # the caller may have set another default device
+        dist.all_gather_object(gathered, own, group=group)
+    return gathered

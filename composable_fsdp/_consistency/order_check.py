@@ -47,6 +47,9 @@ class OrderCheck(Enum):
     ALWAYS = "always"
     """Every operation."""
 
+    def __str__(self) -> str:
+        return self.value
+
 
 def order_check_from(value: str | None = None) -> OrderCheck:
     """Return the level ``value``, or else that of the environment variable, or else ``FIRST``.

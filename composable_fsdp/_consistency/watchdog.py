@@ -32,11 +32,11 @@ from composable_fsdp._consistency import interrupt
 from composable_fsdp._consistency.later_end import record_at_end, record_now, wait_for_ends
 from composable_fsdp._consistency.process_identity import has_died, is_of_this_host, process_identity
 from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks, ranks_text
-from composable_fsdp._consistency.running_pass import RunningPass, error_summary
 from composable_fsdp._consistency.stacks import Frame, main_thread_frames, user_line, waits_in_torch
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.wait_warning import WarningTimes, reports_with_places, wait_text, wait_warning
 from composable_fsdp._consistency.world_store import is_simulated, world_store
+from composable_fsdp._core.running_pass import RunningPass, error_summary
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
 __all__ = ["PATIENCE", "Watchdog", "job_watchdog", "known_watchdog", "note_end"]

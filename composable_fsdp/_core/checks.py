@@ -67,4 +67,4 @@ def _only(name: str) -> str:
 
 def _values(state: FSDPState) -> dict[str, object]:
     options = {each.name: getattr(state.options, each.name) for each in fields(RootOptions)}
-    return {"device": state.group.axes.device, "order check": options.pop("order_check").value, **options}
+    return {"device": state.group.axes.device, "order check": options.pop("order_check"), **options}

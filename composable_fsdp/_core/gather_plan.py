@@ -14,12 +14,11 @@ from typing import Any, TypeAlias
 from composable_fsdp._core.launcher import Launcher
 from composable_fsdp._layout.plan import SMALL_BYTES, MessageSizes
 from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-from composable_fsdp._runtime.schedule.schedule import Hook
+from composable_fsdp._runtime.schedule.schedule import Hook, describe_groups
 from composable_fsdp.policies import ReshardKind
 
 __all__ = [

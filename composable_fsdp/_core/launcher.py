@@ -64,7 +64,8 @@ class StreamLauncher:
 
     def __init__(self, streams: CommStreams) -> None:
         self.has_streams = streams.device.has_streams
-        self.streams = streams
+        self._streams = streams
+        self.wrap_verbs(None)
 
     @property
     def streams(self) -> CommStreams:
@@ -72,14 +73,20 @@ class StreamLauncher:
 
     @streams.setter
     def streams(self, streams: CommStreams) -> None:
-        self._streams, self.gather = streams, partial(unshard_together, streams)
+        self._streams = streams
+        self.wrap_verbs(self._wrap)
 
-    wait = staticmethod(ParamGroup.wait)
-    free = staticmethod(ParamGroup.reshard)
+    def wrap_verbs(self, wrap: Callable[[str, Any], Any] | None) -> None:
+        """Let verbs be what ``wrap`` returns for their names and functions, or themselves."""
+        self._wrap, wrapped = wrap, wrap or (lambda _, verb: verb)
+        self.gather = wrapped("gather", partial(unshard_together, self._streams))
+        self.wait = wrapped("wait", ParamGroup.wait)
+        self.free = wrapped("free", ParamGroup.reshard)
+        self.reduce = wrapped("reduce", ReductionLaunch.run)
+        self.finish = wrapped("finish", PendingReduction.complete)
+
     shrink = staticmethod(ParamGroup.shrink)
-    reduce = staticmethod(ReductionLaunch.run)
     start = staticmethod(PendingReduction.start)
-    finish = staticmethod(PendingReduction.complete)
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         engine: Any = Variable._execution_engine

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp import trace
-from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass
+from composable_fsdp._core.running_pass import EndOfRun, RunningPass
 from composable_fsdp._core.seams import Root
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
 from composable_fsdp.errors import LifecycleError

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable_fsdp._consistency.running_pass import RunningPass
 from composable_fsdp._core.gather_plan import Planner
+from composable_fsdp._core.running_pass import RunningPass
 from composable_fsdp._memory.streams import CommStreams, Work
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
 from composable_fsdp._runtime.groups.state_machine import Pass
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.schedule.schedule import Hook
 
 __all__ = ["OBSERVERS", "Events", "HookHandles", "Observer", "Root"]
@@ -85,6 +86,9 @@ class Observer:
     def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
         """Note that ``fully_shard`` has made ``state``. ``modules``: handles of hooks, ``None`` for inner modules."""
 
+    def given_values(self, parameter: ShardedParameter, full: torch.Tensor) -> None:
+        """Note that each rank has kept its shard of ``full``, by ``fully_shard`` or ``initialize``."""
+
     def after_copy(self, state: FSDPState, clone: FSDPState) -> None:
         """Note that ``clone`` is a copy of ``state``."""
 
@@ -93,6 +97,9 @@ class Observer:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that ``optimizer`` is about to step. Called while the process has FSDP states, for every optimizer."""
+
+    def raised(self, error: BaseException) -> None:
+        """Note that ``error`` is leaving a forward, whose parameters are unsharded still."""
 
     # Of a root.
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._core.root import Root
-from composable_fsdp._core.seams import HookHandles
+from composable_fsdp._core.seams import OBSERVERS, HookHandles
 from composable_fsdp._runtime.compile import DynamoDisabled, calling_frame, frame_of_call
 from composable_fsdp._runtime.groups.callers_context import in_transform, runs_outside
 from composable_fsdp._runtime.groups.param_group_buckets import shard_full_tensor
@@ -35,7 +35,6 @@ from composable_fsdp._runtime.groups.state import (
     state_of,
 )
 from composable_fsdp._runtime.lazy_init import assemble
-from composable_fsdp._runtime.mixed_tensor_errors import explain
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part, without_torch_function
 from composable_fsdp._runtime.pytree import CallInputs, InputView, map_tensors, tensors_in
 from composable_fsdp._runtime.transforms import dual_numbers, layers_of
@@ -119,11 +118,7 @@ def hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         state = state_of(self)
         if not is_being_called(state):
             return _call_as_forward(state, self, functools.partial(original, self), args, kwargs)
-        try:
-            return original(self, *args, **kwargs)
-        except RuntimeError as error:
-            explain(error)
-            raise
+        return original(self, *args, **kwargs)
 
     return forward
 
@@ -139,8 +134,7 @@ def _call_as_forward(
             call.iteration.pre_forward(state)
         args, kwargs = hooks.take_inputs(call, args, kwargs)
         output = method(*args, **kwargs)
-    except BaseException as error:
-        explain(error)  # before parameters that were unsharded here are sharded again
+    except BaseException:
         hooks.abort()
         raise
     return hooks.finish(module, output)
@@ -242,10 +236,13 @@ class _ModuleHooks:
 
     def abort(self) -> None:
         """End a call that raised, while its exception is being handled."""
-        call = self._state.calls_under_way.pop()
+        call, error = self._state.calls_under_way.pop(), sys.exc_info()[1]
         call.end()
+        if error is not None:
+            for observer in OBSERVERS:
+                observer.raised(error)
         if not call.is_inner:
-            call.iteration.abort_forward(call, sys.exc_info()[1])
+            call.iteration.abort_forward(call, error)
 
     # -- state dicts, which hold sharded parameters
 

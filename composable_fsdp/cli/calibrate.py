@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_fsdp._comm.communicator import Communicator, is_over_group
 from composable_fsdp._comm.factory import communicator_over, part_of
 from composable_fsdp._memory.device_capabilities import current_accelerator
-from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
 from composable_fsdp._sharding.mesh import data_parallel_axes
 from composable_fsdp.cli.printing import Json, console, print_json, table_of
 from composable_fsdp.errors import ConfigurationError
@@ -34,6 +33,7 @@ from composable_fsdp.plugins.tuning.calibration import (
     over_ranks,
 )
 from composable_fsdp.plugins.tuning.clock import Clock
+from composable_fsdp.plugins.tuning.costs import CollectiveCost, Costs
 
 __all__ = ["calibrate", "measure_costs"]
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._comm.factory import communicator_over
-from composable_fsdp._comm.verify_ranks import gather_rows
+from composable_fsdp._consistency.verify_ranks import gather_rows
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import parameters_at_rest
 

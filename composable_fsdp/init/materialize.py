@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._api.ignored import Ignored
 from composable_fsdp._comm.broadcast import broadcast_
-from composable_fsdp._comm.verify_ranks import verify_same
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
-from composable_fsdp._consistency.starting_values import sample_start
+from composable_fsdp._consistency.verify_ranks import verify_same
+from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
 from composable_fsdp._runtime.lend_params import (
     empty_full_parameter,
@@ -29,7 +29,7 @@ from composable_fsdp._runtime.lend_params import (
     write_shard,
 )
 from composable_fsdp._runtime.params.param_places import ParamPlace, registered_buffers, registered_parameters
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp._sharding.mesh import data_parallel_axes
 from composable_fsdp.errors import ConfigurationError, ParameterError
@@ -318,7 +318,8 @@ class _Initializer:
             if _storage(value) != storage or self._written.was_written(value):
                 write_shard(parameter, value, value.requires_grad)
                 self._blank.pop(place.name, None)
-                parameter.start = sample_start(value, local_part(parameter.sharded))
+                for observer in OBSERVERS:
+                    observer.given_values(parameter, value)
             self._written.unwatch(storage)
 
     def uninitialized(self) -> list[str]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._api.fully_shard import fully_shard
-from composable_fsdp._comm.verify_ranks import verify_same_lines
+from composable_fsdp._consistency.verify_ranks import verify_same_lines
 from composable_fsdp._runtime.params.param_places import registered_buffers, registered_parameters
 from composable_fsdp._runtime.params.sharded_param import has_grad_dtype
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class

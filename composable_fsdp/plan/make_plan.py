@@ -26,7 +26,6 @@ from composable_fsdp._layout.plan import GroupPlan, plan_group
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp._runtime.schedule.costs import AxisCosts, Costs
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import ConfigurationError, FSDPError
@@ -37,6 +36,7 @@ from composable_fsdp.plan.plan_values import Plan, Row
 from composable_fsdp.plan.simulated_job import mesh_shape, simulated_job
 from composable_fsdp.plugins.tuning.calibration import Calibration
 from composable_fsdp.plugins.tuning.clock import Clock
+from composable_fsdp.plugins.tuning.costs import AxisCosts, Costs
 from composable_fsdp.plugins.tuning.predict import predicted
 from composable_fsdp.plugins.tuning.tuning import tuning_of
 from composable_fsdp.policies import CPUOffloadPolicy

@@ -26,6 +26,7 @@ Plugin                  Does                                             On by d
 ``residuals``           commits and restores those of error feedback     all devices
 ``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
 ``compiled_codecs``     compiles codecs before the first step            accelerators
+``explain_errors``      names the sharded parameter in torch's errors    all devices
 ``profiler_labels``     labels hooks in profiles and in torch's log      all devices
 ``tuning``              measures costs, and chooses settings by them     no: opt-in by
                                                                          ``calibrate()``,
@@ -39,12 +40,14 @@ from __future__ import annotations
 from composable_fsdp._comm.communicator import SUM, Around, Collective, Communicator, Transfer
 from composable_fsdp._comm.factory import AROUND, TRANSPORTS
 from composable_fsdp._core.seams import OBSERVERS, Observer, Root
+from composable_fsdp._runtime.groups.param_group_buckets import BEFORE_SHARING
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.compiled_codecs import CompiledCodecs
+from composable_fsdp.plugins.explain_errors import ExplainedErrors
 from composable_fsdp.plugins.forward_order import ForwardOrder
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
-from composable_fsdp.plugins.model_check import ModelCheck
+from composable_fsdp.plugins.model_check import ModelCheck, check_alike
 from composable_fsdp.plugins.optimizer_checks import OptimizerChecks
 from composable_fsdp.plugins.pass_reports import ReportedPasses, TracedPasses
 from composable_fsdp.plugins.plain_parameters import PlainParameters
@@ -104,6 +107,7 @@ DEFAULT: tuple[type[Observer], ...] = (
     ForwardOrder,
     VersionCheck,
     Residuals,
+    ExplainedErrors,
     ProfilerLabels,
     Tuning,
     Epochs,
@@ -113,4 +117,5 @@ DEFAULT: tuple[type[Observer], ...] = (
 
 TRANSPORTS[:0] = DEFAULT_TRANSPORTS
 AROUND.extend(DEFAULT_AROUND)
+BEFORE_SHARING.append(check_alike)
 OBSERVERS.extend(plugin() for plugin in DEFAULT)

@@ -6,7 +6,7 @@ with all groups sharded and all earlier gradients reduced, and the host reads no
 
 from __future__ import annotations
 
-from composable_fsdp._consistency.running_pass import RunningPass
+from composable_fsdp._core.running_pass import RunningPass
 from composable_fsdp._core.seams import Observer, Root
 from composable_fsdp._memory.streams import capture_error
 from composable_fsdp._runtime.groups.state import FSDPState

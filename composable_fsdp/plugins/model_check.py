@@ -6,37 +6,67 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from composable_fsdp._comm.verify_ranks import SHOWN_RANKS, gather_texts, verify_same
-from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
+from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck, order_check_from
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.starting_values import (
     Candidate,
     Facts,
+    Start,
     any_equal_shards,
     differing_starts,
     equal_shards,
     host_bytes,
     sample,
+    sample_start,
     shard_details,
     start_details,
 )
+from composable_fsdp._consistency.verify_ranks import SHOWN_RANKS, gather_texts, verify_same
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets
+from composable_fsdp._runtime.groups.state import FSDPState, state_of_parameter
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
 from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import DivergenceError, ParameterError
 
-__all__ = ["ModelCheck"]
+__all__ = ["ModelCheck", "check_alike"]
+
+_starts: WeakKeyDictionary[ShardedParameter, Start] = WeakKeyDictionary()
+"""Samples of the original values, until they are compared."""
 
 
 class ModelCheck(Observer):
     """Compares the models of all ranks before the first collective."""
 
+    def given_values(self, parameter: ShardedParameter, full: torch.Tensor) -> None:
+        state = state_of_parameter(parameter)
+        is_checked = state is not None and state.options.order_check is not OrderCheck.OFF
+        if not is_checked or parameter.sharding.axes.num_ranks == 1:
+            return
+        start = sample_start(local_part(full), parameter.local_now)
+        if start is not None:
+            _starts[parameter] = start
+
     def before_first_collective(self, root: Root) -> None:
         _check_models(root.root, root.states)
+
+
+def check_alike(tensors: ParamGroupBuckets, process_groups: Sequence[ProcessGroups]) -> None:
+    """Check that all ranks have the same parameters before they share memory.
+
+    Raises:
+        DivergenceError: they differ. All ranks raise it with the same text.
+    """
+    if order_check_from() is OrderCheck.OFF:
+        return
+    for pgs in process_groups:
+        lines = [f"parameter {p.name!r}: {p.description}" for p in tensors.parameters if p.sharding.axes == pgs.axes]
+        verify_same(lines, (pgs.axes.shard,), tensors.device, "a group that fully_shard makes")
 
 
 def _check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
@@ -64,7 +94,7 @@ def _check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
         _check_axes(root, states, axes, parameters)
     for state in states.values():
         for parameter in state.group.parameters:
-            parameter.start = None
+            _starts.pop(parameter, None)
 
 
 def _check_axes(
@@ -130,7 +160,7 @@ def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
     """Return what is compared of each parameter. One copy brings all samples to the host."""
     shards = [p.local_now for p in parameters.values()]
     now = [sample(shard) for shard in shards]
-    starts = [p.start for p in parameters.values()]
+    starts = [_starts.get(p) for p in parameters.values()]
     present = [each for start, values in zip(starts, now, strict=True) for each in (*(start or ()), values)]
     data = iter(host_bytes([each for each in present if each is not None]))
     return [
@@ -150,7 +180,7 @@ def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
 def _environment_text(root: FSDPState, axes: DataParallelAxes) -> str:
     return (
         f"composable_fsdp {_version()}, torch {torch.__version__}, mesh of ranks {axes.mesh.mesh.tolist()}, "
-        f"order check {root.options.order_check.value!r}, max_fused_bytes {root.options.max_fused_bytes}, "
+        f"order check {str(root.options.order_check)!r}, max_fused_bytes {root.options.max_fused_bytes}, "
         f"max_unsharded_bytes {root.options.max_unsharded_bytes}, prefetch_limit {root.options.prefetch_limit}, "
         f"deterministic algorithms {torch.are_deterministic_algorithms_enabled()}"
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from composable_fsdp import trace
-from composable_fsdp._consistency.running_pass import RunningPass
 from composable_fsdp._consistency.watchdog import Watchdog, job_watchdog
+from composable_fsdp._core.running_pass import RunningPass
 from composable_fsdp._core.seams import Observer, Root
 
 __all__ = ["ReportedPasses", "TracedPasses"]

@@ -1,15 +1,25 @@
-"""The labels of hooks in profiles and in torch's log, such as ``FSDP::pre_forward (layers.0)``."""
+"""Labels in profiles and in ``TORCH_LOGS=+fsdp``, such as ``FSDP::all_gather (layers.0)``: of hooks, and of launches.
+
+They are those of torch's FSDP2, which tools search for, and the logger is torch's.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+from torch.autograd import profiler
 
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups import profiling
-from composable_fsdp._runtime.schedule.schedule import Hook
+from composable_fsdp._runtime.groups.param_group import ParamGroup
+from composable_fsdp._runtime.groups.state_machine import ParameterState
+from composable_fsdp._runtime.schedule.schedule import Hook, describe_groups
 
 __all__ = ["ProfilerLabels"]
+
+_log = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 _LABELS = {
     Hook.PRE_FORWARD: "pre_forward",
@@ -19,21 +29,30 @@ _LABELS = {
 }
 
 
+@contextmanager
+def _label(operation: str, name: str) -> Iterator[None]:
+    text = f"FSDP::{operation} ({name})"
+    _log.debug("%s", text)
+    with profiler.record_function(text):
+        yield
+
+
 class ProfilerLabels(Observer):
-    """Labels the hooks of one root while a profiler runs, or torch's log is enabled."""
+    """Labels the hooks and launches of one root while a profiler runs, or torch's log is enabled."""
 
     def __init__(self) -> None:
-        self._labels = _HookLabels()
+        self._of_hooks = _HookLabels()
+        self._are_shown = False
 
     def for_root(self, root: Root) -> Observer:
         return ProfilerLabels()
 
     def before_first_hook(self, root: Root) -> None:
-        profiling.look_for_readers()
-        if profiling.active:
-            root.events.add(self._labels)
-        else:
-            root.events.remove(self._labels)
+        are_read = profiler._is_profiler_enabled or _log.isEnabledFor(logging.DEBUG)
+        if are_read is not self._are_shown:
+            self._are_shown = are_read
+            (root.events.add if are_read else root.events.remove)(self._of_hooks)
+            cast(Any, root).launcher.wrap_verbs(_labelled if are_read else None)
 
 
 class _HookLabels(Observer):
@@ -43,9 +62,40 @@ class _HookLabels(Observer):
         self._open: list[AbstractContextManager[None]] = []
 
     def before_hook(self, root: Root, hook: Hook, subject: Any) -> None:
-        label = profiling.label(_LABELS[hook], subject.name) if hook in _LABELS else nullcontext()
+        label = _label(_LABELS[hook], subject.name) if hook in _LABELS else nullcontext()
         label.__enter__()
         self._open.append(label)
 
     def after_hook(self, root: Root, hook: Hook, subject: Any) -> None:
         self._open.pop().__exit__(None, None, None)
+
+
+def _gathered(groups: Sequence[ParamGroup]) -> list[str]:
+    """Return the names of those of ``groups`` that a gather launches now: none if they have no parameters."""
+    needed = [group for group in groups if not group.is_gathered]
+    return [group.name for group in needed] if any(group.buckets for group in needed) else []
+
+
+def _awaited(group: ParamGroup) -> list[str]:
+    return [group.name] if group.parameter_state is ParameterState.UNSHARDING and group.buckets else []
+
+
+_OF_VERBS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
+    "gather": ("all_gather", _gathered),
+    "wait": ("all_gather_copy_out", _awaited),
+    "free": ("all_gather_copy_out", _awaited),
+    "reduce": ("post_backward_reduce", lambda launch: [member.name for member in launch.members]),
+    "finish": ("post_backward_rs_wait", lambda pending: [member.name for member in pending.launch.members]),
+}
+"""The label of each verb of a launcher, and the names of the groups for which it does something."""
+
+
+def _labelled(verb: str, act: Callable[..., Any]) -> Callable[..., Any]:
+    operation, names_for = _OF_VERBS[verb]
+
+    def labelled(subject: Any, *arguments: Any) -> Any:
+        names = names_for(subject)
+        with _label(operation, describe_groups(names)) if names else nullcontext():
+            return act(subject, *arguments)
+
+    return labelled

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # in one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "trace", "_memory.device_capabilities"),
-    ("policies", "codecs", "_consistency"),
+    ("policies", "codecs"),
     ("_layout",),
     ("_runtime.schedule", "_memory"),
     ("_comm",),
@@ -34,6 +34,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("wrap", "_api.torch_types"),
     ("_core",),
     ("_runtime",),
+    ("_consistency",),
     ("plugins",),
     ("optim", "testing", "checkpoint._coordination"),
     ("_api.allocate_shards", "_api.ignored"),
@@ -53,7 +54,7 @@ ROW = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 # Pure modules use no process groups, streams or modules. Placements are plain values, so layouts may use them.
 PURE = (
     *("_consistency.rank_report", "_runtime.groups.state_machine", "_layout", "_runtime.schedule"),
-    *("plugins.tuning.choose", "plugins.tuning.simulate"),
+    *("plugins.tuning.choose", "plugins.tuning.costs", "plugins.tuning.simulate"),
 )
 IMPURE = ("torch.distributed", "torch.nn", "torch.cuda", "torch.accelerator")
 PLACEMENTS = "torch.distributed.tensor.placement_types"

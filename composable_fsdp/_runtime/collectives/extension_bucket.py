@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from composable_fsdp._comm.verify_ranks import gather_objects
+from composable_fsdp._comm.broadcast import gather_objects
 from composable_fsdp._layout.plan import BucketPlan
 from composable_fsdp._memory.buffers import allocate_storage
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers

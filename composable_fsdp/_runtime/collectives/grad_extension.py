@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_fsdp._comm.broadcast import gather_objects
 from composable_fsdp._comm.communicator import Communicator
-from composable_fsdp._comm.verify_ranks import gather_objects
 from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp._runtime.params.tensor_subclass import GRADIENT_HOOKS
 from composable_fsdp.errors import ExtensionError, ParameterError

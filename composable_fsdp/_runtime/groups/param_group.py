@@ -14,7 +14,6 @@ from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
 from composable_fsdp._runtime.collectives.all_gather import all_gather_of
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._runtime.collectives.wire_bytes import all_gather_wire_bytes, smaller_mesh_wire_bytes
-from composable_fsdp._runtime.groups import profiling
 from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets, shard_parameters
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, gradient_hooks, reduce_together
 from composable_fsdp._runtime.groups.state_machine import (
@@ -323,11 +322,8 @@ class ParamGroup:
     def _end_gather(self) -> None:
         if self._pending_gather is not None:
             pending, self._pending_gather = self._pending_gather, None
-            wait = pending.wait
-            if profiling.active:
-                wait = profiling.label("all_gather_copy_out", self.name)(wait)
             try:
-                wait()
+                pending.wait()
             except BaseException:
                 self._may_be_written = not pending.has_arrived
                 raise
@@ -426,13 +422,10 @@ def unshard_together(streams: CommStreams, groups: Sequence[ParamGroup], label: 
     pending, begin = None, None
     if buckets:  # not, for example, a root whose parameters all belong to nested modules
         begin = trace.now() if trace.listeners else None
-        run = streams.gather.run
-        if profiling.active:
-            run = profiling.label("all_gather", profiling.describe_groups([group.name for group in needed]))(run)
         gather = all_gather_of(buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
         try:
             # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
-            pending = run(
+            pending = streams.gather.run(
                 gather.launch, gather.finish, allocate=gather.allocate, prepare=gather.prepare, finish_in_wait=True
             )
         except BaseException:

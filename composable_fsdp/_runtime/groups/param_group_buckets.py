@@ -17,9 +17,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_fsdp._comm.communicator import AliasingCommunicator
-from composable_fsdp._comm.verify_ranks import verify_same
-from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
-from composable_fsdp._consistency.starting_values import sample_start
 from composable_fsdp._layout.bucket_layout import FlatLayout
 from composable_fsdp._layout.plan import (
     BucketPlan,
@@ -55,7 +52,7 @@ from composable_fsdp.codecs.communication_policy import EXACT, PLAIN, GradientCo
 from composable_fsdp.errors import DeviceError, ParameterError
 from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
-__all__ = ["ParamGroupBuckets", "rest_device", "shard_full_tensor", "shard_parameters"]
+__all__ = ["BEFORE_SHARING", "ParamGroupBuckets", "rest_device", "shard_full_tensor", "shard_parameters"]
 
 
 _SHARED_ALIGNMENT = 64
@@ -84,7 +81,6 @@ def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
 def shard_parameters(sources: Sequence[ParameterSource]) -> list[ShardedParameter]:
     """Copy this rank's shards out of the original parameters."""
     parameters = []
-    is_checked = order_check_from() is not OrderCheck.OFF
     for source in sources:
         axes, full = source.sharding.axes, local_part(source.tensor)
         shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
@@ -100,10 +96,7 @@ def shard_parameters(sources: Sequence[ParameterSource]) -> list[ShardedParamete
             continue
         padded = torch.empty(shards.padded_numel, dtype=full.dtype, device=device)
         copy_shard(source.name, full, shards, axes.shard.rank, padded)
-        parameter = ShardedParameter(source, padded[: prod(shape)].view(shape))
-        if is_checked and axes.num_ranks > 1:
-            parameter.start = sample_start(full, parameter.local)
-        parameters.append(parameter)
+        parameters.append(ShardedParameter(source, padded[: prod(shape)].view(shape)))
     return parameters
 
 
@@ -264,8 +257,8 @@ class ParamGroupBuckets:
         ]
         if not able:
             return
-        if order_check_from() is not OrderCheck.OFF:
-            self._check_alike(able)
+        for check in BEFORE_SHARING:
+            check(self, able)
         for pgs in able:
             pgs.shared_memory = torch.empty(0, dtype=torch.uint8)  # a marker with which the plan assumes shared memory
         self._find_hooks()
@@ -278,12 +271,6 @@ class ParamGroupBuckets:
         for pgs in able:
             communicator = cast(AliasingCommunicator, pgs.gather)
             pgs.shared_memory = communicator.share(ends[pgs]) if ends[pgs] else None
-
-    def _check_alike(self, process_groups: Sequence[ProcessGroups]) -> None:
-        """Check that all ranks have the same parameters before they share memory."""
-        for pgs in process_groups:
-            lines = [f"parameter {p.name!r}: {p.description}" for p in self.parameters if p.sharding.axes == pgs.axes]
-            verify_same(lines, (pgs.axes.shard,), self.device, "a group that fully_shard makes")
 
     def register(self) -> None:
         """Register the sharded parameters on their owners."""
@@ -523,6 +510,10 @@ class ParamGroupBuckets:
             f"shards of {group!r} {why}, but these parameters are elsewhere: {elsewhere}. "
             f"Move them with model.to({rest.type!r})."
         )
+
+
+BEFORE_SHARING: list[Callable[[ParamGroupBuckets, Sequence[ProcessGroups]], None]] = []
+"""Called before the ranks of these process groups share the memory of a new group, by all of them together."""
 
 
 def _promoted(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:

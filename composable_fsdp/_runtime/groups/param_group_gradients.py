@@ -22,7 +22,6 @@ from composable_fsdp._runtime.collectives.reduce_scatter import ReducedBucket
 from composable_fsdp._runtime.collectives.wire_bytes import WireBytes, reduce_scatter_wire_bytes
 from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
 from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets
-from composable_fsdp._runtime.groups.profiling import describe_groups, labelled
 from composable_fsdp._runtime.groups.state_machine import (
     GRADIENT_TRANSITIONS,
     HELD_GRADIENTS,
@@ -33,6 +32,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     after,
 )
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, accept_gradients
+from composable_fsdp._runtime.schedule.schedule import describe_groups
 
 __all__ = [
     "AutogradRun",
@@ -495,7 +495,6 @@ class ReductionLaunch:
             self.nbytes += sum(map(nbytes.__getitem__, grad_buckets))
             self.round_bytes += sum(nbytes)
 
-    @labelled("post_backward_reduce", lambda self: describe_groups([member.name for member in self.members]))
     def run(self) -> PendingReduction:
         """Take the gradients and launch their reduction. May be called once."""
         grad_mode = torch.is_grad_enabled()
@@ -535,9 +534,6 @@ class PendingReduction:
         """Launch the second stage, which waited for the first."""
         self._pending.start()
 
-    @labelled(
-        "post_backward_rs_wait", lambda self, *_: describe_groups([member.name for member in self.launch.members])
-    )
     @without_grad
     def complete(self, unread: list[PendingReduction] | None = None) -> None:
         """Wait, and set the sharded gradients; a partial reduction keeps its sums instead.

@@ -22,12 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp._comm.communicator import Communicator, is_over_group
-from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._layout.plan import GroupPlan
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_parameter
 from composable_fsdp._runtime.pytree import NO_INPUTS, CallInputs
-from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
@@ -83,11 +81,11 @@ class RootOptions:
         costs: the costs by which settings are chosen that the user has not set.
     """
 
-    order_check: OrderCheck = field(default_factory=order_check_from)
+    order_check: Any = None
     max_unsharded_bytes: int | None = None
     prefetch_limit: int | None = None
     max_fused_bytes: int | None = None
-    costs: Costs | None = None
+    costs: Any = None
 
 
 class Kept(NamedTuple):

@@ -29,7 +29,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
-from composable_fsdp._consistency.starting_values import Start
 from composable_fsdp._layout.bucket_layout import ALIGNMENT_BYTES
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
@@ -127,8 +126,6 @@ class ShardedParameter:
         self.accumulated: torch.Tensor | None = None
         self._held: ref[torch.Tensor] | None = None
         """A weak reference to the DTensor of ``accumulated`` that was returned last."""
-        self.start: Start | None = None
-        """Samples of the original values. Ranks compare them in the first forward, which clears them."""
         self.set_local(local)
         self._mark(self.sharded)
 
@@ -143,7 +140,7 @@ class ShardedParameter:
         copy.sharded = copy.unsharded = sharded
         copy.local = copy.full = cast(Any, sharded)._local_tensor
         copy.trainable, copy.accumulated = sharded.requires_grad, None
-        copy.start = copy.state_ref = copy._held = None
+        copy.state_ref = copy._held = None
         copy._mark(sharded)
         return copy
 

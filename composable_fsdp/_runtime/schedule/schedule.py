@@ -5,7 +5,7 @@ A dry run makes schedules, and ``simulate`` predicts their time and memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -23,7 +23,13 @@ __all__ = [
     "Step",
     "Wait",
     "WaitReduce",
+    "describe_groups",
 ]
+
+
+def describe_groups(names: Sequence[str]) -> str:
+    """Return the name in errors of several groups that share a collective."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} groups)"
 
 
 class Hook(Enum):

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
-from composable_fsdp._comm.verify_ranks import gather_rows, multi_rank_axes
 from composable_fsdp._consistency.order_check import MEASUREMENT
+from composable_fsdp._consistency.verify_ranks import gather_rows, multi_rank_axes
 from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.schedule.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
 from composable_fsdp.plugins.tuning.clock import Clock, Mark
+from composable_fsdp.plugins.tuning.costs import AxisCosts, CollectiveCost, Costs
 
 __all__ = [
     "Calibration",

@@ -8,9 +8,9 @@ from composable_fsdp._core.dry import schedule_of
 from composable_fsdp._core.gather_plan import ScheduleSettings
 from composable_fsdp._core.seams import Root
 from composable_fsdp._runtime.groups.state_machine import Pass
-from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.schedule import Event, Hook, Schedule, Step
 from composable_fsdp._sharding.mesh import axis_names
+from composable_fsdp.plugins.tuning.costs import Costs
 from composable_fsdp.plugins.tuning.group_spec import GroupSpec, spec_of
 from composable_fsdp.plugins.tuning.simulate import Timeline, simulate
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 from composable_fsdp._layout.plan import GradientMemory
-from composable_fsdp._runtime.schedule.costs import CollectiveCost, Costs
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
     Event,
@@ -25,6 +24,7 @@ from composable_fsdp._runtime.schedule.schedule import (
     Wait,
     WaitReduce,
 )
+from composable_fsdp.plugins.tuning.costs import CollectiveCost, Costs
 from composable_fsdp.plugins.tuning.group_spec import GroupSpec, Specs
 
 __all__ = ["Span", "Timeline", "fit_computation", "simulate"]

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from composable_fsdp import trace
 from composable_fsdp._comm.communicator import Communicator
 from composable_fsdp._core.gather_plan import ScheduleSettings, set_by_user
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups import profiling
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
-from composable_fsdp._runtime.schedule.costs import Costs
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp.plugins.tuning.calibration import Calibration, StepObserver
 from composable_fsdp.plugins.tuning.choose import Choice, choose
 from composable_fsdp.plugins.tuning.clock import Clock
+from composable_fsdp.plugins.tuning.costs import Costs
 from composable_fsdp.plugins.tuning.predict import schedule_for, specs_for
 from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
 
 __all__ = ["Tuning", "choice_of", "tuning_of"]
+
+_log = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
 
 class Tuning(Observer):
@@ -192,6 +195,6 @@ def _note_choice(choice: Choice | None, begin: float) -> None:
         return
     if trace.listeners:
         trace.emit(trace.Operation.CHOOSE, choice.summary, choice.peak_bytes, begin=begin)
-    if profiling.active:
-        with profiling.label("choose_schedule", choice.summary):
-            pass
+    _log.debug("FSDP::choose_schedule (%s)", choice.summary)
+    with record_function(f"FSDP::choose_schedule ({choice.summary})"):
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import cast
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from composable_fsdp._consistency.order_check import OrderCheck, order_check_fro
 from composable_fsdp._consistency.wait_warning import ENDED_AT, REPORTED_AT
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.state import connections
+from composable_fsdp._runtime.groups.state import FSDPState, connections
 from composable_fsdp.plugins.watchdog.decorators import Exchange, OrderChecked, StoreExchange, Watched
 
 __all__ = ["OrderCheckLevel", "compare", "compared", "order_checked", "watched"]
@@ -53,6 +54,9 @@ def compared(group: dist.ProcessGroup) -> int:
 
 class OrderCheckLevel(Observer):
     """Sets the level of each root that is assembled: an earlier model may have set another for its process groups."""
+
+    def after_sharding(self, state: FSDPState) -> None:
+        state.options = replace(state.options, order_check=order_check_from())
 
     def for_root(self, root: Root) -> Observer | None:
         compare(connections(root.states.values()), root.root.options.order_check)

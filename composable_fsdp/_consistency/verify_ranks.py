@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import unified_diff
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,15 +26,12 @@ from composable_fsdp.errors import DivergenceError
 __all__ = [
     "SHOWN_RANKS",
     "difference_text",
-    "gather_objects",
     "gather_rows",
     "gather_texts",
     "multi_rank_axes",
     "verify_same",
     "verify_same_lines",
 ]
-
-T = TypeVar("T")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Matches addresses in the default ``repr`` of functions and objects, which differ between processes."""
@@ -121,20 +117,6 @@ def gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> 
 
 def _decompress(packed: bytes) -> str:
     return zlib.decompressobj().decompress(packed).decode()  # a decompressobj ignores the padding after the end
-
-
-def gather_objects(own: T, axis: Communicator | dist.ProcessGroup) -> list[T]:
-    """Return ``own`` of every rank of ``axis``, in rank order. For setup only. All ranks must call it together."""
-    if isinstance(axis, dist.ProcessGroup):
-        group = axis
-    elif is_over_group(axis):
-        group = axis.group
-    else:
-        return [own] * axis.size
-    gathered = [own] * dist.get_world_size(group)
-    with torch.device("cpu"):  # the caller may have set another default device
-        dist.all_gather_object(gathered, own, group=group)
-    return gathered
 
 
 def verify_same_lines(subject: str, lines: Mapping[int, Sequence[str]]) -> None:

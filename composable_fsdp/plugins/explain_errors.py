@@ -6,11 +6,12 @@ import traceback
 
 from torch import nn
 
+from composable_fsdp._core.seams import Observer
 from composable_fsdp._runtime.groups.state import state_of_parameter
 from composable_fsdp._runtime.params.sharded_param import find_parameter, in_functional_call
 from composable_fsdp.errors import LifecycleError
 
-__all__ = ["explain", "explanation_of", "is_mixed"]
+__all__ = ["ExplainedErrors", "explain", "explanation_of", "is_mixed"]
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _REMEDY = (
@@ -18,6 +19,11 @@ _REMEDY = (
     "module.unshard() before and module.reshard() after what computes with it."
 )
 _SHOWN = 3
+
+
+class ExplainedErrors(Observer):
+    def raised(self, error: BaseException) -> None:
+        explain(error)
 
 
 def is_mixed(error: BaseException) -> bool:
