@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import cast
 
 import torch.distributed as dist
+from torch import nn
 
 from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, find
 from composable_fsdp._comm.factory import communicators, timeout_of
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.wait_warning import ENDED_AT, REPORTED_AT
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import HookHandles, Observer, Root
 from composable_fsdp._runtime.groups.state import FSDPState, connections
 from composable_fsdp.plugins.watchdog.decorators import Exchange, OrderChecked, StoreExchange, Watched
 
@@ -55,7 +56,7 @@ def compared(group: dist.ProcessGroup) -> int:
 class OrderCheckLevel(Observer):
     """Sets the level of each root that is assembled: an earlier model may have set another for its process groups."""
 
-    def after_sharding(self, state: FSDPState) -> None:
+    def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
         state.options = replace(state.options, order_check=order_check_from())
 
     def for_root(self, root: Root) -> Observer | None:
