@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.groups.callers_context import outside_callers_context
     from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup, unshard_together
     from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
-    from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, RootOptions, find_state, state_of
+    from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
     from composable_fsdp._runtime.groups.state_machine import (
         GRADIENT_TRANSITIONS,
         HELD_GRADIENTS,

@@ -8,6 +8,7 @@ state, and ``memo`` maps it to the new one.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, cast
 from weakref import ref
 
@@ -109,15 +110,15 @@ def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
     copied = ParamGroup(group.name, (), group.axes, parameters=parameters)
     copied.copy_settings(group)
     owner_states = [memo[id(owner)] for owner in state.owner_states]
-    FSDPState.__init__(
-        clone, [memo[id(m)] for m in state.modules], copied, state.reshard, state.precision, owner_states
-    )
+
+    def copies(chosen: tuple[ref[FSDPState], ...] | None) -> tuple[ref[FSDPState], ...] | None:
+        others: list[Any] = [None] if chosen is None else [memo.get(id(each)) for each in alive(chosen)]
+        return None if None in others else tuple(map(ref, others))
+
+    forward, backward = copies(state.options.forward_prefetch), copies(state.options.backward_prefetch)
+    options = replace(state.options, forward_prefetch=forward, backward_prefetch=backward)
+    FSDPState.__init__(clone, [memo[id(m)] for m in state.modules], copied, options, owner_states)
     optimizer_hooks.keep_for(clone)
     uncaught_errors.keep_for(clone)
-    clone.copy_settings(state)
     for observer in OBSERVERS:
         observer.after_copy(state, clone)
-    for ahead in ("forward_prefetch", "backward_prefetch"):
-        known = getattr(state, ahead)
-        if known is not None and all(id(other) in memo for other in alive(known)):
-            setattr(clone, ahead, [ref(memo[id(other)]) for other in alive(known)])

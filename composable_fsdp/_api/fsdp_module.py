@@ -7,7 +7,6 @@ import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from weakref import ref
@@ -162,7 +161,7 @@ class FSDPModule(TorchFSDPModule):
                 "pass an int as fully_shard(reshard_after_forward=...)."
             )
         for state in _states(self, recurse):
-            state.reshard = Reshard.parse(reshard_after_forward, state.group.axes.shard.size)
+            state.change(reshard=Reshard.parse(reshard_after_forward, state.group.axes.shard.size))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether parameters are freed after backward.
@@ -170,23 +169,24 @@ class FSDPModule(TorchFSDPModule):
         Parameters that stay unsharded are all-gathered again after an optimizer step. A group whose parameters are all
         frozen is gathered once, and again only after an in-place change of its shards.
         """
-        for state in _states(self, recurse):
-            state.reshard_after_backward = reshard_after_backward
+        _change(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Set the modules to all-gather when this module begins its forward, instead of the default order.
 
         Modules that are not below the same root are ignored.
         """
-        _state(self).forward_prefetch = list(map(ref, _sharded_states("set_modules_to_forward_prefetch", modules)))
+        ahead = _sharded_states("set_modules_to_forward_prefetch", modules)
+        _change(self, recurse=False, forward_prefetch=tuple(map(ref, ahead)))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Set the modules to all-gather when this module begins its backward; else as the method for forward."""
-        _state(self).backward_prefetch = list(map(ref, _sharded_states("set_modules_to_backward_prefetch", modules)))
+        ahead = _sharded_states("set_modules_to_backward_prefetch", modules)
+        _change(self, recurse=False, backward_prefetch=tuple(map(ref, ahead)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs the parameters. ``False``, as for an embedding, saves the second all-gather."""
-        _state(self).unshard_in_backward = unshard_in_backward
+        _change(self, recurse=False, unshard_in_backward=unshard_in_backward)
 
     # -- gradients
 
@@ -195,9 +195,8 @@ class FSDPModule(TorchFSDPModule):
 
         :func:`no_sync` with ``sharded=True`` accumulates in the memory of this rank's shards instead.
         """
-        for state in _states(self, recurse):
-            state.accumulation = Accumulation.REDUCE if requires_gradient_sync else Accumulation.UNSHARDED
-            state.all_reduce = requires_gradient_sync
+        accumulation = Accumulation.REDUCE if requires_gradient_sync else Accumulation.UNSHARDED
+        _change(self, recurse, accumulation=accumulation, all_reduce=requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits at its end for reductions in flight. If not, a later backward does."""
@@ -293,8 +292,7 @@ class FSDPModule(TorchFSDPModule):
 
         If not, this rank accumulates its shards of the gradients, in the reduce dtype, until a backward that does.
         """
-        for state in _states(self, recurse):
-            state.all_reduce = requires_all_reduce
+        _change(self, recurse, all_reduce=requires_all_reduce)
 
     @runs_outside
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -332,8 +330,7 @@ class FSDPModule(TorchFSDPModule):
             ConfigurationError: not an int of at least 1.
         """
         check_count("max_input_buffers", max_input_buffers, least=1)
-        for state in _states(self, recurse):
-            state.reductions_in_flight = max_input_buffers
+        _change(self, recurse, reductions_in_flight=max_input_buffers)
 
     def set_prefetch_limit(self, limit: int | None) -> None:
         """Set how many groups are prefetched ahead of the running one, in forward and backward. Call it on the root.
@@ -404,8 +401,7 @@ class FSDPModule(TorchFSDPModule):
         found = read_costs(costs)
         check_costs(states_by_name(_state(self)), found)
         set_root_option(_state(self), "costs", found)
-        iteration = _state(self).iteration
-        if iteration is not None:
+        if (iteration := _state(self).iteration) is not None:
             tuning_of(iteration)
 
     def calibrate(self, steps: int = 2) -> None:
@@ -487,10 +483,8 @@ class FSDPModule(TorchFSDPModule):
         from composable_fsdp._consistency.order_check import order_check_from
         from composable_fsdp.plugins.watchdog.attach import compare
 
-        chosen, states = order_check_from(level), _states(self, recurse=True)
-        for state in states:
-            state.options = replace(state.options, order_check=chosen)
-        compare(connections(states), chosen)
+        chosen = order_check_from(level)
+        compare(connections(_change(self, recurse=True, order_check=chosen)), chosen)
 
     def set_version_check(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set how backward detects parameters that have changed since their forward.
@@ -719,15 +713,13 @@ def no_sync(module: nn.Module, *, sharded: bool = False) -> Iterator[None]:
             for fp32, independent of the number of ranks. ``True`` reduce-scatters every microbatch and keeps only this
             rank's shard of the sum, in the reduce dtype; the all-reduce over replicas runs once, at the end.
     """
-    states = _states(module, recurse=True)
-    before = [state.accumulation for state in states]
-    for state in states:
-        state.accumulation = Accumulation.SHARDED if sharded else Accumulation.UNSHARDED
+    before = [(state, state.options.accumulation) for state in _states(module, recurse=True)]
+    _change(module, recurse=True, accumulation=Accumulation.SHARDED if sharded else Accumulation.UNSHARDED)
     try:
         yield
     finally:
-        for state, accumulation in zip(states, before, strict=True):
-            state.accumulation = accumulation
+        for state, accumulation in before:
+            state.change(accumulation=accumulation)
 
 
 def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
@@ -800,6 +792,14 @@ def _zero_sharded(parameters: Sequence[ShardedParameter], *, set_to_none: bool) 
 def _states(module: object, recurse: bool) -> list[FSDPState]:
     assert isinstance(module, nn.Module)
     return states_below(module) if recurse else [state_of(module)]
+
+
+def _change(module: object, recurse: bool, **options: object) -> list[FSDPState]:
+    """Change ``options`` of the state of ``module``, or of all states below it. Return these."""
+    states = _states(module, recurse)
+    for state in states:
+        state.change(**options)
+    return states
 
 
 def _sharded_states(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) -> list[FSDPState]:

@@ -26,7 +26,7 @@ from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._runtime.compile import mark_managed
 from composable_fsdp._runtime.groups.callers_context import outside_callers_context
 from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of
+from composable_fsdp._runtime.groups.state import FSDPState, Options, find_state, state_of
 from composable_fsdp._runtime.hooks import install_hooks, wrap_forward_method
 from composable_fsdp._runtime.lazy_init import optimizer_hooks
 from composable_fsdp._runtime.params.sharded_param import note_replaced
@@ -47,7 +47,6 @@ from composable_fsdp.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     Reshard,
-    ReshardKind,
 )
 
 if TYPE_CHECKING:
@@ -200,9 +199,7 @@ def fully_shard(
             other_meshes = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
             for each in modules:
                 broadcast_module_states(each, axes.mesh, ignored, other_meshes)
-        if (
-            reshard.kind is ReshardKind.SMALLER
-        ):  # new process groups need all ranks, and forwards may differ between ranks
+        if reshard.mesh_size > 1:  # new process groups need all ranks, and forwards may differ between ranks
             for each_axes in dict.fromkeys((axes, *(source.sharding.axes for source in sources))):
                 each_axes.smaller_shard_axis(reshard.mesh_size)
         name = ", ".join(type(each).__name__ for each in modules)
@@ -210,7 +207,7 @@ def fully_shard(
         group = ParamGroup(name, sources, axes)
         for source, parameter in zip(sources, group.parameters, strict=True):
             note_replaced(source, parameter, name)
-        state = FSDPState(_outermost(modules), group, reshard, own_precision, owner_states)
+        state = FSDPState(_outermost(modules), group, Options(reshard, own_precision), owner_states)
         handles = install_hooks(state)
         optimizer_hooks.keep_for(state)
         uncaught_errors.keep_for(state)

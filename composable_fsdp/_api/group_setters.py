@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, SupportsFloat, cast
 
 import torch
@@ -66,7 +65,7 @@ def set_root_option(state: FSDPState, choice: str, value: Any) -> None:
         ConfigurationError: the root has run, and it is another module, whose option has another value.
     """
     before = state.options
-    state.options = replace(before, **{choice: value})
+    state.change(**{choice: value})
     if state.iteration is None:  # the first forward checks it
         return
     try:

@@ -143,7 +143,7 @@ class Progress:
 
     def was_seen(self, state: FSDPState) -> bool:
         """Return whether backward reached ``state`` through an output that its hooks saw, or did not need to."""
-        is_reached = state in self.reached or not state.unshard_in_backward
+        is_reached = state in self.reached or not state.options.unshard_in_backward
         return is_reached or state.group.parameter_state is _UNSHARDED
 
     def is_over_for(self, state: FSDPState) -> bool:
@@ -185,7 +185,7 @@ class ReductionQueue:
     @property
     def dissolved(self) -> list[FSDPState]:
         """The states whose fusion was given up, and stays so until settings or plans change."""
-        is_current = self._fusions_for == (self._plans.fused, self._plans.newest_version)
+        is_current = self._plans.is_current and self._fusions_for == self._plans.fused_for
         return [state for state, fusion in self._fusions.items() if not fusion] if is_current else []
 
     def dissolve(self, states: Iterable[FSDPState]) -> None:
@@ -206,7 +206,7 @@ class ReductionQueue:
             alone: do not fuse them with those of other groups.
         """
         gradients = state.group.gradients
-        if state.accumulation is _SUM_UNSHARDED:
+        if state.options.accumulation is _SUM_UNSHARDED:
             gradients.hold()
             return
         fusion, partial = self._fusions.get(state), False

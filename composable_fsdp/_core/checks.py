@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import fields
 
-from composable_fsdp._runtime.groups.state import FSDPState, RootOptions
+from composable_fsdp._runtime.groups.state import ROOT_OPTIONS, FSDPState
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 
 __all__ = ["another_thread", "check_settings", "left_by_an_exception", "unseen_output"]
@@ -66,5 +65,5 @@ def _only(name: str) -> str:
 
 
 def _values(state: FSDPState) -> dict[str, object]:
-    options = {each.name: getattr(state.options, each.name) for each in fields(RootOptions)}
+    options = {name: getattr(state.options, name) for name in ROOT_OPTIONS}
     return {"device": state.group.axes.device, "order check": options.pop("order_check"), **options}

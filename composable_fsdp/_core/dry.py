@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import ref
 
 import torch
 
@@ -23,12 +24,12 @@ from composable_fsdp._layout.plan import GroupPlan, MessageSizes
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, ReductionLaunch
 from composable_fsdp._runtime.groups.state import (
-    SETTINGS,
     Accumulation,
     ClientBackward,
     ForwardCall,
     FSDPState,
     Kept,
+    Options,
     alive,
 )
 from composable_fsdp._runtime.groups.state_machine import (
@@ -129,7 +130,7 @@ def events_of(record: ForwardRecord, states: Mapping[str, FSDPState]) -> list[tu
 class GroupSnapshot:
     """The state of one group between passes."""
 
-    settings: Mapping[str, Any]
+    options: Options
     plan: GroupPlan
     parameters: ParameterState = ParameterState.SHARDED
     gradients: GradientState = GradientState.NONE
@@ -146,7 +147,6 @@ class Snapshot:
     """All that a pass of a root depends on when it begins, beside its events."""
 
     groups: Mapping[str, GroupSnapshot]
-    version: int
     known: ForwardRecord
     fused: Mapping[str, tuple[str, ...]]
     dissolved: Sequence[str]
@@ -163,26 +163,24 @@ class Snapshot:
         groups = {}
         for name, state in root.states.items():
             gradients, kept = state.group.gradients, state.kept
-            settings = {setting: vars(state)[setting] for setting in SETTINGS}
-            if at_rest:
-                groups[name] = GroupSnapshot(settings, state.group.plan)
-                continue
-            groups[name] = GroupSnapshot(
-                settings,
-                state.group.plan,
-                state.group.parameter_state,
-                gradients.state,
-                gradients.were_summed,
-                gradients.has_partial,
-                kept is not None,
-                root.plans.is_stale(state) or (has_stepped and kept is not None and not kept.is_frozen),
-                state.group.was_flipped,
-                state.runs,
-            )
+            groups[name] = GroupSnapshot(state.options, state.group.plan)
+            if not at_rest:
+                has_changed = has_stepped and kept is not None and not kept.is_frozen
+                groups[name] = replace(
+                    groups[name],
+                    parameters=state.group.parameter_state,
+                    gradients=gradients.state,
+                    were_summed=gradients.were_summed,
+                    has_partial=gradients.has_partial,
+                    is_kept=kept is not None,
+                    is_stale=has_changed or root.plans.is_stale(state),
+                    was_flipped=state.group.was_flipped,
+                    runs=state.runs,
+                )
         plans, waits = root.plans, root.waits_after_backward
         dissolved = [] if at_rest else [state.name for state in root.queue.dissolved]
         are_in_flight = root.queue.are_in_flight and not at_rest
-        return cls(groups, plans.newest_version, plans.known, plans.fused, dissolved, are_in_flight, waits)
+        return cls(groups, plans.known, plans.fused, dissolved, are_in_flight, waits)
 
 
 class Replay:
@@ -198,16 +196,15 @@ class Replay:
             dry.group = cast(ParamGroup, DryGroup(state.group))
             dry.calls_under_way, dry.run, dry.open_calls, dry.client = [], None, 0, ClientBackward()
         for state, dry in self._copies.items():
-            dry.user_states = [
-                cast(Any, lambda u=self._copies[user]: u) for user in alive(state.user_states) if user in self._copies
-            ]
+            dry.owner_states = tuple(self._copies[owner] for owner in state.owner_states if owner in self._copies)
+            dry.user_states = [ref(self._copies[user]) for user in alive(state.user_states) if user in self._copies]
         self._run, self._launcher = _ReplayedRun(), DryLauncher(self._note, has_streams=real.launcher.has_streams)
         states = {name: self._copies[state] for name, state in real.states.items()}
         passes, observers = cast(Any, _Unwatched()), (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
         root = Root(self._copies[real.root], states, self._launcher, cast(Any, self._run), passes, observers)
         self._root = root
         self._calls: dict[int, ForwardCall] = {}
-        self._version = -1
+        self._restored: Mapping[str, GroupSnapshot] = {}
         self._arrive_together = arrive_together
         root.is_verified = True
         self.restore(start)
@@ -221,16 +218,15 @@ class Replay:
         root.finalization.is_last_backward = snapshot.waits_after_backward
         for name, of_group in snapshot.groups.items():
             state = root.states[name]
-            for setting, value in of_group.settings.items():
-                vars(state)[setting] = self._translated(value)
-            state.settings_version += snapshot.version != self._version
+            if not self._restored or self._restored[name].options is not of_group.options:
+                state.options = self._of_copies(of_group.options)
             cast(DryGroup, state.group).restore(of_group)
             state.kept = Kept(-of_group.is_stale, plans.steps.number, False) if of_group.is_kept else None
             state.runs = of_group.runs
         plans.refresh()
-        if self._version < 0:
+        if not self._restored:
             root.queue.dissolve(root.states[name] for name in snapshot.dissolved)
-        self._version = snapshot.version
+        self._restored = snapshot.groups
 
     @property
     def states(self) -> Mapping[str, FSDPState]:
@@ -241,16 +237,17 @@ class Replay:
         self._root.plans.use(settings)
         for name, plan in plans.items():
             state = self.states[name]
-            state.accumulation, state.all_reduce = Accumulation.REDUCE, True
+            state.change(accumulation=Accumulation.REDUCE, all_reduce=True)
             state.group.tensors.plan = plan
 
-    def _translated(self, value: Any) -> Any:
-        """Return ``value`` of a setting with dry states in place of real ones."""
-        if isinstance(value, tuple):
-            return tuple(self._copies[each] for each in value if each in self._copies)
-        if isinstance(value, list):
-            return [lambda s=self._copies[each]: s for each in alive(value) if each in self._copies]
-        return value
+    def _of_copies(self, options: Options) -> Options:
+        """Return ``options`` with dry states in place of real ones."""
+        chosen = options.forward_prefetch, options.backward_prefetch
+        forward, backward = (
+            None if states is None else tuple(ref(self._copies[each]) for each in alive(states) if each in self._copies)
+            for states in chosen
+        )
+        return replace(options, forward_prefetch=forward, backward_prefetch=backward)
 
     def play(self, events: Iterable[tuple[Any, ...]], calls: dict[int, ForwardCall] | None = None) -> None:
         """Play events of one tape. ``calls`` are those of earlier events of the tape, by number, and get these ones."""
@@ -339,7 +336,7 @@ class DryTensors:
         self.plan, self.device, self.is_offloaded = group.plan, group.tensors.device, False
         self.parameters: list[Any] = []
         self.buckets: list[Any] = []
-        self.version = self.plan_version = 0
+        self.version = 0
         self.registration = SimpleNamespace(keeps_given=False, was_unsharded=False, find_given=lambda: None)
 
 

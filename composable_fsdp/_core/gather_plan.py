@@ -6,15 +6,17 @@ expect is served eagerly, so results never depend on the plan.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from composable_fsdp._core.launcher import Launcher
-from composable_fsdp._layout.plan import SMALL_BYTES, MessageSizes
+from composable_fsdp._layout.plan import SMALL_BYTES, GroupPlan, MessageSizes
 from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.state import FSDPState, alive
+from composable_fsdp._runtime.groups.state import FSDPState, Options, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
@@ -26,6 +28,7 @@ __all__ = [
     "GroupFacts",
     "Limits",
     "Plan",
+    "PlanInputs",
     "PlannedRun",
     "Planner",
     "ScheduleSettings",
@@ -245,6 +248,16 @@ PASSES: list[PlanPass] = [fuse, prefetch, keep_last]
 """The changes of a plan that gathers each group when it is needed, in their order."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanInputs:
+    """What the plans of a root are made from. Another object means that options or groups have changed."""
+
+    facts: Facts = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    sources: tuple[tuple[FSDPState, Options, GroupPlan, bool], ...] = ()
+    """Of each state, its options, its group's plan, and whether it shares parameters with others."""
+
+
 _MOST_PLANS = 16
 """The number of plans to keep: one for each order of groups and each set of facts in turn, as in accumulation."""
 
@@ -260,6 +273,7 @@ class Planner:
         runs_on_all_ranks: True if all ranks run the current forward. Any other may run on some ranks only, so it must
             not influence later launches.
         fused: the fusions of the current or last forward that all ranks ran.
+        inputs: what plans are made from, at the last call of :meth:`refresh`.
         unequal_use: ranks may run different modules, so nothing is fused, and an observer launches the reductions.
     """
 
@@ -270,20 +284,14 @@ class Planner:
         self.record = self.known = ForwardRecord()
         self.runs_on_all_ranks = False
         self.fused: Together = ALONE
-        sizes = root.group.process_groups[0].default_message_sizes
-        self.default_settings = self._chosen = ScheduleSettings(sizes.zero_copy, sizes.grad_buckets)
-        """The settings of the transport."""
+        self._chosen = self.default_settings
         self.unequal_use = False
-        self._version = -1
-        self._facts: dict[str, GroupFacts] = {}
-        self._limits = Limits()
+        self.inputs = PlanInputs()
         self._plans: list[tuple[tuple[object, ...], Plan]] = []
         """The last plans with what they depend on, most recent first."""
         self._eager: dict[tuple[str, bool, bool], PlannedRun] = {}
-        self._eager_for: object = None
-        self._labels: dict[tuple[tuple[str, ...], str], str] = {}
-        self._forward: Sequence[PlannedRun] = ()
-        self._cursor = 0
+        self._expected: deque[PlannedRun] = deque()
+        """The runs that are left of the plan of the current forward."""
         self._backward: tuple[ForwardRecord | None, Sequence[PlannedRun]] = (None, ())
         """The forward that the backward last came back to, and its plan."""
 
@@ -291,10 +299,10 @@ class Planner:
 
     def begin_forward(self, *, leads_to_backward: bool) -> None:
         self.seen_steps = self.steps.number
-        self.runs_on_all_ranks, self._cursor = leads_to_backward, 0
+        self.runs_on_all_ranks = leads_to_backward
         self.refresh()
         plan = self._plan_of(self.known, None)
-        self._forward = plan.forward
+        self._expected = deque(plan.forward)
         if leads_to_backward:
             self.fused = plan.fused
         self.record = ForwardRecord(plan.fused)
@@ -303,10 +311,11 @@ class Planner:
         """Note that ``state`` begins a run in forward. Return its plan, an eager one if none is expected."""
         event = state.group.pre_forward_event
         self.record.events.append(event)
-        for at in range(self._cursor, len(self._forward)):
-            if self._forward[at].group == event.group:
-                self._cursor = at + 1
-                return self._forward[at]
+        for skipped, run in enumerate(self._expected):
+            if run.group == event.group:
+                for _ in range(skipped + 1):
+                    self._expected.popleft()
+                return run
         return self.eager(event.group)
 
     def end_run(self, state: FSDPState, *, comes_back: bool) -> int:
@@ -340,13 +349,10 @@ class Planner:
     def eager(self, name: str, *, in_backward: bool = False, recomputes: bool = False) -> PlannedRun:
         """Return the plan of an unexpected run: no more is gathered ahead than the user chose."""
         fused = ALONE if self.unequal_use else self.fused
-        if self._eager_for is not fused:
-            self._eager_for = fused
-            self._eager.clear()
         key = name, in_backward, recomputes
         found = self._eager.get(key)
-        if found is None:
-            facts = self._facts
+        if found is None or found.fused is not fused:
+            facts = self.inputs.facts
             chosen = facts[name].backward_prefetch if in_backward else facts[name].forward_prefetch
             names = [n for n in chosen or () if n in facts and (not in_backward or facts[n].unshard_in_backward)]
             own, *ahead = (gathered_with(n, facts, fused, in_backward=in_backward) for n in (name, *names))
@@ -365,12 +371,7 @@ class Planner:
             if all(group.unshard_started for group in groups):
                 return
             self.runs_on_all_ranks, self.fused = True, self.record.fused
-        key = fused.get(names[0], names[:1]), direction
-        label = self._labels.get(key)
-        if label is None:
-            where = f" in {direction}" if direction else ""
-            label = self._labels[key] = f"all-gather of {describe_groups(key[0])}{where}"
-        self._launcher.gather(groups, label)
+        self._launcher.gather(groups, _label(fused.get(names[0], names[:1]), direction))
 
     def gather_ahead(self, names: tuple[str, ...], fused: Together, direction: str) -> None:
         """Gather groups together ahead of their use, unless they do not fit."""
@@ -385,7 +386,7 @@ class Planner:
         if self.unequal_use:  # ranks hold different groups at this point
             return False
         held = {name: each.group.plan.unsharded_bytes for name, each in self._states.items() if each.group.is_gathered}
-        return sum((held | {name: self._facts[name].nbytes for name in names}).values()) <= limit
+        return sum((held | {name: self.inputs.facts[name].nbytes for name in names}).values()) <= limit
 
     def keeps(self, state: FSDPState, run: PlannedRun) -> bool:
         """Return whether ``run`` keeps ``state`` after forward, and there is memory for all that it keeps with it."""
@@ -426,13 +427,13 @@ class Planner:
     @property
     def max_reductions(self) -> int | None:
         """The number of reductions in flight, or ``None`` to limit their bytes instead."""
-        limits = [each for state in self._states.values() if (each := state.reductions_in_flight)]
+        limits = [each for state in self._states.values() if (each := state.options.reductions_in_flight)]
         return max(limits) if limits else None if self._launcher.has_streams else 1
 
     @property
-    def fused_for(self) -> tuple[Together, int]:
-        """The fusions, and the version of settings and plans."""
-        return self.fused, self._version
+    def fused_for(self) -> tuple[Together, PlanInputs]:
+        """The fusions, and what they were made from."""
+        return self.fused, self.inputs
 
     def fusion_of(self, state: FSDPState) -> tuple[FSDPState, ...]:
         """Return the states whose collectives are fused with those of ``state``, itself included."""
@@ -443,13 +444,14 @@ class Planner:
     def _plan_of(self, record: ForwardRecord, fused: Together | None) -> Plan:
         if self.unequal_use:
             fused = ALONE
-        key = self._facts, self._limits, record.events, record.ended, fused
+        facts, limits = self.inputs.facts, self.inputs.limits
+        key = facts, limits, record.events, record.ended, fused
         for at, (known, plan) in enumerate(self._plans):
             if known[0] is key[0] and known[1:] == key[1:]:
                 if at:
                     self._plans.insert(0, self._plans.pop(at))
                 return plan
-        plan = make_plan(record, self._facts, self._limits, fused)
+        plan = make_plan(record, facts, limits, fused)
         if fused is None:  # so that equal fusions are identical
             plans = (known for _, known in self._plans)
             same = next((known.fused for known in plans if known.fused == plan.fused), plan.fused)
@@ -459,50 +461,55 @@ class Planner:
         return plan
 
     @property
+    def default_settings(self) -> ScheduleSettings:
+        """The settings of the transport."""
+        sizes = self._root.group.process_groups[0].default_message_sizes
+        return ScheduleSettings(sizes.zero_copy, sizes.grad_buckets)
+
+    @property
     def settings(self) -> ScheduleSettings:
         """The settings in use: those of :meth:`use`, and those that the user has set."""
         options = self._root.options
         return replace(self._chosen, **{name: getattr(options, name) for name in set_by_user(self._root)})
-
-    @property
-    def version(self) -> int:
-        """The version of settings and plans, which are up to date afterwards."""
-        self.refresh()
-        return self._version
-
-    @property
-    def training_options(self) -> tuple[object, ...]:
-        self.refresh()
-        return self._limits, self._root.options.max_unsharded_bytes, self.max_reductions
 
     def use(self, settings: ScheduleSettings) -> None:
         """Use ``settings`` where the user has set nothing, and rebuild the groups that they change.
 
         Nothing may be in flight, and no gradients may be held. They must be the same on every rank.
         """
-        self._chosen, self._version = settings, -1
+        self._chosen, self.inputs = settings, PlanInputs()
         for state in self._states.values():
             state.group.use(settings.message_sizes)
 
     @property
-    def newest_version(self) -> int:
-        """The version of settings and plans now."""
-        return sum(state.settings_version + state.group.tensors.plan_version for state in self._states.values())
+    def is_current(self) -> bool:
+        """True if no option and no plan of a group has changed since :attr:`inputs` were made."""
+        for state, options, plan, shared in self.inputs.sources:
+            if state.options is not options or state.group.tensors.plan is not plan or state.is_shared is not shared:
+                return False
+        return bool(self.inputs.sources)
 
-    def refresh(self) -> None:
-        """Make the facts again if a setting or the plan of a group has changed."""
-        version = self.newest_version
-        if version == self._version:
-            return
-        self._version = version
-        settings = self.settings
+    def refresh(self) -> PlanInputs:
+        """Return :attr:`inputs`, after making them again if an option or the plan of a group has changed."""
+        if self.is_current:
+            return self.inputs
+        states, settings = self._states, self.settings
+        sources = tuple((each, each.options, each.group.plan, each.is_shared) for each in states.values())
+        names = {state: name for name, state in states.items()}
         fused_bytes = settings.max_fused_bytes
-        self._limits = Limits(settings.prefetch_limit, fused_bytes, self._launcher.has_streams)
-        names = {state: name for name, state in self._states.items()}
-        facts = {name: _facts_of(state, self._root, names, fused_bytes) for name, state in self._states.items()}
-        known = (key[0] for key, _ in self._plans)
-        self._facts = next((each for each in known if each == facts), facts)
+        facts = {name: _facts_of(state, self._root, names, fused_bytes) for name, state in states.items()}
+        known = (key[0] for key, _ in self._plans)  # so that equal facts are identical
+        same = next((each for each in known if each == facts), facts)
+        limits = Limits(settings.prefetch_limit, fused_bytes, self._launcher.has_streams)
+        self.inputs = PlanInputs(same, limits, sources)
         self._eager.clear()
+        return self.inputs
+
+
+@lru_cache(maxsize=4096)
+def _label(names: tuple[str, ...], direction: str) -> str:
+    """Return the label of the all-gather of the groups ``names``."""
+    return f"all-gather of {describe_groups(names)}{f' in {direction}' if direction else ''}"
 
 
 def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str], fused_bytes: int) -> GroupFacts:
@@ -519,10 +526,10 @@ def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str],
         bool(plan.specs),
         is_small and state is not root and not state.reduces_grad_buckets,
         state.can_be_fused,
-        state.reshard.kind,
-        state.unshard_in_backward,
-        chosen(state.forward_prefetch),
-        chosen(state.backward_prefetch),
+        state.options.reshard.kind,
+        state.options.unshard_in_backward,
+        chosen(state.options.forward_prefetch),
+        chosen(state.options.backward_prefetch),
     )
 
 

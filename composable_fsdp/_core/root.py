@@ -314,7 +314,7 @@ class Root:
             self.reduce_gradients(state)  # before a backward inside this one adds to them
         for observe in self.events.enter_backward:
             observe(self, call)
-        if state.unshard_in_backward:
+        if state.options.unshard_in_backward:
             self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
 
     def gradient_ready(self, state: FSDPState) -> None:
@@ -339,9 +339,9 @@ class Root:
             raise unseen_output(state)
         if self._is_reduced_after_backward(state):
             return
-        if state.open_calls <= 0 and state.reshard_after_backward and self._progress.is_over_for(state):
+        if state.open_calls <= 0 and state.options.reshard_after_backward and self._progress.is_over_for(state):
             self.launcher.free(state.group)  # first, because the reduction allocates memory
-        if state.accumulation is not _SUM_UNSHARDED and not self.plans.unequal_use:
+        if state.options.accumulation is not _SUM_UNSHARDED and not self.plans.unequal_use:
             self.reduce_gradients(state)
 
     def post_backward(self, call: ForwardCall) -> None:
@@ -365,7 +365,7 @@ class Root:
             return  # the last gradient, or the end of backward, comes later
         if run.awaited <= 0:  # first, because the reduction allocates memory
             for each in (state, *state.owner_states):
-                if each.reshard_after_backward and not each.user_states:
+                if each.options.reshard_after_backward and not each.user_states:
                     self.launcher.free(each.group)
         if state.open_calls <= 0 and not self.plans.unequal_use and state not in self.queue.waiting:
             self.reduce_gradients(state)
@@ -403,11 +403,11 @@ class Root:
             self.drain()  # this backward did not use the group, which holds the sums only then
         if gradients.state in HELD_GRADIENTS:
             self.reduce_gradients(state, at_end=True)
-        if state.accumulation is _SUM_UNSHARDED:
+        if state.options.accumulation is _SUM_UNSHARDED:
             gradients.note_sums()
         if state.group.parameter_state is _SHARDED:
             return
-        if state.reshard_after_backward:
+        if state.options.reshard_after_backward:
             self.launcher.free(state.group)
             return
         self.launcher.wait(state.group)  # gathered ahead for a run that did not come
@@ -453,7 +453,7 @@ class Root:
     def reach_skipped(self, state: FSDPState, record: ForwardRecord, position: int) -> None:
         """Enter the backward of the run of ``state`` that ended its forward at ``position`` of ``record``."""
         self._progress.reached.add(state)
-        if state.unshard_in_backward:
+        if state.options.unshard_in_backward:
             self.unshard(state, self.plans.backward_of(record, position, state.group.name), "backward")
 
     # -- actions of several hooks
@@ -490,13 +490,13 @@ class Root:
         for each in (state, *state.owner_states) if state.owner_states else (state,):
             if each.is_in_use:
                 continue
-            kind = each.reshard.kind
+            kind = each.options.reshard.kind
             stays = kind is _NEVER or (kind is _AUTO and each is self.root and has_grad)
             if stays or (has_grad and self._grad_mode and planned is not None and self.plans.keeps(each, planned)):
                 each.note_kept(self.plans.seen_steps)
             elif kind is _SMALLER and has_grad:
                 each.note_kept(self.plans.seen_steps)
-                self.launcher.shrink(each.group, each.reshard.mesh_size)
+                self.launcher.shrink(each.group, each.options.reshard.mesh_size)
             else:
                 self.launcher.free(each.group)
         if registration.keeps_given:
@@ -509,7 +509,7 @@ class Root:
         zeros for parameters without a gradient.
         """
         gradients = state.group.gradients
-        if contributes and state.accumulation is not _SUM_UNSHARDED:
+        if contributes and state.options.accumulation is not _SUM_UNSHARDED:
             gradients.contribute()
         is_local = gradients.state in LOCAL_GRADIENTS
         if not is_local and not (at_end and gradients.state is _PARTIAL and not state.keeps_partial):

@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import groupby
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -124,7 +124,7 @@ class ParameterSpec:
         return prod(self.shape) * self.arriving_dtype.itemsize if self.trainable else 0
 
     @property
-    def bucket_key(self) -> BucketKey:
+    def bucket_key(self) -> tuple[object, ...]:
         return (
             self.axes,
             self.extended,
@@ -141,22 +141,6 @@ class ParameterSpec:
         )
 
 
-BucketKey: TypeAlias = tuple[
-    int,
-    bool,
-    Codec | None,
-    GradientCodecs,
-    bool,
-    torch.dtype,
-    torch.dtype,
-    torch.dtype,
-    torch.dtype | None,
-    torch.dtype,
-    OffloadPolicy,
-    str,
-]
-
-
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """The properties of one pair of data-parallel axes that a plan depends on.
@@ -171,6 +155,7 @@ class PlanOptions:
         widens: 16-bit gradients may be summed in fp32 without a cast before the collective.
         grad_bucket_bytes: bytes of gradients from which a gradient bucket is worth a reduction of its own.
         max_grad_buckets: the maximum number of gradient buckets.
+        custom: callables of the user move bytes.
     """
 
     num_shards: int
@@ -181,6 +166,7 @@ class PlanOptions:
     widens: bool = False
     grad_bucket_bytes: int = NEVER_ZERO_COPY
     max_grad_buckets: int = MessageSizes().grad_buckets
+    custom: bool = False
 
 
 class GradientMemory(NamedTuple):
@@ -327,6 +313,8 @@ class GroupPlan:
     in_grad_buckets: bool
     """True if gradient buckets are worth reductions of their own. False if most of their parameters are frozen."""
     num_trainable: int
+    is_custom: bool
+    """True if callables of the user move bytes: then no collective is fused with those of other groups."""
 
     @cached_property
     def full_bytes(self) -> int:
@@ -414,7 +402,7 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
         options: the options of each of the group's pairs of axes.
     """
     grad_bucket_of = _grad_buckets(specs, options)
-    members: dict[tuple[int, BucketKey], list[int]] = {}
+    members: dict[tuple[int, object], list[int]] = {}
     for index, spec in enumerate(specs):
         members.setdefault((grad_bucket_of[index], spec.bucket_key), []).append(index)
     grad_buckets = [0] * (1 + max(grad_bucket_of, default=0))
@@ -430,7 +418,9 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
         grad_bucket_bytes[bucket.grad_bucket] += bucket.reduce.wire_numel * bucket.sum_dtype.itemsize
     least = max(option.grad_bucket_bytes for option in options)
     in_grad_buckets = len(grad_buckets) > 1 and all(nbytes >= least for nbytes in grad_bucket_bytes if nbytes)
-    return GroupPlan(specs, buckets, tuple(grad_buckets), tuple(grad_bucket_bytes), in_grad_buckets, sum(grad_buckets))
+    num_trainable, is_custom = sum(grad_buckets), any(option.custom for option in options)
+    sizes = tuple(grad_buckets), tuple(grad_bucket_bytes)
+    return GroupPlan(specs, buckets, *sizes, in_grad_buckets, num_trainable, is_custom)
 
 
 def _grad_buckets(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> list[int]:

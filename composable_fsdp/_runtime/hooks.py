@@ -211,11 +211,12 @@ class _ModuleHooks:
             if group.tensors.registration.keeps_given:
                 call.given = group.tensors.gather_given()
             watched = torch.is_grad_enabled()
-        dtype = state.input_dtype
+        precision = state.options.precision
+        dtype = precision.param_dtype if precision.cast_forward_inputs else None  # input_dtype, without a call
         device = group.axes.device if state is call.iteration.root else None
         if watched:
             call.in_transform = in_transform() or dual_numbers._current_level >= 0
-        if watched or dtype is not None or device is not None or state.precision.output_dtype is not None:
+        if watched or dtype is not None or device is not None or precision.output_dtype is not None:
             take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=call.in_transform)
             args = map_tensors(take, args, take.container)
             if kwargs:
@@ -225,7 +226,7 @@ class _ModuleHooks:
     def finish(self, module: nn.Module, output: Any) -> Any:
         """End a call that returned: reshard, and register hooks for backward."""
         state, call = self._state, self._state.calls_under_way.pop()
-        inputs, dtype = call.end(), state.precision.output_dtype
+        inputs, dtype = call.end(), state.options.precision.output_dtype
         if inputs.containers:
             output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
         elif dtype is not None:

@@ -105,6 +105,7 @@ class ProcessGroups:
             grad_bucket_bytes=self._grad_bucket_bytes(),
             alias=self.gather.traits.aliases and (self.gather.size == 1 or self.shared_memory is not None),
             flags=self.axes.num_ranks > 1 and not self.unequal_use,
+            custom=self.is_custom,
         )
 
     def _grad_bucket_bytes(self) -> int:

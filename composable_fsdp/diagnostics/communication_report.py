@@ -123,19 +123,19 @@ def states_of(model: nn.Module) -> list[tuple[str, FSDPState]]:
 
 
 def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
-    kind = state.reshard.kind
+    kind = state.options.reshard.kind
     if kind is ReshardKind.AUTO:
         kind = ReshardKind.NEVER if iteration_of(state).root is state else ReshardKind.ALWAYS
-    smaller = state.reshard.mesh_size
+    smaller = state.options.reshard.mesh_size
 
     def shard(pgs: ProcessGroups) -> int:
         return pgs.axes.shard.size
 
-    times = 2 if kind is ReshardKind.ALWAYS and state.unshard_in_backward else 1
+    times = 2 if kind is ReshardKind.ALWAYS and state.options.unshard_in_backward else 1
     found: list[tuple[str, int, Callable[[Sequence[AnyBucket]], WireBytes], Callable[[ProcessGroups], int]]] = [
         ("all-gather", times, all_gather_wire_bytes, shard)
     ]
-    if kind is ReshardKind.SMALLER and state.unshard_in_backward:
+    if kind is ReshardKind.SMALLER and state.options.unshard_in_backward:
         wire_bytes = partial(smaller_mesh_wire_bytes, size=smaller)
         found.append(("all-gather (smaller mesh)", 1, wire_bytes, lambda pgs: min(smaller, shard(pgs))))
     if state.group.plan.num_trainable:

@@ -175,16 +175,16 @@ def _mesh(mesh: DeviceMesh) -> str:
 
 
 def _after_forward(state: FSDPState) -> str:
-    kind = state.reshard.kind
+    kind = state.options.reshard.kind
     if kind is ReshardKind.AUTO:
         kind = ReshardKind.NEVER if iteration_of(state).root is state else ReshardKind.ALWAYS
     if kind is ReshardKind.SMALLER:
-        return f"keep 1/{state.reshard.mesh_size}"
+        return f"keep 1/{state.options.reshard.mesh_size}"
     return "free" if kind is ReshardKind.ALWAYS else "keep"
 
 
 def _strategy(state: FSDPState) -> ShardingStrategy:
-    frees = state.reshard.kind is not ReshardKind.NEVER
+    frees = state.options.reshard.kind is not ReshardKind.NEVER
     if all(pgs.axes.shard.size == 1 for pgs in state.group.process_groups):
         return ShardingStrategy.NO_SHARD
     if any(pgs.replicate.size > 1 for pgs in state.group.process_groups):

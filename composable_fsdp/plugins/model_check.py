@@ -192,10 +192,8 @@ def _model_lines(root: FSDPState, states: Mapping[str, FSDPState], axes: DataPar
         parameters = [p for p in state.group.parameters if p.sharding.axes == axes]
         if not parameters and state.group.axes != axes:
             continue
-        yield (
-            f"group {name!r} of {state.class_name}: {_format(state.precision)}, {_format(state.reshard)}, "
-            f"unused parameters reduced: {state.unequal_use}"
-        )
+        chosen = f"{_format(state.options.precision)}, {_format(state.options.reshard)}"
+        yield f"group {name!r} of {state.class_name}: {chosen}, unused parameters reduced: {state.unequal_use}"
         for parameter in parameters:
             yield f"parameter {parameter.name!r} of group {name!r}: {parameter.description}"
 

@@ -108,7 +108,7 @@ class _CurrentForward(Observer):
             if state is running:
                 continue
             _core(root).reach_skipped(state, record, each)
-            if state.reshard_after_backward and (running is None or running.name not in _names_beneath(state)):
+            if state.options.reshard_after_backward and (running is None or running.name not in _names_beneath(state)):
                 _core(root).launcher.free(state.group)
 
     def end_backward(self, root: Root) -> None:

@@ -195,7 +195,7 @@ class ClientState:
     def _set_post_forward_mesh(self, info: FSDPMeshInfo | None) -> None:
         shards = self._state.group.axes.shard.size
         size = info is not None and (info.shard_mesh_size == shards or info.shard_mesh_size)
-        self._state.reshard = Reshard.parse(size, shards)
+        self._state.change(reshard=Reshard.parse(size, shards))
 
     post_forward_mesh_info = property(None, _set_post_forward_mesh)
 
@@ -206,7 +206,7 @@ class ClientState:
         False if that depends: for the root, and on accelerators if the user passed no ``reshard_after_forward``. Tensor
         subclasses that gather differently in forward and backward rely on it.
         """
-        kind = self._state.reshard.kind
+        kind = self._state.options.reshard.kind
         if kind is not ReshardKind.AUTO:
             return kind is not ReshardKind.NEVER
         iteration = self._state.iteration
@@ -247,7 +247,7 @@ class ClientState:
                 stacklevel=2,
             )
         iteration.reduce_gradients(state, at_end=True)
-        if state.reshard_after_backward:
+        if state.options.reshard_after_backward:
             state.group.reshard()
 
 

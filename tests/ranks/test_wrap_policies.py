@@ -96,10 +96,10 @@ def check_options_of_all_groups() -> None:
     sharded = {name: state for name, module in model.named_modules() if (state := find_state(module)) is not None}
     assert list(sharded) == ["", "embedding", "layers.0", "layers.1", "head"]
     assert all(state.group.axes.mesh == mesh for state in sharded.values())
-    assert {name: state.precision.param_dtype for name, state in sharded.items()} == {
+    assert {name: state.options.precision.param_dtype for name, state in sharded.items()} == {
         name: torch.float32 if name == "layers.1" else torch.bfloat16 for name in sharded
     }
-    assert [name for name, state in sharded.items() if state.reshard.kind.value == "never"] == ["layers.1"]
+    assert [name for name, state in sharded.items() if state.options.reshard.kind.value == "never"] == ["layers.1"]
     assert model.get_parameter("norm.bias") is frozen
     assert sharded["head"].owner_states == (sharded["embedding"],)
 

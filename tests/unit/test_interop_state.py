@@ -258,7 +258,7 @@ def test_reshard_after_forward_can_be_set_through_mesh_infos() -> None:
                     group.post_forward_mesh_info = _get_post_forward_mesh_info(not stays, group.mesh_info)
         assert torch_state(model[0])._fsdp_param_group._reshard_after_forward is not stays
         model(torch.ones(2, 3)).sum().backward()
-        assert state_of(model[0]).reshard.kind is (ReshardKind.NEVER if stays else ReshardKind.ALWAYS)
+        assert state_of(model[0]).options.reshard.kind is (ReshardKind.NEVER if stays else ReshardKind.ALWAYS)
 
     root: Any = fully_shard(nn.Sequential(nn.Linear(3, 3)))
     group = root._get_fsdp_state()._fsdp_param_group

@@ -140,8 +140,6 @@ class ParamGroupBuckets:
         self._on_gradient = on_gradient
         self.is_offloaded = any(self.rest_device_of(p) != device for p in self.parameters)
         """True if any shard is on another device than that of the modules."""
-        self.plan_version = 0
-        """The number of plans so far; schedules depend on it."""
         self._shared_offsets: dict[_SharedKey, int] = {}
         if in_common:
             self._reserve_shared_memory()
@@ -168,7 +166,6 @@ class ParamGroupBuckets:
         self.last_gather = GatherCache()
         """The cached all-gather of this group, or of several groups of which it is the first."""
         self.plan = self._make_plan()
-        self.plan_version += 1
         moved = [
             p
             for p in self.plan.buckets
@@ -481,7 +478,6 @@ class ParamGroupBuckets:
         for plan in self.plan.buckets:
             for i in plan.indices:
                 self.parameters[i].sync_requires_grad(self._on_gradient(plan.grad_bucket))
-        self.plan_version += 1
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
             bucket.update_plan(plan)
         self._note_registration()

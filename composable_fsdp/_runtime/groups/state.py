@@ -1,4 +1,4 @@
-"""The result of one ``fully_shard`` call: modules, their parameter group, and settings; and the calls of the modules.
+"""The result of one ``fully_shard`` call: modules, their parameter group, and options; and the calls of the modules.
 
 Reference counts alone free a dropped model. A module owns its FSDP state, the modules of a root own its iteration, the
 iteration owns the states below it, and a state owns its group and the states of its owners. Other references are weak:
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import FrameType
 from typing import Any, NamedTuple
@@ -32,13 +32,13 @@ from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 
 __all__ = [
     "ITERATION_ATTRIBUTE",
-    "SETTINGS",
+    "ROOT_OPTIONS",
     "Accumulation",
     "ClientBackward",
     "FSDPState",
     "ForwardCall",
     "ModuleReference",
-    "RootOptions",
+    "Options",
     "alive",
     "connections",
     "find_state",
@@ -62,30 +62,48 @@ class Accumulation(Enum):
     """Sum the full gradients in the reduce dtype, without communication, until a backward with another value."""
 
 
-_DEFAULTS: dict[str, object] = {}
-"""The settings of an FSDP state that have a default, with it."""
-SETTINGS: list[str] = []
-"""The names of all settings of an FSDP state, on which passes depend."""
-
-
 @dataclass(frozen=True, slots=True)
-class RootOptions:
-    """The settings that have one value for all states of a root.
+class Options:
+    """The options of an FSDP state. A setter replaces the value, so its identity tells that something has changed.
 
-    Args:
-        order_check: the checks between ranks before collectives.
-        max_unsharded_bytes: the bound for prefetching, in bytes of unsharded parameters.
-        prefetch_limit: the number of groups to prefetch, if the user has set it.
-        max_fused_bytes: the size up to which adjacent small groups share an all-gather or a reduction, if the user has
-            set it.
-        costs: the costs by which settings are chosen that the user has not set.
+    Most take effect at once, those of a root in the next forward, and ``reductions_in_flight`` in the next backward.
     """
 
+    reshard: Reshard
+    """What to do after forward."""
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    """The dtypes of inputs, parameters, reduction and outputs."""
+    reshard_after_backward: bool = True
+    """Free the parameters after backward."""
+    unshard_in_backward: bool = True
+    """Backward needs the parameters."""
+    accumulation: Accumulation = Accumulation.REDUCE
+    """The handling of this microbatch's gradients."""
+    all_reduce: bool = True
+    """Reduce over the replicate axis too."""
+    reductions_in_flight: int | None = None
+    """The number of reductions in flight. The largest number of a root's states counts."""
+    forward_prefetch: tuple[ref[FSDPState], ...] | None = None
+    """The states to prefetch in forward, if the user has chosen them."""
+    backward_prefetch: tuple[ref[FSDPState], ...] | None = None
+    """The states to prefetch in backward, if the user has chosen them."""
+
+    # Of a root, whose values count for all of its states: ROOT_OPTIONS.
+
     order_check: Any = None
+    """The checks between ranks before collectives."""
     max_unsharded_bytes: int | None = None
+    """The bound for prefetching, in bytes of unsharded parameters."""
     prefetch_limit: int | None = None
+    """The number of groups to prefetch, if the user has set it."""
     max_fused_bytes: int | None = None
+    """The size up to which adjacent small groups share an all-gather or a reduction, if the user has set it."""
     costs: Any = None
+    """The costs by which settings are chosen that the user has not set."""
+
+
+ROOT_OPTIONS = ("order_check", "max_unsharded_bytes", "prefetch_limit", "max_fused_bytes", "costs")
+"""The names of the options that have one value for all states of a root."""
 
 
 class Kept(NamedTuple):
@@ -102,29 +120,6 @@ class ClientBackward(NamedTuple):
 
     pre_backward: Callable[..., None] | None = None
     post_backward: Callable[..., None] | None = None
-
-
-class _Setting:
-    """A setting of an FSDP state; each change increments its ``settings_version``. Reads are plain attributes."""
-
-    def __init__(self, default: object) -> None:
-        self._default = default
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-        SETTINGS.append(name)
-        if self._default is not ...:
-            _DEFAULTS[name] = self._default
-
-    def __set__(self, state: FSDPState, value: object) -> None:
-        if vars(state).get(self._name, ...) != value:
-            vars(state)[self._name] = value
-            state.settings_version += 1
-
-
-def _setting(default: object = ...) -> Any:
-    """Return a :class:`_Setting`, typed so that an annotation of the attribute holds."""
-    return _Setting(default)
 
 
 _NO_RECORD = ForwardRecord()
@@ -263,53 +258,22 @@ class ForwardCall:
 class FSDPState:
     """The modules of one ``fully_shard`` call, in the order given, and their parameter group.
 
-    The public fields are settings. Most take effect at once, those of a root in the next forward, and
-    ``reductions_in_flight`` in the next backward.
-
     Args:
         modules: the modules that unshard and reshard the group; none contains another.
         group: the parameters of the call.
-        reshard: what to do after forward.
-        precision: the dtypes of inputs, parameters, reduction and outputs.
+        options: the options, until a setter replaces them.
         owner_states: the states whose groups own parameters that these modules use too. They are unsharded together.
     """
 
-    reshard: Reshard = _setting()
-    reshard_after_backward: bool = _setting(True)
-    unshard_in_backward: bool = _setting(True)
-    accumulation: Accumulation = _setting(Accumulation.REDUCE)
-    all_reduce: bool = _setting(True)
-    reductions_in_flight: int | None = _setting(None)
-    options: RootOptions = _setting()
-    """The settings of a root, one for all of its states."""
-    forward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
-    """The states that the user chose to prefetch in forward."""
-    backward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
-    """The states that the user chose to prefetch in backward."""
-    owner_states: tuple[FSDPState, ...] = _setting()
-
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        group: ParamGroup,
-        reshard: Reshard,
-        precision: MixedPrecisionPolicy,
-        owner_states: Sequence[FSDPState] = (),
+        self, modules: Sequence[nn.Module], group: ParamGroup, options: Options, owner_states: Sequence[FSDPState] = ()
     ) -> None:
-        self.settings_version = 0
-        """The number of changes of settings; schedules depend on it."""
         self._modules = tuple(map(ref, modules))
         self.module_ids = frozenset(map(id, modules))
         self.class_name = ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
         """The original class names of the modules, for errors."""
         self.group = group
-        self.precision = precision
-        self.input_dtype = precision.input_dtype
-        """The dtype to which floating-point inputs are cast, or ``None`` to leave them. Every call reads it."""
-        self.reshard = reshard
-        self.forward_prefetch = self.backward_prefetch = None
-        self.options = RootOptions()
-        vars(self).update(_DEFAULTS)
+        self.options = options
         self.owner_states = tuple(owner_states)
         self.user_states: list[ref[FSDPState]] = []
         """The states that use parameters which this one's group owns."""
@@ -341,7 +305,11 @@ class FSDPState:
 
     def _add_user(self, user: FSDPState) -> None:
         self.user_states.append(ref(user, self.user_states.remove))
-        self.settings_version += 1
+
+    def change(self, **options: Any) -> None:
+        """Replace ``options`` by other values, if they are."""
+        if any(getattr(self.options, name) != value for name, value in options.items()):
+            self.options = replace(self.options, **options)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -366,7 +334,7 @@ class FSDPState:
     def note_kept(self, steps: object) -> None:
         """Record that the group stays unsharded. ``steps``: the optimizer steps at its all-gather, or earlier ones."""
         is_frozen = (
-            not self.reshard_after_backward
+            not self.options.reshard_after_backward
             and not self.group.plan.num_trainable
             and all(parameter.sharded.grad is None for parameter in self.group.parameters)
         )
@@ -378,11 +346,6 @@ class FSDPState:
     @property
     def name(self) -> str:
         return self.group.name
-
-    def copy_settings(self, other: FSDPState) -> None:
-        """Copy the settings of ``other``, of which this is a copy, except explicit prefetching."""
-        for choice in (*_DEFAULTS, "options"):
-            setattr(self, choice, getattr(other, choice))
 
     def attach(self, module: nn.Module) -> None:
         """Make this the state of ``module``."""
@@ -407,12 +370,17 @@ class FSDPState:
         return bool(self.user_states) and any(user.is_running for user in alive(self.user_states))
 
     @property
+    def is_shared(self) -> bool:
+        """True if the modules use parameters of other groups, or other states those of this one."""
+        return bool(self.owner_states or self.user_states)
+
+    @property
     def keeps_partial(self) -> bool:
         """True if a reduction now ends after the shard axis."""
-        if self.all_reduce:
-            return self.accumulation is Accumulation.SHARDED
+        if self.options.all_reduce:
+            return self.options.accumulation is Accumulation.SHARDED
         replicates = any(pgs.replicate.size > 1 for pgs in self.group.process_groups)
-        return replicates or self.accumulation is Accumulation.SHARDED
+        return replicates or self.options.accumulation is Accumulation.SHARDED
 
     @property
     def reduces_grad_buckets(self) -> bool:
@@ -426,29 +394,27 @@ class FSDPState:
     @property
     def is_synchronized(self) -> bool:
         """True if the gradients of this microbatch are reduced over all data-parallel ranks."""
-        return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
+        return self.options.accumulation is Accumulation.REDUCE and not self.keeps_partial
 
     def can_reduce_grad_buckets(self, plan: GroupPlan) -> bool:
         """Return :attr:`reduces_grad_buckets` for a group with ``plan`` whose gradients are synchronized."""
         if not plan.in_grad_buckets or plan.is_small:
             return False
-        shares = self.has_nested_states or self.owner_states or self.user_states
-        return not shares and len(self.module_ids) == 1
+        return not self.has_nested_states and not self.is_shared and len(self.module_ids) == 1
 
     @property
     def frees_before_reduction(self) -> bool:
         """True if the end of the modules' backward frees the parameters, before the reduction takes memory."""
-        shares = self.has_nested_states or self.owner_states or self.user_states
-        return self.reshard_after_backward and not shares
+        return self.options.reshard_after_backward and not self.has_nested_states and not self.is_shared
 
     @property
     def can_be_fused(self) -> bool:
         """True if collectives of this group may be fused with those of other groups."""
-        shares = self.owner_states or self.user_states
-        chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
-        if shares or chosen or self.reshard.kind is ReshardKind.SMALLER:
+        options = self.options
+        chosen = options.forward_prefetch is not None or options.backward_prefetch is not None
+        if self.is_shared or chosen or options.reshard.kind is ReshardKind.SMALLER:
             return False
-        return not any(pgs.is_custom for pgs in self.group.process_groups)
+        return not self.group.plan.is_custom
 
     @property
     def unequal_use(self) -> bool:

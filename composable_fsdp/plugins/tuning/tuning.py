@@ -41,8 +41,8 @@ class Tuning(Observer):
         """All that a choice depends on, beginning with the costs, at the last forward that may get a backward."""
         self._chosen_for: tuple[object, ...] = (None,)
         """The same at the last choice."""
-        self._specs: tuple[int, object] = (-1, None)
-        """The version of options and plans, and the specs that belong to it."""
+        self._specs: tuple[object, object] = (None, None)
+        """The inputs of plans, and the specs that belong to them."""
 
     def for_root(self, root: Root) -> Observer | None:
         return None if root.root.options.costs is None else Tuning()
@@ -76,8 +76,7 @@ class Tuning(Observer):
             costs = observer.begin_step(root.streams.seconds_waited)
             if costs is not None:
                 self._stop(root)
-                state = root.root
-                state.options = replace(state.options, costs=_fitted(root, costs, observer.waited))
+                root.root.change(costs=_fitted(root, costs, observer.waited))
         if self._is_due(root) and not _is_under_way(root):
             root.drain()
             begin = trace.now()
@@ -99,9 +98,11 @@ class Tuning(Observer):
 
     def _inputs_now(self, root: Root) -> tuple[object, ...]:
         plans = root.plans
-        if self._specs[0] != plans.version:
-            self._specs = plans.version, specs_for(root, plans.settings)
-        return root.root.options.costs, plans.known.events, plans.training_options, self._specs[1]
+        inputs, bound = plans.refresh(), root.root.options.max_unsharded_bytes
+        if self._specs[0] is not inputs:
+            self._specs = inputs, specs_for(root, plans.settings)
+        options = inputs.limits, bound, plans.max_reductions
+        return root.root.options.costs, plans.known.events, options, self._specs[1]
 
     def _choose(self, root: Root) -> None:
         """Choose the settings by the costs of the root. The choice is the same on every rank."""

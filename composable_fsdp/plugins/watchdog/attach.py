@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import cast
 
 import torch.distributed as dist
@@ -57,7 +56,7 @@ class OrderCheckLevel(Observer):
     """Sets the level of each root that is assembled: an earlier model may have set another for its process groups."""
 
     def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
-        state.options = replace(state.options, order_check=order_check_from())
+        state.change(order_check=order_check_from())
 
     def for_root(self, root: Root) -> Observer | None:
         compare(connections(root.states.values()), root.root.options.order_check)

@@ -287,7 +287,7 @@ class Sharded(Driver):
 
     def generate(self, x: torch.Tensor, forwards: int) -> None:
         """Unshard all groups and run forwards, which do not communicate."""
-        chosen = {state_of(module): state_of(module).reshard for module in self.modules}
+        chosen = {state_of(module): state_of(module).options.reshard for module in self.modules}
         for module in self.modules:
             module.unshard()
         for root in self.roots:
@@ -297,7 +297,7 @@ class Sharded(Driver):
                 self.model(x)
         for state, reshard in chosen.items():
             state.group.reshard()
-            state.reshard = reshard
+            state.change(reshard=reshard)
 
     def before_optimizer(self, step: Step) -> None:
         if step.finish == "synchronize":
