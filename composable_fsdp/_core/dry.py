@@ -242,10 +242,9 @@ class Replay:
 
     def _of_copies(self, options: Options) -> Options:
         """Return ``options`` with dry states in place of real ones."""
-        chosen = options.forward_prefetch, options.backward_prefetch
         forward, backward = (
             None if states is None else tuple(ref(self._copies[each]) for each in alive(states) if each in self._copies)
-            for states in chosen
+            for states in (options.forward_prefetch, options.backward_prefetch)
         )
         return replace(options, forward_prefetch=forward, backward_prefetch=backward)
 

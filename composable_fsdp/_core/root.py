@@ -38,7 +38,7 @@ from composable_fsdp._runtime.groups.callers_context import (
 )
 from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
 from composable_fsdp._runtime.groups.param_group_gradients import AutogradRun
-from composable_fsdp._runtime.groups.state import Accumulation, ForwardCall, FSDPState, alive
+from composable_fsdp._runtime.groups.state import NO_RECORD, Accumulation, ForwardCall, FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import (
     HELD_GRADIENTS,
     LOCAL_GRADIENTS,
@@ -217,11 +217,10 @@ class Root:
         has_grad = self.leads_to_backward if self.plans.unequal_use else torch.is_grad_enabled()
         for observe in self.events.end_run:
             observe(self, state)
-        if not run.is_recorded:
-            run.is_recorded = True
+        if run.record is NO_RECORD:
+            run.record = self.plans.record
             run.position = self.plans.end_run(state, comes_back=has_grad and bool(state.group.plan.specs))
             if run.position >= 0:
-                run.record = self.plans.record
                 self._progress.count(state, run.record)
         is_outermost = state is self._outermost
         if run.remaining and not is_outermost:
@@ -281,7 +280,7 @@ class Root:
             self._passes.note(self, error, state, in_backward=in_backward, ends_forward=ends_forward)
         if self._pass is BACKWARD:
             return
-        if state.run is not None and not state.run.is_recorded:
+        if state.run is not None and state.run.record is NO_RECORD:
             self.plans.record.abort(state.group.pre_forward_event)
         state.run = None
         with suppress(PeerError, DivergenceError):  # the original error is being raised already
@@ -361,7 +360,7 @@ class Root:
         if call.tape is self.tape.events:
             call.tape.append(("post_backward", call.number, is_arriving, _current_run()))
         self._progress.leave(call)
-        if run.ends_unseen:
+        if run.position in run.record.unseen:
             return  # the last gradient, or the end of backward, comes later
         if run.awaited <= 0:  # first, because the reduction allocates memory
             for each in (state, *state.owner_states):

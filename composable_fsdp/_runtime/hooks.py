@@ -214,10 +214,9 @@ class _ModuleHooks:
         precision = state.options.precision
         dtype = precision.param_dtype if precision.cast_forward_inputs else None  # input_dtype, without a call
         device = group.axes.device if state is call.iteration.root else None
-        if watched:
-            call.in_transform = in_transform() or dual_numbers._current_level >= 0
+        watches_all = watched and (in_transform() or dual_numbers._current_level >= 0)
         if watched or dtype is not None or device is not None or precision.output_dtype is not None:
-            take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=call.in_transform)
+            take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)
             args = map_tensors(take, args, take.container)
             if kwargs:
                 kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
@@ -306,7 +305,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: Any) -> Any:
     own the call, and it owns the FSDP state and the iteration, so that backward works after the model was dropped.
     """
     views: Sequence[InputView] = inputs.views
-    if call.in_transform:
+    if inputs.watches_all:
         for view, _ in views:
             for layer in layers_of(view):
                 if layer.grad_fn is not None:
@@ -317,14 +316,14 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: Any) -> Any:
         input_nodes.clear()
     if inputs.containers:
         output = inputs.map_output(_with_grad_fn, output, and_written=True)
-        nodes, bases = _nodes_of(inputs.outputs(output), in_transform=call.in_transform)
+        nodes, bases = _nodes_of(inputs.outputs(output), in_transform=inputs.watches_all)
     else:
-        nodes, bases = _nodes_of(output, in_transform=call.in_transform)
+        nodes, bases = _nodes_of(output, in_transform=inputs.watches_all)
         if None in nodes:
             output = map_tensors(_with_grad_fn, output)
-            nodes, bases = _nodes_of(output, in_transform=call.in_transform)
+            nodes, bases = _nodes_of(output, in_transform=inputs.watches_all)
     if len(inputs.mapped) != len(input_nodes) and (written := inputs.written()):
-        more, bases_of_more = _nodes_of(written, in_transform=call.in_transform)
+        more, bases_of_more = _nodes_of(written, in_transform=inputs.watches_all)
         nodes, bases = nodes | more, bases | bases_of_more
     if not nodes and not input_nodes:
         return output

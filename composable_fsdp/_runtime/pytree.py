@@ -299,7 +299,7 @@ class CallInputs:
         self, device: torch.device | None, dtype: torch.dtype | None, *, watched: bool, watches_all: bool = False
     ) -> None:
         self._device, self._dtype, self._watched = device, dtype, watched
-        self._watches_all = watches_all
+        self.watches_all = watches_all
         """True in a transform, where an input hides the gradients that other levels need."""
         self.mapped: dict[int, torch.Tensor] = {}
         """The tensor that the module gets, by the id of the tensor of the caller."""
@@ -317,7 +317,7 @@ class CallInputs:
             mapped = mapped.to(self._device, non_blocking=True)
         if self._dtype is not None and tensor.is_floating_point():
             mapped = mapped.to(self._dtype)
-        if self._watched and (mapped.requires_grad or self._watches_all):
+        if self._watched and (mapped.requires_grad or self.watches_all):
             if mapped is tensor:
                 mapped = mapped.view_as(mapped)
                 self._originals[id(mapped)] = tensor

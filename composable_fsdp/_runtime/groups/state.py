@@ -32,6 +32,7 @@ from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 
 __all__ = [
     "ITERATION_ATTRIBUTE",
+    "NO_RECORD",
     "ROOT_OPTIONS",
     "Accumulation",
     "ClientBackward",
@@ -122,8 +123,8 @@ class ClientBackward(NamedTuple):
     post_backward: Callable[..., None] | None = None
 
 
-_NO_RECORD = ForwardRecord()
-"""The record of calls to which no backward comes back. Nothing is written to it."""
+NO_RECORD = ForwardRecord()
+"""The record of runs that have not ended, and of recomputations without grad. Nothing is written to it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -154,8 +155,6 @@ class ForwardCall:
     inputs: CallInputs = NO_INPUTS
     given: Sequence[tuple[dict[str, Any], str, Any]] = ()
     """The values that ``functional_call`` was given, with their places, where full ones are registered."""
-    in_transform: bool = False
-    """True if it ran in a transform of ``torch.func`` or in a level of dual numbers, and a backward may come back."""
 
     # Of the run, in its first call.
 
@@ -165,16 +164,13 @@ class ForwardCall:
     """The ids of the modules that have not run yet; ``None`` for a group of one module."""
     planned: Any = None
     """The part of the plan for the run; ``None`` if none was made."""
-    is_recorded: bool = False
-    """True if the end of the run is in the record of the forward."""
-    record: ForwardRecord = _NO_RECORD
+    record: ForwardRecord = NO_RECORD
+    """The record of the forward, once it has the end of the run."""
     position: int = -1
     seen: Any = None
     """The versions of the parameters, if an observer compares them in backward."""
     awaited: int = 0
     """The number of calls whose input gradients are not ready yet."""
-    ends_unseen: bool = False
-    """True if a call had no input that needs a gradient, so that no hook shows the end of its backward."""
 
     # Of the events that its root records.
 
@@ -231,7 +227,6 @@ class ForwardCall:
         """Note that no hook will report the gradients of this call's inputs."""
         self.tape.append(("end_unseen", self.number))
         run = self.first or self
-        run.ends_unseen = True
         run.record.unseen.add(run.position)
 
     def await_inputs(self) -> None:
