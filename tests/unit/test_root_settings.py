@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import ConfigurationError, LifecycleError, fully_shard
+from composable_fsdp import ConfigurationError, LifecycleError, fully_shard, no_sync
 from tests._internals import _MOST_FORWARDS, state_of
 from tests.helpers.models import Chain
 from tests.helpers.sharding import sharded, single_rank
@@ -143,3 +143,18 @@ def test_forwards_without_backward_are_dropped() -> None:
 def test_a_copy_has_groups_inside_where_the_original_has() -> None:
     model = copy.deepcopy(fully_shard(Chain(), policy={nn.Linear}))
     assert [state_of(each).has_nested_states for each in (model, *model.layers)] == [True, False, False, False, False]
+
+
+@pytest.mark.behaviour("B-04")
+def test_a_setter_replaces_the_options_of_a_state_if_it_changes_them() -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    layer, state = model.layers[0], state_of(model.layers[0])
+    before = state.options
+    sharded(model).set_requires_gradient_sync(True)
+    sharded(layer).set_prefetch_limit(None)
+    assert state.options is before, "nothing has changed"
+    with no_sync(layer):
+        sharded(layer).set_reshard_after_backward(False)
+    assert state.options == replace(before, reshard_after_backward=False), "set inside, and kept"
+    with pytest.raises(FrozenInstanceError):
+        state.options.costs = None  # type: ignore[misc]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp import AxisCosts, CollectiveCost, Costs, fully_shard
 from composable_fsdp.errors import ParameterError
-from tests._internals import Pass, iteration_of, state_of
+from tests._internals import Pass, iteration_of, schedule, state_of
 
 WIDTH, NAMES = 16, "abc"
 
@@ -200,3 +200,27 @@ def test_each_backward_is_outside_of_the_modes_of_its_caller() -> None:
     with Log() as log:
         hidden.tensor.sum().backward()
     assert not {each for each in log.operations if "c10d" in each or "empty" in each}
+
+
+class CustomGather:
+    """An all-gather of the user, over fake ranks that send nothing."""
+
+    def allocate(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    def __call__(self, **_: object) -> None: ...
+
+
+def test_a_group_leaves_its_fusion_once_a_callable_of_the_user_gathers_it() -> None:
+    def gathers() -> list[tuple[str, ...]]:
+        step(model)
+        actions = (action for each in model.schedule().steps for action in each.actions)
+        return [action.groups for action in actions if isinstance(action, schedule.Gather)]
+
+    model = build()
+    step(model)
+    assert ("a", "b", "c") in gathers()
+    model.b.set_custom_all_gather(CustomGather())
+    alone = gathers()
+    assert ("b",) in alone
+    assert not any(len(groups) > 1 and "b" in groups for groups in alone)
