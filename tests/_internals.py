@@ -173,10 +173,20 @@ if TYPE_CHECKING:
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
     from composable_fsdp.codecs.blockwise import hadamard_
-    from composable_fsdp.diagnostics._compare import ABSENT, FORGOTTEN, Files, read, sequences, waits
     from composable_fsdp.diagnostics._recording import enable_from_environment
-    from composable_fsdp.diagnostics._records import Dump, Fault, Header, decode, encode, file_name
-    from composable_fsdp.diagnostics._timeline_files import merged, write_chrome_trace
+    from composable_fsdp.diagnostics._records import (
+        ABSENT,
+        FORGOTTEN,
+        Dump,
+        Fault,
+        Files,
+        decode,
+        encode,
+        file_name,
+        read,
+        sequences,
+    )
+    from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace
     from composable_fsdp.init.materialize import reset_parameters
     from composable_fsdp.optim import _local_step
     from composable_fsdp.plan.known_accelerators import KnownAccelerator

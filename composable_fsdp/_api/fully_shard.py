@@ -172,7 +172,7 @@ def fully_shard(
     modules = _as_modules(module)
     for each in modules:
         _check_module(each)
-    enable_from_environment(modules)
+    enable_from_environment()
     axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     ignored = find_ignored(modules, ignored_params, ignored_modules)

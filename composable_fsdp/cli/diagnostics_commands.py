@@ -14,9 +14,8 @@ from rich.table import Table
 
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp.cli.printing import Json, console, print_error, print_json, table_of
-from composable_fsdp.diagnostics._compare import Files, Sequences, faults_in_order, read, sequences, waits
-from composable_fsdp.diagnostics._records import Dump
-from composable_fsdp.diagnostics._timeline_files import draw_step, merged, write_chrome_trace
+from composable_fsdp.diagnostics._records import Dump, Files, Sequences, faults_in_order, read, sequences
+from composable_fsdp.diagnostics.timeline import draw_step, merged, write_chrome_trace
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 
 __all__ = ["app", "timeline"]
@@ -52,7 +51,7 @@ def merge(
     else:
         _show(console(), files, found, stacks=stacks)
     differ = any(each.first_difference is not None for each in found)
-    raise typer.Exit(1 if differ or files.missing or files.stale or files.damaged else 0)
+    raise typer.Exit(1 if differ or files.missing or files.damaged else 0)
 
 
 def timeline(
@@ -60,7 +59,7 @@ def timeline(
     step: Annotated[int, typer.Option(help="the step to draw, from 0; negative numbers count from the end")] = -1,
     as_json: Json = False,
 ) -> None:
-    """Show the steps of all ranks, with the predicted one, and write FOLDER/timeline.json and FOLDER/timeline.png.
+    """Show the steps of all ranks, and write FOLDER/timeline.json and FOLDER/timeline.png.
 
     Perfetto (ui.perfetto.dev) opens the first; the second shows one step. A run writes its timelines to the folder that
     the environment variable COMPOSABLE_FSDP_TIMELINE names, when it ends. Times are medians over the training steps.
@@ -100,23 +99,21 @@ def timeline(
 
 
 def _as_json(files: Files, found: Sequence[Sequences], *, stacks: bool) -> dict[str, Any]:
-    groups = [
-        {
-            "group": each.group,
-            "ranks": each.ranks,
-            "first_difference": each.first_difference and asdict(each.first_difference),
-        }
-        for each in found
-    ]
+    left_out = {"report", "faults", "events", *(() if stacks else ("stacks",))}
+    ranks = {
+        rank: {name: value for name, value in asdict(dump).items() if name not in left_out}
+        for rank, dump in sorted(files.dumps.items())
+    }
+    differences = [(each, each.first_difference) for each in found]
     return {
-        "ranks": {rank: asdict(dump.header) for rank, dump in sorted(files.dumps.items())},
+        "ranks": ranks,
         "missing": files.missing,
-        "stale": files.stale,
         "damaged": files.damaged,
-        "process_groups": groups,
-        "waits": [asdict(wait) for wait in waits(files.dumps)],
+        "process_groups": [
+            {"group": each.group, "ranks": each.ranks, "first_difference": first and asdict(first)}
+            for each, first in differences
+        ],
         "faults": [{"rank": rank, **asdict(fault)} for rank, fault in faults_in_order(files.dumps)],
-        **({"stacks": {rank: dump.stacks for rank, dump in files.dumps.items()}} if stacks else {}),
     }
 
 
@@ -127,14 +124,11 @@ def _show(out: Console, files: Files, found: Sequence[Sequences], *, stacks: boo
         return
     out.print(_ranks(files.dumps))
     if files.missing:
-        out.print(f"No file of {format_ranks(files.missing)}: killed, or on another host.")
-    if files.stale:
-        out.print(f"The file of {format_ranks(files.stale)} is of an earlier attempt of the job.")
+        out.print(
+            f"No file of {format_ranks(files.missing)}: killed, on another host, or written by an earlier attempt."
+        )
     for each in found:
         out.print(_sequences(each))
-    for wait in waits(files.dumps):
-        awaited = format_ranks(wait.awaited)
-        out.print(f"rank {wait.rank} waited for {awaited} in {wait.label}, number {wait.number}")
     for rank, fault in faults_in_order(files.dumps):
         text = _first_line(fault.text)
         where = "" if text.startswith(fault.where) else f" in {fault.where}"
@@ -145,14 +139,13 @@ def _show(out: Console, files: Files, found: Sequence[Sequences], *, stacks: boo
 
 
 def _ranks(dumps: Mapping[int, Dump]) -> Table:
-    versions = {", ".join(f"{name} {v}" for name, v in sorted(dump.header.versions.items())) for dump in dumps.values()}
+    versions = {", ".join(f"{name} {v}" for name, v in sorted(dump.versions.items())) for dump in dumps.values()}
     title = "VERSIONS DIFFER: " * (len(versions) > 1) + "; ".join(sorted(versions))
     table = table_of(("rank", "process", "written", "because of", "where"), title=title)
     for rank, dump in sorted(dumps.items()):
-        header = dump.header
         where = str(dump.report).removeprefix(f"rank {rank} ") if dump.report is not None else ""
-        process = f"{header.process} on {header.host}"
-        table.add_row(str(rank), process, _clock(header.written), _first_line(header.reason), where)
+        process = f"{dump.process} on {dump.host}"
+        table.add_row(str(rank), process, _clock(dump.written), _first_line(dump.reason), where)
     return table
 
 

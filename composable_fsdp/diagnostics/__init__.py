@@ -4,7 +4,7 @@ It is off by default, because recording takes time. To turn it on::
 
     COMPOSABLE_FSDP_DIAGNOSTICS=runs/diagnostics torchrun ...
 
-Every rank then writes ``rank-00000.jsonl`` to that folder on an error, SIGTERM or SIGUSR1. ``python -m
+Every rank then writes ``rank-00000.json`` to that folder on an error, SIGTERM or SIGUSR1. ``python -m
 composable_fsdp.diagnostics merge runs/diagnostics`` shows the ranks side by side.
 
 :func:`write_timeline` writes recorded events as a timeline; ``COMPOSABLE_FSDP_TIMELINE`` records them.
@@ -14,7 +14,7 @@ composable_fsdp.diagnostics merge runs/diagnostics`` shows the ranks side by sid
 from __future__ import annotations
 
 from composable_fsdp.diagnostics._recording import disable, dump, enable
-from composable_fsdp.diagnostics._timeline_files import write_timeline
 from composable_fsdp.diagnostics.meters import Meter, ProgressLine, Reading
+from composable_fsdp.diagnostics.timeline import write_timeline
 
 __all__ = ["Meter", "ProgressLine", "Reading", "disable", "dump", "enable", "write_timeline"]

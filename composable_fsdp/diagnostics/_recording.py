@@ -13,25 +13,19 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from weakref import WeakSet
 
 import torch.distributed as dist
-from torch import nn
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.stacks import Frame, thread_stacks
 from composable_fsdp._consistency.watchdog import known_watchdog
-from composable_fsdp._runtime.groups.state import find_state
-from composable_fsdp._runtime.lazy_init import iteration_of
-from composable_fsdp.diagnostics._records import Dump, Fault, Header, encode, file_name
+from composable_fsdp.diagnostics._records import Dump, Fault, encode, file_name
 from composable_fsdp.diagnostics._signals import SignalWatch
-from composable_fsdp.diagnostics.timeline import Lanes, predicted
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
-from composable_fsdp.plugins.tuning.tuning import choice_of
 
 __all__ = [
     "FOLDER_VARIABLE",
@@ -53,9 +47,6 @@ _KEPT_FAULTS = 10
 _TIMELINE_EVENTS = 20_000
 """The events of a timeline. A group has about ten in a step: these are 20 steps of a model with 100 groups."""
 
-_sharded: WeakSet[nn.Module] = WeakSet()
-"""The modules that were sharded."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -68,8 +59,6 @@ class _Recording:
         self.faults: deque[Fault] = deque(maxlen=_KEPT_FAULTS)
         self.latest: dict[str, trace.TraceEvent] = {}
         """The last collective of each process group."""
-        self.predicted: Lanes | None = None
-        """The step that was predicted for the last choice of settings."""
         self._last_reported: tuple[str, str, int] | None = None
         self._rank_and_world_size, self._process = _rank_and_world_size(), os.getpid()
         self._undo: list[Callable[[], None]] = []
@@ -98,10 +87,6 @@ class _Recording:
         self.events.append(event)
         if event.position is not None:
             self.latest[event.position.group] = event
-        if event.operation is trace.Operation.CHOOSE:
-            iterations = {iteration_of(state) for module in _sharded if (state := find_state(module)) is not None}
-            choices = [choice for each in iterations if (choice := choice_of(each)) is not None]
-            self.predicted = next((predicted(each.timeline) for each in choices if each.summary == event.group), None)
 
     def on_fault(self, error: BaseException | None, where: str, position: trace.Position | None = None) -> None:
         """Write a file once for each fault. A fault listener: every module that the error passes through reports it."""
@@ -125,11 +110,11 @@ class _Recording:
         folder = folder or self.folder
         try:
             found = self._collected(reason)
-            path = folder / file_name(found.header.rank)
+            path = folder / file_name(found.rank)
             partial = folder / f".{path.name}.{os.getpid()}.{threading.get_ident()}"
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                partial.write_text("".join(f"{line}\n" for line in encode(found)))
+                partial.write_text(encode(found))
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
@@ -140,7 +125,9 @@ class _Recording:
 
     def _collected(self, reason: str) -> Dump:
         watchdog = known_watchdog()
-        header = Header(
+        events = tuple(self.events)
+        oldest = events[0].end if events else 0.0
+        return Dump(
             *(_rank_and_world_size() if dist.is_initialized() else self._rank_and_world_size),
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             host=socket.gethostname(),
@@ -149,16 +136,10 @@ class _Recording:
             written=time.time(),
             clock=trace.now(),
             versions=versions(),
-        )
-        events = tuple(self.events)
-        oldest = events[0].end if events else 0.0
-        return Dump(
-            header,
             report=watchdog.report() if watchdog is not None else None,
             faults=tuple(self.faults),
             stacks=tuple((name, tuple(map(str, frames))) for name, frames in thread_stacks()),
             events=(*(event for event in tuple(self.latest.values()) if event.end < oldest), *events),
-            predicted=self.predicted,
         )
 
 
@@ -197,9 +178,8 @@ def disable() -> None:
         _recording = None
 
 
-def enable_from_environment(modules: Sequence[nn.Module]) -> None:
-    """Begin the recordings that environment variables ask for, and note that ``modules`` are sharded."""
-    _sharded.update(modules)
+def enable_from_environment() -> None:
+    """Begin the recordings that environment variables ask for."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and (_recording is None or not _recording.is_own):
         enable(folder)
@@ -216,7 +196,7 @@ def _record_timeline(folder: str) -> None:
 
 
 def dump(folder: str | os.PathLike[str] | None = None) -> Path | None:
-    """Write this rank's last events and current stacks to ``folder/rank-00000.jsonl``, replacing an earlier file.
+    """Write this rank's last events and current stacks to ``folder/rank-00000.json``, replacing an earlier file.
 
     It needs no other rank, may be called from any thread, and raises no error about files: it is meant for programs
     that are failing. Without :func:`enable` the file has no events, but everything else.

@@ -1,4 +1,4 @@
-"""The contents of one rank's file of diagnostics, and its format: JSON, one record per line.
+"""The file of a rank, one JSON document, and the comparison of the files of all ranks.
 
 Invariant: ``decode(encode(dump)) == dump``.
 """
@@ -6,37 +6,35 @@ Invariant: ``decode(encode(dump)) == dump``.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from composable_fsdp._consistency.rank_report import RankReport
-from composable_fsdp.diagnostics.timeline import Lanes, Slice
 from composable_fsdp.trace import Operation, Position, TraceEvent
 
-__all__ = ["Dump", "Fault", "Header", "decode", "encode", "file_name"]
+__all__ = [
+    "ABSENT",
+    "FORGOTTEN",
+    "Dump",
+    "Fault",
+    "Files",
+    "Row",
+    "Sequences",
+    "decode",
+    "encode",
+    "faults_in_order",
+    "file_name",
+    "read",
+    "sequences",
+]
 
-_FORMAT = 2
+_FORMAT = 3
 
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The rank that wrote the file, the restarts by torchrun before, the reason, and the versions of packages.
-
-    It was ``written`` at that time in seconds since 1970, when ``time.perf_counter``, by which events are timed, was
-    ``clock``.
-    """
-
-    rank: int
-    world_size: int
-    attempt: int
-    host: str
-    process: int
-    reason: str
-    written: float
-    clock: float
-    versions: Mapping[str, str]
+ABSENT = "not launched"
+FORGOTTEN = "…"
+"""A collective that was launched so long ago that it is no longer recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,64 +54,59 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """The contents of a file. Faults and events are in order, the oldest first.
+    """The contents of the file of ``rank``. Faults and events are in order, the oldest first.
 
     Args:
+        attempt: the restarts by torchrun before.
+        reason: why it was written.
+        written: when, in seconds since 1970.
+        clock: the same moment by ``time.perf_counter``, by which events are timed.
+        versions: those of packages.
         stacks: the name of each thread, and its frames, the innermost last.
         events: the last ones, and the last collective in each process group.
-        predicted: the step that was predicted for the schedule in use, if settings were chosen by costs.
     """
 
-    header: Header
+    rank: int
+    world_size: int
+    attempt: int
+    host: str
+    process: int
+    reason: str
+    written: float
+    clock: float
+    versions: Mapping[str, str]
     report: RankReport | None = None
     faults: tuple[Fault, ...] = ()
     stacks: tuple[tuple[str, tuple[str, ...]], ...] = ()
     events: tuple[TraceEvent, ...] = ()
-    predicted: Lanes | None = None
 
 
 def file_name(rank: int) -> str:
     """Return the name of the file of ``rank``."""
-    return f"rank-{rank:05d}.jsonl"
+    return f"rank-{rank:05d}.json"
 
 
-def encode(dump: Dump) -> Iterator[str]:
-    """Yield the lines of the file, without newlines."""
-    parts: dict[str, Iterable[Mapping[str, Any]]] = {
-        "rank": [{"format": _FORMAT, **asdict(dump.header)}],
-        "report": [asdict(dump.report)] if dump.report is not None else [],
-        "fault": map(asdict, dump.faults),
-        "stack": [{"thread": thread, "frames": frames} for thread, frames in dump.stacks],
-        "predicted": [asdict(dump.predicted)] if dump.predicted is not None else [],
-        "event": map(asdict, dump.events),
-    }
-    return (json.dumps({"kind": kind, **each}) for kind, records in parts.items() for each in records)
+def encode(dump: Dump) -> str:
+    """Return the text of the file."""
+    return json.dumps({"format": _FORMAT, **asdict(dump)})
 
 
-def decode(lines: Iterable[str]) -> Dump:
-    """Parse the lines of a file.
+def decode(text: str) -> Dump:
+    """Parse the text of a file.
 
     Raises:
-        ValueError: the lines are not the output of :func:`encode`, or of another version of it.
+        ValueError: it is not the output of :func:`encode`, or of another version of it.
     """
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     try:
-        for line in lines:
-            values = json.loads(line)
-            found[values.pop("kind")].append(values)
-        if not found["rank"]:
-            raise ValueError("not a file of diagnostics: it does not say whose it is")
-        header = found["rank"][0]
-        if (version := header.pop("format")) != _FORMAT:
+        values = json.loads(text)
+        if (version := values.pop("format")) != _FORMAT:
             raise ValueError(f"format {version}, which this version does not know: it reads {_FORMAT}")
-        return Dump(
-            Header(**header),
-            next((RankReport.decoded(json.dumps(each)) for each in found["report"]), None),
-            tuple(Fault(**{**_positioned(each), "stack": tuple(each["stack"])}) for each in found["fault"]),
-            tuple((each["thread"], tuple(each["frames"])) for each in found["stack"]),
-            tuple(TraceEvent(**_positioned(e) | {"operation": Operation(e["operation"])}) for e in found["event"]),
-            next(map(_lanes, found["predicted"]), None),
-        )
+        report = values["report"] and RankReport.decoded(json.dumps(values["report"]))
+        faults = (Fault(**{**_positioned(each), "stack": tuple(each["stack"])}) for each in values["faults"])
+        stacks = ((thread, tuple(frames)) for thread, frames in values["stacks"])
+        events = (TraceEvent(**_positioned(e) | {"operation": Operation(e["operation"])}) for e in values["events"])
+        parts = {"report": report, "faults": tuple(faults), "stacks": tuple(stacks), "events": tuple(events)}
+        return Dump(**{**values, **parts})
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a file of diagnostics: {type(error).__name__}: {error}") from error
 
@@ -125,6 +118,102 @@ def _positioned(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"position": position}
 
 
-def _lanes(values: dict[str, Any]) -> Lanes:
-    slices, memory = (Slice(**each) for each in values["slices"]), map(tuple, values["memory"])
-    return Lanes(**values | {"slices": tuple(slices), "memory": tuple(memory)})
+# -- the files of several ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of diagnostics in a folder.
+
+    Args:
+        dumps: the dumps of the job's last attempt, by rank.
+        missing: ranks of the job that left no file in it.
+        damaged: the problems of unreadable files, by file name.
+    """
+
+    dumps: Mapping[int, Dump]
+    missing: tuple[int, ...]
+    damaged: Mapping[str, str]
+
+
+def read(folder: Path) -> Files:
+    """Read the files of all ranks in ``folder``."""
+    found: dict[int, Dump] = {}
+    damaged = {}
+    for path in sorted(folder.glob("rank-*.json")):
+        try:
+            dump = decode(path.read_text())
+        except (ValueError, OSError) as error:
+            damaged[path.name] = str(error)
+            continue
+        found[dump.rank] = dump
+    attempt = max((dump.attempt for dump in found.values()), default=0)
+    dumps = {rank: dump for rank, dump in found.items() if dump.attempt == attempt}
+    world = max((dump.world_size for dump in dumps.values()), default=0)
+    return Files(dumps, tuple(rank for rank in range(world) if rank not in dumps), damaged)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The collective ``number`` of a process group, with its label on each rank."""
+
+    number: int
+    labels: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The collectives that the ranks of a process group launched over their newest connection, by number.
+
+    Invariant: every row has the same ranks: those of the group that left a file.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def first_difference(self) -> Row | None:
+        """The first row in which ranks called different operations. Forgotten ones are ignored."""
+        return next((row for row in self.rows if len({*row.labels.values()} - {FORGOTTEN}) > 1), None)
+
+
+def sequences(dumps: Mapping[int, Dump]) -> list[Sequences]:
+    """Return the sequences of every process group: first those that differ."""
+    launched = {rank: {e.position: e.group for e in dump.events if e.position} for rank, dump in dumps.items()}
+    groups = {position.group: position.ranks for own in launched.values() for position in own}
+    found = [_sequences(group, ranks, launched) for group, ranks in groups.items()]
+    return sorted(found, key=lambda each: each.first_difference is None)
+
+
+def _sequences(group: str, ranks: tuple[int, ...], launched: Mapping[int, Mapping[Position, str]]) -> Sequences:
+    connection = max(_newest(own, group)[0] for own in launched.values())
+    labels = {
+        rank: {
+            position.number: label
+            for position, label in launched[rank].items()
+            if (position.group, position.connection) == (group, connection)
+        }
+        for rank in ranks
+        if rank in launched
+    }
+    rows = (
+        Row(number, {rank: _label(own, number) for rank, own in labels.items()})
+        for number in sorted({number for own in labels.values() for number in own})
+    )
+    return Sequences(group, ranks, tuple(rows))
+
+
+def _label(own: Mapping[int, str], number: int) -> str:
+    return own.get(number, FORGOTTEN if number < min(own, default=0) else ABSENT)
+
+
+def _newest(launched: Iterable[Position], group: str) -> tuple[int, int]:
+    """Return the connection and number of the group's last collective, or ``(-1, -1)`` if there is none."""
+    return max(((each.connection, each.number) for each in launched if each.group == group), default=(-1, -1))
+
+
+def faults_in_order(dumps: Mapping[int, Dump]) -> list[tuple[int, Fault]]:
+    """Return the rank and the fault of all faults, oldest first. Clocks of hosts may differ."""
+    found = [(rank, fault) for rank, dump in dumps.items() for fault in dump.faults]
+    return sorted(found, key=lambda each: (each[1].time, each[0]))

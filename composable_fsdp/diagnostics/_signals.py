@@ -11,7 +11,6 @@ import ctypes
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +26,7 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if has
 
 
 class SignalWatch:
-    """Reports SIGTERM and SIGUSR1, then runs their previous handlers. Create and stop it in the main thread. Final.
+    """Reports SIGTERM and SIGUSR1, then runs their previous handlers. Create and stop it in the main thread.
 
     A signal whose handler was not set by Python is ignored, since it could not be called.
 
@@ -46,8 +45,8 @@ class SignalWatch:
         for each in self._before:
             signal.signal(each, self._handle)
         threading.Thread(target=self._run, name="composable_fsdp signals", daemon=True).start()
-        _active.append(self)
-        _register_at_fork()
+        _active.add(self)
+        _stop_in_children()
 
     def stop(self) -> None:
         """Restore the previous handlers, unless they were replaced since. Idempotent."""
@@ -81,48 +80,29 @@ class SignalWatch:
         if self._outer_fd != -1:
             with suppress(OSError):  # full, or closed by its owner
                 os.write(self._outer_fd, bytes([number]))
-        each = next((each for each in self._before if each == number), None)
-        if each is None:
+        if number not in self._before:
             return
+        each = signal.Signals(number)
         self._report(each.name)
         self._reported[each].set()
         if self._before[each] is signal.SIG_DFL and each is signal.SIGTERM:  # SIGUSR1 is sent for the report alone
-            _do_default(each)
-
-    def stop_in_child(self) -> None:
-        """Stop in a forked child, which has its own signals."""
-        self.stop()
-        self._reader.close()
-
-
-def _do_default(number: signal.Signals) -> None:
-    """Perform the signal's default action. ``signal.signal`` would work in the main thread only."""
-    set_handler = ctypes.pythonapi.PyOS_setsig
-    set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    set_handler(number, None)
-    os.kill(os.getpid(), number)
+            # ``signal.signal`` would work in the main thread only.
+            set_handler = ctypes.pythonapi.PyOS_setsig
+            set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+            set_handler(number, None)
+            os.kill(os.getpid(), number)
 
 
-_active: list[SignalWatch] = []
-_in_thread = threading.local()
-
-
-def _block_signals() -> None:
-    """Block signals during a fork: a child that still has the socket would report its signals to the parent."""
-    _in_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() if _active else ())
-
-
-def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _in_thread.mask)
-
-
-def _stop_in_child() -> None:
-    for watch in tuple(_active):
-        watch.stop_in_child()
-    _unblock_signals()
+_active: set[SignalWatch] = set()
 
 
 @cache
-def _register_at_fork() -> None:
-    if sys.platform != "win32":
-        os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_stop_in_child)
+def _stop_in_children() -> None:
+    """Stop all watches in forked children, which would write their signals to the parent's socket."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_stop_all)
+
+
+def _stop_all() -> None:
+    for watch in tuple(_active):
+        watch.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 
 from torch import nn
 
@@ -20,7 +21,7 @@ from composable_fsdp._runtime.collectives.wire_bytes import (
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.lazy_init import iteration_of, name_states
 from composable_fsdp._sharding.process_groups import ProcessGroups
-from composable_fsdp.diagnostics._tables import ReportTable
+from composable_fsdp.diagnostics._tables import text_table
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policies import ReshardKind
 
@@ -62,7 +63,7 @@ class CommunicationReport:
         """The same without codecs and hooks."""
         return sum(row.plain_bytes for row in self.rows)
 
-    def _table(self) -> ReportTable:
+    def __str__(self) -> str:
         rows = [*self.rows, CommunicationRow("total", "", 0, self.bytes, self.plain_bytes)]
         cells = [
             (
@@ -76,13 +77,10 @@ class CommunicationReport:
             for row in rows
         ]
         numbers = ("per step", "bytes", "plain bytes", "ratio")
-        return ReportTable(("group", "direction", *numbers), cells, numbers)
-
-    def __str__(self) -> str:
-        return str(self._table())
+        return text_table(("group", "direction", *numbers), cells, numbers)
 
     def _repr_html_(self) -> str:
-        return self._table().as_html()
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def communication_report(model: nn.Module) -> CommunicationReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from itertools import groupby
 from math import prod
 
@@ -15,7 +16,7 @@ from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp.diagnostics._tables import ReportTable
+from composable_fsdp.diagnostics._tables import text_table
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.policies import ReshardKind
 
@@ -101,10 +102,10 @@ class ModelDescription:
         return tuple(notes)
 
     def __str__(self) -> str:
-        return str(_table(self))
+        return _table(self)
 
     def _repr_html_(self) -> str:
-        return _table(self).as_html()
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def describe(model: nn.Module) -> ModelDescription:
@@ -211,7 +212,7 @@ _NUMBERS = ("parameters", "bytes", "per rank")
 _COMMON_COLUMNS = ("placement", "mesh", "dtypes (rest, compute, reduce)", "strategy")
 
 
-def _table(description: ModelDescription) -> ReportTable:
+def _table(description: ModelDescription) -> str:
     """Return the table without empty columns. Columns with one distinct value are in a note instead."""
     columns = dict(zip(_COLUMNS, zip(*map(_cells, _merge_repeated(description.groups)), strict=True), strict=True))
     distinct = {title: set(filter(None, column)) for title, column in columns.items()}
@@ -219,7 +220,7 @@ def _table(description: ModelDescription) -> ReportTable:
     shown = {title: column for title, column in columns.items() if distinct[title] and title not in same}
     common = "; ".join(f"{title}: {text}" for title, text in same.items())
     notes = [*([f"All groups: {common}."] if common else []), *description.notes]
-    return ReportTable(tuple(shown), list(zip(*shown.values(), strict=True)), _NUMBERS, notes)
+    return text_table(tuple(shown), list(zip(*shown.values(), strict=True)), _NUMBERS, notes)
 
 
 def _merge_repeated(groups: Sequence[GroupDescription]) -> list[GroupDescription]:

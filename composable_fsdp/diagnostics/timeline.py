@@ -1,30 +1,38 @@
-"""Timelines of training steps, recorded and predicted, as Chrome traces and as pictures.
+"""Timelines of recorded training steps, as Chrome traces and as pictures.
 
 A timeline has lanes of slices, as a profiler shows them: the passes of the model; computation, which is the rest of the
 passes without waits; the all-gathers and the reductions of each group; and the waits of the host. The times are those
 of the host. Where waits block it (on CPU), waits are the exposed communication. On devices with streams, slices of
-collectives end where the host has made a stream wait for them: there, a profiler has the times of the device.
+collectives end where the host has made a stream wait for them: there, torch's profiler has the times of the device.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from composable_fsdp._runtime.schedule.schedule import Hook
-from composable_fsdp.plugins.tuning.simulate import Timeline as Simulated
+from composable_fsdp.diagnostics._records import read
+from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.trace import Operation, TraceEvent
 
-__all__ = ["Lanes", "Slice", "aligned", "performed", "predicted", "with_prediction"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-PASSES, COMPUTE, WAITS = "passes", "compute", "waits"
-GATHER, REDUCE, REPLICATE = "gather", "reduce", "replicate"
-LANES = (PASSES, COMPUTE, GATHER, REDUCE, REPLICATE, WAITS)
-"""The lanes in the order of their display. Those of collectives and of computation are also streams of a simulation."""
+__all__ = ["Lanes", "Slice", "draw_step", "merged", "performed", "write_chrome_trace", "write_timeline"]
+
+PASSES, COMPUTE, GATHER, REDUCE, WAITS = LANES = ("passes", "compute", "gather", "reduce", "waits")
+"""The lanes in the order of their display."""
+_COLORS = {COMPUTE: "#8fb9dd", GATHER: "#7cc39a", REDUCE: "#f0b26b", WAITS: "#d9534f"}
+_MOST_PROCESSES = 8
+_LETTERS_PER_WIDTH = 130
+"""The letters of a label that fit into the width of the picture."""
+_MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +50,14 @@ class Slice:
         """The length of the interval, in seconds."""
         return self.end - self.begin
 
-    def moved(self, seconds: float) -> Slice:
-        """Return a copy that is ``seconds`` later."""
-        return replace(self, begin=self.begin + seconds, end=self.end + seconds)
-
 
 @dataclass(frozen=True)
 class Lanes:
-    """The timeline of one rank, or of a simulation.
-
-    Attributes:
-        title: ``"rank 0"`` or ``"predicted"``.
-        slices: those of all lanes.
-        memory: the bytes of ``counted`` from a time on.
-        counted: the memory that is counted.
-    """
+    """The timeline of the rank ``title``: the slices of all lanes, and the bytes of unsharded parameters by time."""
 
     title: str
     slices: tuple[Slice, ...]
     memory: tuple[tuple[float, int], ...] = ()
-    counted: str = "unsharded parameters"
 
     def lane(self, name: str) -> list[Slice]:
         """Return the slices of a lane."""
@@ -84,11 +80,6 @@ class Lanes:
             elif steps:
                 steps[-1] = steps[-1][0], each.end
         return steps
-
-    def moved(self, seconds: float) -> Lanes:
-        """Return a copy that is ``seconds`` later."""
-        slices = tuple(each.moved(seconds) for each in self.slices)
-        return replace(self, slices=slices, memory=tuple((moment + seconds, held) for moment, held in self.memory))
 
     def summary(self) -> dict[str, Any]:
         """Return the number of steps and, as medians of them, their seconds, exposed seconds, and bytes sent."""
@@ -158,22 +149,12 @@ def _passes_and_computation(events: Sequence[TraceEvent]) -> Iterator[Slice]:
             computed_from = each.end
 
 
-@dataclass
-class _InFlight:
-    """A collective, which may be of several groups, since its launch."""
-
-    launch: float
-    groups: list[str] = field(default_factory=list)
-    details: dict[str, Any] = field(
-        default_factory=lambda: {"bytes": 0, "plain_bytes": 0, "collectives": [], "ranks": []}
-    )
-
-
 def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
     """Yield the collectives of all lanes. Those of one launch are one slice."""
     launched: list[TraceEvent] = []
     """The collectives since the last launch of a group."""
-    in_flight: dict[str, list[_InFlight]] = {GATHER: [], REDUCE: []}
+    in_flight: dict[str, list[tuple[float, list[str], dict[str, Any]]]] = {GATHER: [], REDUCE: []}
+    """The launched operations: their begin, groups and details."""
     free_from = dict.fromkeys(in_flight, 0.0)
     begins = {Operation.UNSHARD: GATHER, Operation.REDUCE: REDUCE}
     ends = {Operation.WAIT: GATHER, Operation.REDUCED: REDUCE}
@@ -184,75 +165,170 @@ def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
             flying = in_flight[begins[event.operation]]
             own = [each.position for each in launched if each.begin >= event.begin and each.position is not None]
             launched.clear()
-            if not flying or flying[-1].launch != event.begin:
+            if not flying or flying[-1][0] != event.begin:
                 if not event.bytes and not own:  # a group without parameters. Over shared memory, nothing is sent.
                     continue
-                flying.append(_InFlight(event.begin))
-            flying[-1].groups.append(event.group)
-            details = flying[-1].details
+                flying.append((event.begin, [], {"bytes": 0, "plain_bytes": 0, "collectives": [], "ranks": []}))
+            _, groups, details = flying[-1]
+            groups.append(event.group)
             details["bytes"] += event.bytes
             details["plain_bytes"] += event.plain_bytes
             details["collectives"] += [f"{each.group}/{each.connection}/{each.number}" for each in own]
             details["ranks"] = list(own[0].ranks) if own else details["ranks"]
         elif event.operation in ends:
             lane = ends[event.operation]
-            for ended in [each for each in in_flight[lane] if event.group in each.groups][:1]:
+            for ended in [each for each in in_flight[lane] if event.group in each[1]][:1]:
                 in_flight[lane].remove(ended)
-                begin = max(ended.launch, min(free_from[lane], event.end))
+                launch, groups, details = ended
+                begin = max(launch, min(free_from[lane], event.end))
                 free_from[lane] = event.end
-                ended.details["exposed_ms"] = round(1e3 * (event.end - event.begin), 4)
-                ended.details["queued_ms"] = round(1e3 * (begin - ended.launch), 4)
-                yield Slice(lane, f"{lane} {', '.join(ended.groups)}", begin, event.end, ended.details)
+                details["exposed_ms"] = round(1e3 * (event.end - event.begin), 4)
+                yield Slice(lane, f"{lane} {', '.join(groups)}", begin, event.end, details)
         elif event.operation is Operation.BACKWARD:
             in_flight[REDUCE].clear()  # sums that stay on this rank until a later backward
 
 
-def predicted(simulated: Simulated) -> Lanes:
-    """Return the timeline of a simulation, which begins at 0."""
-    spans = [Slice(each.stream, each.label, each.begin, each.end) for each in simulated.spans]
-    busy = sorted((each.begin, each.end) for each in spans if each.lane == COMPUTE)
-    edges = [(0.0, 0.0), *busy, (simulated.seconds, simulated.seconds)]
-    waits = [Slice(WAITS, "exposed", end, start) for (_, end), (start, _) in pairwise(edges) if start > end]
-    events = list(zip(simulated.moments, simulated.memory, strict=True))
-    middle = next((moment for moment, (event, _) in events if event.hook is Hook.END_FORWARD), 0.0)
-    passes = [Slice(PASSES, "forward", 0.0, middle), Slice(PASSES, "backward", middle, simulated.seconds)]
-    slices = sorted([*passes, *spans, *waits], key=lambda each: each.begin)
-    memory = tuple((moment, held) for moment, (_, held) in events)
-    return Lanes("predicted", tuple(slices), memory, "unsharded parameters, messages and gradients")
+# -- files
 
 
-def with_prediction(ranks: Sequence[Lanes], simulated: Lanes | None) -> list[Lanes]:
-    """Return ``ranks`` after the predicted step, if any, which begins with the last step of the first rank."""
-    if simulated is None or not ranks[0].steps:
-        return list(ranks)
-    return [simulated.moved(ranks[0].steps[-1][0] - simulated.steps[0][0]), *ranks]
+def write_timeline(events: Iterable[TraceEvent], path: str | os.PathLike[str], *, title: str = "rank 0") -> None:
+    """Write recorded events as a timeline: a Chrome trace, or a picture of the last training step.
 
+    Perfetto (ui.perfetto.dev) and chrome://tracing show Chrome traces.
 
-# -- several ranks
+    Args:
+        events: a ``Recorder``, or its events.
+        path: the file, a Chrome trace if it ends in ``.json``, else a picture such as ``.png``. Its folder must exist.
+        title: the name of this rank in the file.
 
-
-def aligned(ranks: Sequence[Lanes]) -> list[Lanes]:
-    """Return the timelines of ``ranks`` by the clock of the first one.
-
-    Clocks of hosts differ. No rank has the data of a collective before another has launched it, which bounds the
-    difference to the first rank from both sides. A difference of 0 is kept if it is within the bounds.
+    Raises:
+        ConfigurationError: there is no training step to draw.
+        UnsupportedError: a picture was asked for without matplotlib.
     """
-    first, *others = ranks
-    return [first, *(lanes.moved(-_difference(first, lanes)) for lanes in others)]
+    write = write_chrome_trace if os.fspath(path).endswith(".json") else draw_step
+    write(path, [performed(events, title)])
 
 
-def _difference(first: Lanes, other: Lanes) -> float:
-    """Return by how many seconds the clock of ``other`` is ahead of that of ``first``."""
-    here, there = _launches_and_ends(first), _launches_and_ends(other)
-    shared = here.keys() & there.keys()
-    least = max((there[each][0] - here[each][1] for each in shared), default=0.0)
-    most = min((there[each][1] - here[each][0] for each in shared), default=0.0)
-    return min(max(0.0, least), most) if least <= most else (least + most) / 2
+def merged(folder: Path) -> list[Lanes]:
+    """Return the timelines of all ranks in ``folder`` by the clocks of their hosts.
+
+    The files are those of diagnostics, which ranks write when the program ends or, with fewer events, on an error.
+
+    Raises:
+        ConfigurationError: there is no file in ``folder``, or one is damaged.
+    """
+    files = read(folder)
+    for name, problem in files.damaged.items():
+        raise ConfigurationError(f"{folder / name} cannot be read: {problem}")
+    if not files.dumps:
+        raise ConfigurationError(
+            f"there is no timeline in {folder}. Set COMPOSABLE_FSDP_TIMELINE={folder} for a run; ranks write when they "
+            "end."
+        )
+    found = []
+    for rank, dump in sorted(files.dumps.items()):
+        ahead = dump.written - dump.clock
+        events = [replace(each, begin=each.begin + ahead, end=each.end + ahead) for each in dump.events]
+        found.append(performed(events, f"rank {rank}"))
+    return found
 
 
-def _launches_and_ends(lanes: Lanes) -> dict[str, tuple[float, float]]:
-    return {
-        f"{position} of {each.details['ranks']}": (each.begin - 1e-3 * each.details["queued_ms"], each.end)
-        for each in lanes.slices
-        for position in each.details.get("collectives", ())
-    }
+def write_chrome_trace(path: str | os.PathLike[str], processes: Sequence[Lanes]) -> None:
+    """Write ``processes``, each with its lanes, as a Chrome trace that begins at 0."""
+    origin = min((each.begin for lanes in processes for each in lanes.slices), default=0.0)
+    events = [event for number, lanes in enumerate(processes) for event in _chrome_events(number, lanes, origin)]
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _chrome_events(process: int, lanes: Lanes, origin: float) -> Iterator[dict[str, Any]]:
+    def of(kind: str, name: str, lane: str = "", **values: Any) -> dict[str, Any]:
+        return {"ph": kind, "name": name, "pid": process, "tid": 1 + LANES.index(lane) if lane else 0, **values}
+
+    def time(moment: float) -> float:
+        return round(_MICROSECONDS * (moment - origin), 3)
+
+    yield of("M", "process_name", args={"name": lanes.title})
+    yield of("M", "process_sort_index", args={"sort_index": process})
+    for lane in LANES:
+        if lanes.lane(lane):
+            yield of("M", "thread_name", lane, args={"name": lane})
+            yield of("M", "thread_sort_index", lane, args={"sort_index": LANES.index(lane)})
+    for each in lanes.slices:
+        duration = round(_MICROSECONDS * each.seconds, 3)
+        yield of("X", each.name, each.lane, cat=each.lane, ts=time(each.begin), dur=duration, args=each.details)
+    for moment, held in lanes.memory:
+        yield of("C", "unsharded parameters", ts=time(moment), args={"bytes": held})
+
+
+# -- pictures
+
+
+def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: int = -1) -> None:
+    """Draw one training step as a picture, the processes one above the other, and their memory below.
+
+    Args:
+        path: the file. Its ending chooses the format, such as ``.png`` or ``.svg``.
+        processes: the timelines of ranks, with one clock. Eight of them are drawn at most.
+        step: the number of the step of the first rank, from 0; negative numbers count from the end.
+
+    Raises:
+        ConfigurationError: there is no such step.
+        UnsupportedError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UnsupportedError('a picture needs matplotlib: pip install "composable_fsdp[plot]"') from error
+    steps = processes[0].steps if processes else []
+    if not -len(steps) <= step < len(steps):
+        raise ConfigurationError(f"there is no step {step}: {len(steps)} training steps were recorded.")
+    begin, end = steps[step]
+    shown = processes[:_MOST_PROCESSES]
+    heights = [max(1, len(_lanes_of(lanes))) for lanes in shown]
+    figure = Figure(figsize=(13, 1.5 + 0.42 * sum(heights) + 1.6), layout="constrained")
+    rows = figure.subplots(len(shown) + 1, 1, sharex=True, gridspec_kw={"height_ratios": [*heights, 4]})
+    for axes, lanes in zip(rows, shown, strict=False):
+        _draw_lanes(axes, lanes, begin, end)
+        _draw_memory(rows[-1], lanes, begin, end)
+    rows[-1].set(xlabel="ms", ylabel="MiB", xlim=(0, 1e3 * (end - begin)), ylim=(0, None))
+    rows[-1].grid(alpha=0.3)
+    if any(lanes.memory for lanes in shown):
+        rows[-1].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="x-small", frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _lanes_of(lanes: Lanes) -> list[str]:
+    return [lane for lane in _COLORS if lanes.lane(lane)]
+
+
+def _draw_lanes(axes: Axes, lanes: Lanes, begin: float, end: float) -> None:
+    names = _lanes_of(lanes)
+    for row, lane in enumerate(names):
+        inside = [each for each in lanes.lane(lane) if each.end > begin and each.begin < end]
+        bars = [(1e3 * (each.begin - begin), 1e3 * each.seconds) for each in inside]
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLORS[lane], edgecolor="white", linewidth=0.4)
+        for each, (left, width) in zip(inside, bars, strict=True):
+            label = each.name.removeprefix(f"{lane} ")
+            if len(label) <= _LETTERS_PER_WIDTH * each.seconds / (end - begin):
+                axes.text(left + width / 2, row, label, ha="center", va="center", fontsize=6, clip_on=True)
+    for each in lanes.lane(PASSES):
+        if begin <= each.end <= end:
+            axes.axvline(1e3 * (each.end - begin), color="grey", linewidth=0.6, linestyle=":")
+    axes.set_yticks(range(len(names)), names, fontsize="small")
+    axes.invert_yaxis()
+    axes.set_title(_title(lanes), loc="left", fontsize="medium")
+
+
+def _title(lanes: Lanes) -> str:
+    found = lanes.summary()
+    steps = "" if found["steps"] <= 1 else f", median of {found['steps']} steps"
+    return f"{lanes.title}: {1e3 * found['seconds']:.1f} ms per step, {found['exposed_share']:.0%} exposed{steps}"
+
+
+def _draw_memory(axes: Axes, lanes: Lanes, begin: float, end: float) -> None:
+    before = [held for moment, held in lanes.memory if moment < begin]
+    inside = [(moment, held) for moment, held in lanes.memory if begin <= moment <= end]
+    if inside:
+        times = [0.0, *(1e3 * (moment - begin) for moment, _ in inside)]
+        values = [held / 2**20 for held in [before[-1] if before else 0, *(held for _, held in inside)]]
+        axes.step(times, values, where="post", linewidth=1.0, label=f"{lanes.title}: unsharded parameters")

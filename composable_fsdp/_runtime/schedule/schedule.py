@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from html import escape
 from typing import NamedTuple, TypeAlias
 
 __all__ = [
@@ -164,10 +165,7 @@ class Schedule:
         return [step for step in self.steps if step.event.hook is hook]
 
     def _repr_html_(self) -> str:
-        from composable_fsdp._runtime.schedule.html_table import html_table
-
-        rows = [(str(step.event), "; ".join(map(str, step.actions))) for step in self.steps]
-        return html_table(("event", "actions"), rows, () if rows else (str(self),))
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         if not self.steps:
