@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         NEVER_ZERO_COPY,
         GatherLayout,
         ReduceLayout,
+        payload_widths,
         plan_gather,
         plan_reduce,
         split_at,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from composable_fsdp._layout.shard import TensorShards
 
@@ -20,7 +21,7 @@ __all__ = [
     "GatherLayout",
     "ReduceLayout",
     "aligned_bytes",
-    "aligned_piece",
+    "payload_widths",
     "plan_gather",
     "plan_reduce",
     "split_at",
@@ -32,7 +33,9 @@ NEVER_ZERO_COPY = 1 << 62
 ALIGNMENT_BYTES = 16
 """Alignment of every tensor. Vectorised and fused kernels, and NCCL, are slow on unaligned tensors."""
 
-_FP32_BYTES = 4
+_LEAST_BYTES_PER_GAP = 64
+"""Packed shards have no gaps if these would add more than 1/64 to the bytes that a rank sends, and to the time of the
+collective. Shards are then shorter than 1 KiB on average, for which a kernel takes longer to launch than to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class GatherLayout:
     zero_copy: tuple[int, ...]
     packed: tuple[int, ...]
     packed_widths: tuple[int, ...]
-    """Elements of each packed parameter in each rank's row of the message, alignment included."""
+    """Elements of each packed parameter in each rank's row of the message, gap included."""
     packed_numel: int
 
     @property
@@ -89,7 +92,7 @@ class ReduceLayout:
     zero_copy: tuple[int, ...]
     packed: tuple[int, ...]
     packed_widths: tuple[int, ...]
-    """Elements of each packed gradient, and last of the flags, in each rank's row, alignment included."""
+    """Elements of each packed gradient, and last of the flags, in each rank's row, gap included."""
     packed_numel: int
     gaps: tuple[tuple[int, int], ...]
     """The gaps for alignment in each rank's row, last first: the packed gradients before it, and its elements."""
@@ -100,7 +103,7 @@ class ReduceLayout:
     num_flags: int
     flags_offset: int
     flags_width: int
-    """Elements of the flags in each rank's row of the packed message, alignment included."""
+    """Elements of the flags in each rank's row of the packed message, gap included."""
 
     @property
     def gradient_numel(self) -> int:
@@ -126,10 +129,14 @@ def aligned_bytes(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def aligned_piece(numel: int, num_pieces: int) -> int:
-    """Return the elements of each of ``num_pieces`` chunks that together hold ``numel``, aligned for fp32 vectors."""
-    step = ALIGNMENT_BYTES // _FP32_BYTES
-    return -(-numel // (num_pieces * step)) * step
+def payload_widths(payloads: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the bytes of each payload in the message of all, from its bytes and those of an element.
+
+    There are no gaps if all elements have one size. Those of one byte may hold wider values, which must be aligned.
+    """
+    itemsizes = {itemsize for _, itemsize in payloads}
+    end_to_end = len(payloads) == 1 or (len(itemsizes) == 1 and 1 not in itemsizes)
+    return [nbytes if end_to_end else aligned_bytes(nbytes) for nbytes, _ in payloads]
 
 
 def plan_gather(
@@ -138,6 +145,7 @@ def plan_gather(
     itemsize: int,
     zero_copy_min_bytes: int,
     places: FlatLayout | None = None,
+    encoded: bool = False,
 ) -> GatherLayout:
     """Lay out the all-gather of one bucket.
 
@@ -146,11 +154,12 @@ def plan_gather(
         itemsize: bytes per element on the wire.
         zero_copy_min_bytes: full size in bytes from which a parameter is zero-copy.
         places: the layout of an unsharded buffer that exists already, made for a multiple of this number of shards.
+        encoded: a codec encodes the packed message, whose gaps decide which values share a block.
     """
     zero_copy = tuple(
         i for i, s in enumerate(shards) if s.concatenates and s.numel > 0 and s.numel * itemsize >= zero_copy_min_bytes
     )
-    store, packed, widths = _packed_first([s.padded_numel for s in shards], zero_copy, itemsize)
+    store, packed, widths = _packed_first([s.padded_numel for s in shards], zero_copy, itemsize, encoded)
     places = places or FlatLayout(*_aligned([s.full_numel for s in shards], itemsize))
     return GatherLayout(tuple(shards), shards[0].num_shards, store, places, zero_copy, packed, widths, sum(widths))
 
@@ -162,8 +171,9 @@ def plan_reduce(
     itemsize: int,
     zero_copy_min_bytes: int,
     flags: bool = False,
+    encoded: bool = False,
 ) -> ReduceLayout:
-    """Lay out the reduction of the gradients of the parameters ``indices`` among ``shards``.
+    """Lay out the reduction of the gradients of the parameters ``indices`` among ``shards``, as for a gather.
 
     A gradient has no padded tail, so only even shards can be zero-copy.
     """
@@ -175,7 +185,7 @@ def plan_reduce(
     )
     num_flags = len(chosen) if flags else 0
     lengths = [s.padded_numel for s in chosen] + ([num_flags] if num_flags else [])  # the flags are packed last
-    output, packed, widths = _packed_first(lengths, zero_copy, itemsize)
+    output, packed, widths = _packed_first(lengths, zero_copy, itemsize, encoded)
     gradients = packed[:-1] if num_flags else packed
     flags_width = widths[-1] if num_flags else 0  # all of it is written, so it does not count as a gap
     numbered = enumerate(zip(gradients, widths, strict=False), 1)
@@ -202,16 +212,19 @@ def plan_reduce(
 
 
 def _packed_first(
-    lengths: Sequence[int], others: Sequence[int], itemsize: int
+    lengths: Sequence[int], others: Sequence[int], itemsize: int, encoded: bool
 ) -> tuple[FlatLayout, tuple[int, ...], tuple[int, ...]]:
-    """Return segments with the packed ones in front of ``others``, which are packed, and their aligned lengths."""
-    packed = tuple(i for i in range(len(lengths)) if i not in others)
-    order = (*packed, *others)
-    starts, end = _aligned([lengths[i] for i in order], itemsize)
-    offsets = dict(zip(order, starts, strict=True))
-    bounds = (*starts, end)
-    widths = tuple(bounds[i + 1] - bounds[i] for i in range(len(packed)))
-    return FlatLayout(tuple(offsets[i] for i in range(len(lengths))), end), packed, widths
+    """Return segments with the packed ones in front of ``others``, which are packed, and their lengths with gaps."""
+    packed, step = tuple(i for i in range(len(lengths)) if i not in others), max(1, ALIGNMENT_BYTES // itemsize)
+    gaps = sum(-lengths[i] % step for i in packed)
+    packed_step = step if encoded or gaps * _LEAST_BYTES_PER_GAP <= sum(lengths) else 1
+    widths = tuple(lengths[i] + -lengths[i] % packed_step for i in packed)
+    rest, end = _aligned([lengths[i] for i in others], itemsize)
+    first = sum(widths) + (-sum(widths) % step if others else 0)
+    offsets = dict(zip(packed, accumulate(widths, initial=0), strict=False)) | {
+        i: first + start for i, start in zip(others, rest, strict=True)
+    }
+    return FlatLayout(tuple(offsets[i] for i in range(len(lengths))), first + end), packed, widths
 
 
 def _aligned(lengths: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], int]:

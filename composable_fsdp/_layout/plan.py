@@ -509,6 +509,7 @@ def _plan_bucket(
         shards,
         itemsize=itemsize,
         zero_copy_min_bytes=axes.zero_copy_min_bytes if first.codec is None else NEVER_ZERO_COPY,
+        encoded=first.codec is not None,
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
@@ -521,6 +522,7 @@ def _plan_bucket(
         itemsize=wire_dtype.itemsize,
         zero_copy_min_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_ZERO_COPY,
         flags=axes.flags and (group_trainable > 1 or is_small),
+        encoded=encoded,
     )
     return BucketPlan(
         indices,

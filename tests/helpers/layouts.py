@@ -15,7 +15,7 @@ __all__ = [
     "SHAPES",
     "WORLD_SIZES",
     "assert_disjoint_and_aligned",
-    "assert_packed_first",
+    "assert_sent_layout",
     "shards_of_one_bucket",
     "tensor_shards",
 ]
@@ -43,6 +43,10 @@ NEVER_ZERO_COPY = 1 << 62
 DIRECT_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_ZERO_COPY])
 
 
+MOST_PADDING = 1 / 64
+"""The largest part of the bytes of a bucket that gaps for alignment may add."""
+
+
 def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], numel: int, itemsize: int) -> None:
     """Check that segments are aligned, disjoint and inside ``range(numel)``, and that ``numel`` is aligned."""
     assert len(offsets) == len(lengths)
@@ -55,13 +59,33 @@ def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], 
     assert numel * itemsize % ALIGNMENT_BYTES == 0
 
 
-def assert_packed_first(layout: GatherLayout | ReduceLayout, itemsize: int) -> None:
-    """Check that ``range(packed_numel)`` holds only the packed segments, each in a column of aligned width."""
-    offsets = (layout.store if isinstance(layout, GatherLayout) else layout.output).offsets
-    lengths = [s.padded_numel for s in layout.shards]
-    step = ALIGNMENT_BYTES // itemsize
-    assert layout.packed_widths == tuple(-(-lengths[i] // step) * step for i in layout.packed)
+def assert_sent_layout(layout: GatherLayout | ReduceLayout, itemsize: int, *, encoded: bool = False) -> None:
+    """Check the segments of a store, or of the output of a reduction.
+
+    ``range(packed_numel)`` holds only the packed segments, and flags after them. All are aligned, or none of these has
+    a gap: so it is exactly if gaps would add more than ``MOST_PADDING`` and nothing is encoded.
+    """
+    segments = layout.store if isinstance(layout, GatherLayout) else layout.output
+    lengths, step = [s.padded_numel for s in layout.shards], ALIGNMENT_BYTES // itemsize
+    packed, offsets, numbers = list(layout.packed), list(segments.offsets), range(len(lengths))
+    if isinstance(layout, ReduceLayout) and layout.num_flags:
+        packed.append(len(lengths))
+        lengths.append(layout.num_flags)
+        offsets.append(layout.flags_offset)
+    sent = [lengths[i] for i in packed]
+    aligned = [-(-length // step) * step for length in sent]
+    has_gaps = encoded or sum(aligned) - sum(sent) <= MOST_PADDING * sum(lengths)
+    assert layout.packed_widths == tuple(aligned if has_gaps else sent)
     starts = list(accumulate(layout.packed_widths, initial=0))
-    assert [offsets[i] for i in layout.packed] == starts[:-1]
+    assert [offsets[i] for i in packed] == starts[:-1]
     assert layout.packed_numel == starts[-1]
-    assert all(offsets[i] >= layout.packed_numel for i in layout.zero_copy)
+    others = [i for i in numbers if i not in packed]
+    first = -(-starts[-1] // step) * step
+    assert all(offsets[i] >= first for i in others)
+    assert segments.numel == (first if others else starts[-1]) + sum(-(-lengths[i] // step) * step for i in others)
+    assert_disjoint_and_aligned(
+        [offsets[i] - first for i in others],
+        [lengths[i] for i in others],
+        segments.numel - first if others else 0,
+        itemsize,
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,18 +119,11 @@ def test_gathers_with_copies_or_over_other_ranks_are_not_cached() -> None:
     assert cached_gather([part, part], [one, other]) is None
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        part_of([8], rank=0, dtype=torch.bfloat16),
-        replace(part_of([8], rank=0), packed=torch.zeros(7)),
-    ],
-    ids=["another dtype", "the next one would not be aligned"],
-)
-def test_payloads_that_do_not_fit_one_message_are_refused(other: CachedPart) -> None:
-    communicator = FakeWorld(RANKS).communicator(0)
-    part = part_of([8], rank=0)
-    assert cached_gather([part, other], [communicator] * 2) is None
+@pytest.mark.parametrize(("width", "dtype", "other"), [(8, torch.float32, torch.bfloat16), (7, torch.int8, torch.int8)])
+def test_payloads_that_do_not_fit_one_message_are_refused(width: int, dtype: torch.dtype, other: torch.dtype) -> None:
+    """Those of two dtypes, and those of single bytes between which there are gaps."""
+    parts = [part_of([width], rank=0, dtype=each) for each in (dtype, other)]
+    assert cached_gather(parts, [FakeWorld(RANKS).communicator(0)] * 2) is None
 
 
 def test_messages_are_allocated_by_the_latest_chosen_allocator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tests._internals import (
     plan_group,
     plan_smaller_mesh,
 )
-from tests.helpers.layouts import DIRECT_BYTES, SHAPES, WORLD_SIZES, assert_disjoint_and_aligned, assert_packed_first
+from tests.helpers.layouts import DIRECT_BYTES, SHAPES, WORLD_SIZES, assert_disjoint_and_aligned, assert_sent_layout
 
 DTYPES = st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.float64])
 
@@ -77,17 +77,13 @@ def test_a_bucket_shards_its_parameters_by_their_specs(specs: tuple[ParameterSpe
 
 @FEWER
 @given(SPECS, OPTIONS)
-def test_messages_are_aligned_in_their_own_dtype(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
+def test_messages_are_laid_out_in_their_own_dtype(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
     for bucket in plan_group(specs, (options,)).buckets:
-        gather, reduce = bucket.gather, bucket.reduce
-        itemsize = bucket.compute_dtype.itemsize
-        shard_lengths = [s.padded_numel for s in gather.shards]
-        assert_disjoint_and_aligned(gather.store.offsets, shard_lengths, gather.store.numel, itemsize)
+        gather, itemsize = bucket.gather, bucket.compute_dtype.itemsize
+        assert_sent_layout(gather, itemsize)
         full_lengths = [s.full_numel for s in gather.shards]
         assert_disjoint_and_aligned(gather.places.offsets, full_lengths, gather.places.numel, itemsize)
-        output_lengths = [s.padded_numel for s in reduce.shards]
-        itemsize = bucket.reduce_dtype.itemsize
-        assert_disjoint_and_aligned(reduce.output.offsets, output_lengths, reduce.output.numel, itemsize)
+        assert_sent_layout(bucket.reduce, bucket.wire_dtype.itemsize)
 
 
 @FEWER
@@ -191,9 +187,7 @@ def test_a_smaller_mesh_gathers_to_the_offsets_of_the_full_mesh(
         assert_disjoint_and_aligned(layout.places.offsets, full_lengths, layout.places.numel, itemsize)
         for small, large in zip(layout.shards, bucket.gather.shards, strict=True):
             assert small.full_numel <= large.full_numel
-        shard_lengths = [s.padded_numel for s in layout.shards]
-        assert_disjoint_and_aligned(layout.store.offsets, shard_lengths, layout.store.numel, itemsize)
-        assert_packed_first(layout, itemsize)
+        assert_sent_layout(layout, itemsize)
 
 
 def test_equal_plans_are_cached() -> None:

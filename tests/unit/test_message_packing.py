@@ -99,14 +99,16 @@ def rows_of_gradients(rows: int, columns: int) -> list[torch.Tensor]:
     return cats.rows
 
 
-def test_one_operation_writes_gradients_and_the_zeros_between_them() -> None:
-    (rows,) = rows_of_gradients(10, 3)
-    values = torch.cat([torch.arange(1.0, 11), torch.zeros(2)]).view(4, 3)  # three rows of the weight for each rank
-    weight, bias, flags = rows.split([12, 4, rows.size(1) - 16], dim=1)
-    assert torch.equal(weight[:, :9], values.repeat_interleave(3, dim=1))
-    assert torch.equal(bias[:, :3], values)
-    assert weight[:, 9:].eq(0).all()
-    assert bias[:, 3:].eq(0).all()
+@pytest.mark.parametrize(("columns", "gaps"), [(3, 0), (101, 1)])
+def test_one_operation_writes_gradients_and_the_zeros_between_them(columns: int, gaps: int) -> None:
+    """Three rows of the weight for each rank, which is aligned if it is long enough for that to add little."""
+    (rows,) = rows_of_gradients(10, columns)
+    values, numel = torch.cat([torch.arange(1.0, 11), torch.zeros(2)]).view(4, 3), 3 * columns
+    weight, zeros, bias, more_zeros, flags = rows.split([numel, gaps, 3, gaps, 2 + 2 * gaps], dim=1)
+    assert torch.equal(weight, values.repeat_interleave(columns, dim=1))
+    assert torch.equal(bias, values)
+    assert zeros.eq(0).all()
+    assert more_zeros.eq(0).all()
     assert flags.eq(1).all()
 
 

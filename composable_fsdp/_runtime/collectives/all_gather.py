@@ -15,7 +15,7 @@ import torch
 
 from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
-from composable_fsdp._layout.bucket_layout import aligned_bytes
+from composable_fsdp._layout.bucket_layout import payload_widths
 from composable_fsdp._memory.device_capabilities import is_host
 from composable_fsdp._memory.streams import Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
@@ -122,23 +122,23 @@ def pack_messages(
 ) -> list[Transfer]:
     """Pack all payloads into one message and return its transfer. Sets the ``rows`` of each gather.
 
-    A single payload is sent without a copy. Several are copied into one message, each aligned: a copy of packed
-    payloads, which are small, is cheaper than one more launch.
+    A single payload is sent without a copy. Several are copied into one message: a copy of packed payloads, which are
+    small, is cheaper than one more launch.
     """
     filled = [gather for gather in gathers if gather.payloads]
     payloads = [payload for gather in filled for payload in gather.payloads]
     if not payloads:
         return []
-    dtype = payloads[0].dtype
+    dtype, widths = payloads[0].dtype, payload_widths([(p.nbytes, p.itemsize) for p in payloads])
     if len(payloads) == 1:
         sent, rows = payloads[0], _allocate_rows(communicator, payloads[0].numel(), dtype, device)
         places: Sequence[torch.Tensor] = (rows,)
-    elif _fit_end_to_end(payloads):
+    elif all(p.dtype == dtype and p.nbytes == width for p, width in zip(payloads, widths, strict=True)):
         rows = _allocate_rows(communicator, sum(p.numel() for p in payloads), dtype, device)
         sent = torch.cat(payloads, out=rows[communicator.rank])
         places = torch.split_with_sizes(rows, [p.numel() for p in payloads], dim=1)
     else:
-        sent, rows, places = _as_bytes(payloads, communicator, device)
+        sent, rows, places = _as_bytes(payloads, widths, communicator, device)
     remaining = iter(places)
     for gather in filled:
         gather.rows = [next(remaining) for _ in gather.payloads]
@@ -153,27 +153,21 @@ def _allocate_rows(communicator: Communicator, numel: int, dtype: torch.dtype, d
     return communicator.allocate(communicator.size * numel, dtype, device).view(communicator.size, numel)
 
 
-def _fit_end_to_end(payloads: Sequence[torch.Tensor]) -> bool:
-    """Return True if all payloads have one dtype, and their concatenation leaves each aligned."""
-    dtype = payloads[0].dtype
-    return all(p.dtype == dtype and p.nbytes == aligned_bytes(p.nbytes) for p in payloads)
-
-
 def _as_bytes(
-    payloads: Sequence[torch.Tensor], communicator: Communicator, device: torch.device
+    payloads: Sequence[torch.Tensor], widths: Sequence[int], communicator: Communicator, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return the message, the memory for all ranks' messages, and the views of each payload in that."""
-    nbytes = sum(aligned_bytes(p.nbytes) for p in payloads)
+    nbytes = sum(widths)
     rows = _allocate_rows(communicator, nbytes, torch.uint8, device)
     sent = rows.view(-1)[nbytes * communicator.rank :][:nbytes]  # also aligned if it is empty
     places, start = [], 0
-    for payload in payloads:
+    for payload, width in zip(payloads, widths, strict=True):
         stop = start + payload.nbytes
         sent[start:stop].view(payload.dtype).copy_(payload)
         place = rows[:, start:stop]
         # Empty rows cannot be viewed: their stride is not a multiple of the itemsize.
         places.append(place.view(payload.dtype) if payload.numel() else place.to(payload.dtype))
-        start += aligned_bytes(payload.nbytes)
+        start += width
     return sent, rows, places
 
 
@@ -187,11 +181,9 @@ def cached_gather(parts: Sequence[CachedPart | None], communicators: Sequence[Co
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts) or any(other != communicators[0] for other in communicators):
         return None
-    dtype = known[0].dtype
-    for part in known:
-        nbytes = part.packed.numel() * dtype.itemsize
-        if part.dtype != dtype or nbytes != aligned_bytes(nbytes):
-            return None
+    dtype, sizes = known[0].dtype, [part.packed.numel() * part.dtype.itemsize for part in known]
+    if any(part.dtype != dtype for part in known) or payload_widths([(n, dtype.itemsize) for n in sizes]) != sizes:
+        return None
     return CachedGather(known, communicators[0])
 
 

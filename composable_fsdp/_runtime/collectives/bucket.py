@@ -82,10 +82,8 @@ class AnyBucket(Protocol):
         ...
 
     @property
-    def payload_bytes(self) -> list[int]:
-        """The bytes of each payload of an all-gather over the full shard axis. Those of hooks are known after the
-        first.
-        """
+    def payload_bytes(self) -> list[tuple[int, int]]:
+        """The bytes of each payload of an all-gather, and of its elements. Those of hooks are known after the first."""
         ...
 
     @property
@@ -93,7 +91,7 @@ class AnyBucket(Protocol):
         """The zero-copy bytes that this rank sends besides."""
         ...
 
-    def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[int], int]:
+    def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[tuple[int, int]], int]:
         """Return the payload and zero-copy bytes of an all-gather from a smaller mesh, where nothing is encoded."""
         ...
 
@@ -213,11 +211,11 @@ class Bucket:
         return self.buffer.nbytes + (0 if self._own_copy is None else self._own_copy.nbytes)
 
     @property
-    def payload_bytes(self) -> list[int]:
-        layout, codec = self.plan.gather, self.plan.codec
-        if not self._is_gathered or not layout.packed_numel:
+    def payload_bytes(self) -> list[tuple[int, int]]:
+        numel, codec = self.plan.gather.packed_numel, self.plan.codec
+        if not self._is_gathered or not numel:
             return []
-        return [layout.packed_numel * self._itemsize if codec is None else codec.payload_bytes(layout.packed_numel)]
+        return [(numel * self._itemsize, self._itemsize) if codec is None else (codec.payload_bytes(numel), 1)]
 
     @property
     def zero_copy_bytes(self) -> int:
@@ -239,13 +237,13 @@ class Bucket:
         begins = [layout.store.offsets[i] for i in layout.packed]
         return CachedPart(flat[: layout.packed_numel], plan.compute_dtype, self.buffer, self._row_places, begins)
 
-    def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[int], int]:
+    def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[tuple[int, int]], int]:
         """Return the payload bytes and zero-copy bytes of an all-gather from a smaller mesh."""
         if not self._is_gathered:
             return [], 0
         layout = plan_smaller_mesh(self.plan, num_shards, zero_copy_min_bytes)
         zero_copy = sum(layout.shards[i].padded_numel for i in layout.zero_copy) * self._itemsize
-        return [layout.packed_numel * self._itemsize] if layout.packed_numel else [], zero_copy
+        return [(layout.packed_numel * self._itemsize, self._itemsize)] if layout.packed_numel else [], zero_copy
 
     @property
     def _itemsize(self) -> int:

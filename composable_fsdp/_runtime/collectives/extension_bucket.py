@@ -96,9 +96,9 @@ class ExtendedBucket:
         return sum(tensor.untyped_storage().nbytes() for g in self._gathered for tensor, _ in g.storages)
 
     @property
-    def payload_bytes(self) -> list[int]:
+    def payload_bytes(self) -> list[tuple[int, int]]:
         return [
-            max(prod(specs[j][0]) for specs in gathered.specs) * dtype.itemsize
+            (max(prod(specs[j][0]) for specs in gathered.specs) * dtype.itemsize, dtype.itemsize)
             for gathered in self._gathered
             for j, (_, dtype) in enumerate(gathered.specs[0] if gathered.specs else ())
         ]
@@ -111,10 +111,11 @@ class ExtendedBucket:
     def cached_part(self) -> None:
         return None
 
-    def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[int], int]:
+    def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[tuple[int, int]], int]:
         """Return the bytes of each input, known after the first all-gather, and no zero-copy bytes."""
         outputs = [output for gathered in self._gathered for output in gathered.outputs]
-        return [-(-output.numel() // num_shards) * output.itemsize for output in outputs], 0
+        sizes = [(output.numel(), output.itemsize) for output in outputs]
+        return [(-(-numel // num_shards) * itemsize, itemsize) for numel, itemsize in sizes], 0
 
     def update_plan(self, plan: BucketPlan) -> None:
         """Adopt a plan that differs only in which parameters are trainable."""

@@ -12,7 +12,7 @@ from operator import attrgetter, is_, sub
 import torch
 
 from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._layout.bucket_layout import aligned_piece, split_at
+from composable_fsdp._layout.bucket_layout import aligned_bytes, split_at
 from composable_fsdp._layout.grad_scaling import Reduction, divide
 from composable_fsdp._layout.pack import pack_gradient
 from composable_fsdp._layout.plan import SMALL_BYTES, BucketPlan
@@ -130,7 +130,7 @@ class BucketReduceScatter:
 
     def _make_encoders(self) -> None:
         codecs, numel, num_replicas = self.plan.gradient_codecs, self.plan.reduce.gradient_numel, self.num_replicas
-        piece = aligned_piece(numel, num_replicas)
+        piece = aligned_bytes(-(-numel // num_replicas) * 4) // 4  # the values are fp32
         stages: dict[str, tuple[GradientCodec | None, int, int]] = {
             "shard": (codecs.shard, self._shard.size, numel),
             "pieces": (codecs.replicate, num_replicas, piece),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from composable_fsdp._layout.bucket_layout import aligned_bytes
+from composable_fsdp._layout.bucket_layout import aligned_bytes, payload_widths
 from composable_fsdp._layout.plan import plan_smaller_mesh
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._sharding.process_groups import ProcessGroups
@@ -35,8 +35,8 @@ def all_gather_wire_bytes(buckets: Sequence[AnyBucket]) -> WireBytes:
     """Return the bytes of the all-gather over the full shard axis."""
     total = 0
     for pgs, members in by_process_groups(buckets):
-        payloads = [nbytes for bucket in members for nbytes in bucket.payload_bytes]
-        total += pgs.axes.shard.size * (_packed(payloads) + sum(bucket.zero_copy_bytes for bucket in members))
+        packed = sum(payload_widths([payload for bucket in members for payload in bucket.payload_bytes]))
+        total += pgs.axes.shard.size * (packed + sum(bucket.zero_copy_bytes for bucket in members))
     return WireBytes(total, sum(bucket.plan.wire_bytes for bucket in buckets))
 
 
@@ -46,17 +46,12 @@ def smaller_mesh_wire_bytes(buckets: Sequence[AnyBucket], size: int) -> WireByte
     for pgs, members in by_process_groups(buckets):
         num_shards, direct_from = min(size, pgs.axes.shard.size), pgs.axes.shard.traits.zero_copy_min_bytes
         slices = [bucket.smaller_mesh_bytes(num_shards, direct_from) for bucket in members]
-        payloads = [nbytes for of_bucket, _ in slices for nbytes in of_bucket]
-        total += num_shards * (_packed(payloads) + sum(zero_copy for _, zero_copy in slices))
+        packed = sum(payload_widths([payload for of_bucket, _ in slices for payload in of_bucket]))
+        total += num_shards * (packed + sum(zero_copy for _, zero_copy in slices))
         for plan in (bucket.plan for bucket in members if bucket.plan.is_gathered):
             layout = plan_smaller_mesh(plan, num_shards, direct_from)
             plain += layout.wire_numel * plan.compute_dtype.itemsize
     return WireBytes(total, plain)
-
-
-def _packed(payloads: Sequence[int]) -> int:
-    """Return the bytes of the message of all ``payloads``. A single one is sent without alignment."""
-    return sum(payloads) if len(payloads) == 1 else sum(map(aligned_bytes, payloads))
 
 
 def reduce_scatter_wire_bytes(buckets: Sequence[AnyBucket], *, were_summed: bool = False) -> WireBytes:
