@@ -206,7 +206,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.skipped_modules import UnusedGroups
     from composable_fsdp.plugins.torch_views import ClientState
     from composable_fsdp.plugins.tuning import tuning
-    from composable_fsdp.plugins.tuning.calibration import Calibration, measure_collective
+    from composable_fsdp.plugins.tuning.calibration import Calibration, measure_collective, over_ranks
     from composable_fsdp.plugins.tuning.choose import (
         DEFAULT_SETTINGS,
         EXTRA_BYTES,

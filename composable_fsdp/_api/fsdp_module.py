@@ -405,16 +405,16 @@ class FSDPModule(TorchFSDPModule):
             tuning_of(iteration)
 
     def calibrate(self, steps: int = 2) -> None:
-        """Measure the costs of collectives and computation in the next training steps, and choose by them.
+        """Measure the costs of collectives, and of computation in the next training steps, and choose by them.
 
-        Without this call, or :meth:`set_costs`, nothing is measured and nothing that is measured decides. The next
-        ``steps`` forwards and backwards measure the collectives of each mesh axis, with messages of 4 KiB up to its
-        largest ones, at most 16 MiB. They also measure the computation of each group: with events on the device, or on
-        the host's clock where waits block the host. There the host's work in hooks counts as computation, and so do
-        waits that collectives do not explain. Then all ranks of the model agree on one table, the medians of
-        collectives and the computation of the slowest rank. It takes effect as if it had been given to ``set_costs``,
-        and :meth:`costs` returns it. Another call measures again. ``reset_iter_state`` ends the measurement. All ranks
-        must call this together. Call it on the root.
+        Without this call, or :meth:`set_costs`, nothing is measured and nothing that is measured decides. The call
+        measures the collectives of each mesh axis, with messages of 4 KiB up to its largest ones, at most 16 MiB, and
+        the host waits for them. The next ``steps`` forwards and backwards record the computation of each group without
+        a wait: with events on the device, or on the host's clock where waits block the host. There the host's work in
+        hooks counts as computation, and so do waits that collectives do not explain. The forward after them waits once,
+        for all ranks: they agree on medians of collectives and the computation of the slowest rank. The table takes
+        effect as if given to ``set_costs``, and :meth:`costs` returns it. Another call measures again.
+        ``reset_iter_state`` ends the measurement. All ranks must call this together, on the root.
 
         Raises:
             ConfigurationError: ``steps`` is less than 1.

@@ -236,7 +236,7 @@ class Root:
     def _begin_forward(self, state: FSDPState, call: ForwardCall) -> None:
         self._pass, self._outermost = FORWARD, state
         self._passes.begin_forward(self, call)
-        self._verify_ranks()
+        self.verify_ranks()
         if self.post_optimizer_event is not None:
             self.streams.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
@@ -560,7 +560,7 @@ class Root:
         """Launch the all-gather of ``state``, which stays unsharded."""
         for observe in self.events.before_first_hook:
             observe(self)
-        self._verify_ranks()
+        self.verify_ranks()
         if not state.is_running:
             self.plans.drop_stale(state)
         is_new = not state.group.unshard_started
@@ -689,7 +689,7 @@ class Root:
         if died:
             raise left_by_an_exception(state, self._pass.value, self.root)
 
-    def _verify_ranks(self) -> None:
+    def verify_ranks(self) -> None:
         """Check the settings, and let observers compare the model across ranks, once, before the first collective."""
         if self.is_verified:
             return

@@ -61,15 +61,14 @@ class Root(Protocol):
     @property
     def reductions_are_in_flight(self) -> bool: ...
 
+    def verify_ranks(self) -> None: ...
     def end_backward(self) -> None: ...
 
     def drain(self) -> None:
         """Wait for everything in flight. Afterwards all reduced gradients are set."""
-        ...
 
     def abandon(self) -> None:
         """Give up the work in flight, which will not complete. Nothing may write to its memory any more."""
-        ...
 
 
 class Observer:

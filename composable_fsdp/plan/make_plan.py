@@ -107,7 +107,8 @@ def plan(
             ledger.kind = "activations"
             args, kwargs = make_batch(batch, model)
             keeps_cache = _compute(model, ledger, args, kwargs, loss)
-            measured = observer.calibration.begin_step(0.0)
+            observer.calibration.measure_collectives()
+            measured = observer.calibration.begin_step()
             assert measured is not None
             costs = replace(measured, axes=_axes(shape, accelerator), source=f"figures of {accelerator.name}")
             observer.calibration = _calibration(iteration, ledger)
@@ -183,8 +184,8 @@ class _Observer:
     calibration: Calibration
     waited: float = 0.0
 
-    def begin_step(self, waited: float) -> Costs | None:
-        return self.calibration.begin_step(waited)
+    def begin_step(self) -> Costs | None:
+        return self.calibration.begin_step()
 
     def enter(self, hook: Hook, group: str, *, in_backward: bool, waited: float) -> None:
         self.ledger.in_runtime = True
@@ -253,8 +254,7 @@ def _sharded(build: Callable[[], nn.Module], mesh: Any, options: Mapping[str, An
 
 def _calibration(iteration: Root, ledger: MemoryLedger) -> Calibration:
     groups = {name: state.group for name, state in iteration.states.items() if state.group.parameters}
-    clock = Clock(iteration.root.group.axes.device, lambda: ledger.seconds)
-    return Calibration((), (), groups, 1, clock)
+    return Calibration((), (), groups, 1, Clock(iteration.root.group.axes.device, lambda: ledger.seconds))
 
 
 def _recompute(iteration: Root) -> None:

@@ -77,12 +77,14 @@ def interrupted(model: Any, point: str, kind: type[BaseException]) -> Any:
 def interrupt_one_rank(point: str, kind: type[BaseException], at: int) -> None:
     model, known = build(), build()
     is_interrupted = dist.get_rank() == dist.get_world_size() - 1
-    model.calibrate(steps=STEPS)
-    for number in range(at):
-        step(model, number)
     around = interrupted(model, point, kind) if is_interrupted else nullcontext()
+    calls = [partial(model.calibrate, steps=STEPS), *(partial(step, model, number) for number in range(at + 1))]
+    if point == "collective":
+        del calls[1:]
+    for call in calls[:-1]:
+        call()
     with pytest.raises(kind if is_interrupted else (PeerError, DivergenceError)), around:
-        step(model, at)
+        calls[-1]()
     model.reset_iter_state()
     assert model.costs() is None, "the measurement has ended"
     model.calibrate(steps=STEPS)

@@ -1,4 +1,4 @@
-"""Measurement of the costs from which a schedule is chosen: in training steps, or of collectives alone."""
+"""Measurement of the costs from which a schedule is chosen: of collectives, and of the computation of steps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StepObserver(Protocol):
         """As for :class:`Calibration`."""
         ...
 
-    def begin_step(self, waited: float) -> Costs | None:
+    def begin_step(self) -> Costs | None:
         """Begin a step, before its forward. If costs are returned, they count from now on, and observation ends."""
         ...
 
@@ -124,24 +124,24 @@ class Calibration:
         self.waited = 0.0
         """The seconds for which waits block the host in a step; 0 on devices with streams. Set with the costs."""
         self._to_measure = collectives_of(axes)
-        """The collectives that have not been measured: name of the axis, its communicator and the kind."""
-        self._collectives: dict[tuple[str, str], CollectiveCost] = {}
+        self._axes: Mapping[str, AxisCosts] = {}
+        self._copy_bandwidth = 0.0
 
-    def begin_step(self, waited: float) -> Costs | None:
-        """Begin a step, before its forward. Return the costs after the last one, and ``None`` before that.
+    def measure_collectives(self) -> None:
+        """Measure each kind of collective and copies, and use the medians over ranks. The host waits for them."""
+        sizes, clock = self._sizes, self._clock
+        found = {(axis, kind): measure_collective(each, kind, sizes, clock) for axis, each, kind in self._to_measure}
+        own = [value for cost in found.values() for value in (cost.latency, cost.bandwidth)]
+        own.append(measure_copies(sizes[-1], clock))
+        *medians_of, self._copy_bandwidth = over_ranks(medians, own, self._communicators, clock.device)
+        self._axes = axes_costs(dict(zip(found, map(CollectiveCost, medians_of[::2], medians_of[1::2]), strict=True)))
 
-        Args:
-            waited: as for :meth:`enter`.
-        """
+    def begin_step(self) -> Costs | None:
+        """Begin a step, before its forward. Return the costs after the last one, and ``None`` before that."""
         self._end_step()
         if self._steps_left == 0:
             return self._agreed_costs()
-        for _ in range(-(-len(self._to_measure) // self._steps_left)):
-            name, communicator, kind = self._to_measure.pop(0)
-            self._collectives[name, kind] = measure_collective(communicator, kind, self._sizes, self._clock)
         self._steps_left -= 1
-        # The measurement above is no work of this hook.
-        self._entered = _Entered(Hook.PRE_FORWARD, time.perf_counter(), waited, in_backward=False)
         return None
 
     def enter(self, hook: Hook, group: str, *, in_backward: bool, waited: float) -> None:
@@ -195,25 +195,16 @@ class Calibration:
 
     def _agreed_costs(self) -> Costs:
         """Return the same costs on all ranks: medians of collectives, and the computation of the slowest rank."""
-        own = [measure_copies(self._sizes[-1], self._clock)]
+        self._clock.time(lambda: None)
         self._end_step()  # the device has ended all steps before that
-        for cost in self._collectives.values():
-            own += [cost.latency, cost.bandwidth]
         waited, seconds = _middle(self._steps)
-        keys = [(in_backward, name) for in_backward in (False, True) for name in self._names]
-        times = [waited, *(seconds.get(key, 0.0) for key in keys)]
-        device = self._clock.device
-        values = iter(over_ranks(medians, own, self._communicators, device))
-        copy_bandwidth = next(values)
-        measured = {key: CollectiveCost(next(values), next(values)) for key in self._collectives}
-        axes = axes_costs(measured)
-        values = iter(over_ranks(_of_slowest, times, self._communicators, device))
+        times = [waited, *(seconds.get((backward, name), 0.0) for backward in (False, True) for name in self._names)]
+        values = iter(over_ranks(_of_slowest, times, self._communicators, self._clock.device))
         self.waited = next(values)
         forward = {name: next(values) for name in self._names}
         backward = {name: next(values) for name in self._names}
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        source = f"measured on this job of {ranks} ranks"
-        return Costs(axes, forward, backward, copy_bandwidth, source)
+        return Costs(self._axes, forward, backward, self._copy_bandwidth, f"measured on this job of {ranks} ranks")
 
 
 def measure_collective(communicator: Communicator, kind: str, sizes: Sequence[int], clock: Clock) -> CollectiveCost:

@@ -12,9 +12,10 @@ from torch.profiler import record_function
 
 from composable_fsdp import trace
 from composable_fsdp._comm.communicator import Communicator
+from composable_fsdp._comm.factory import abandon
 from composable_fsdp._core.gather_plan import ScheduleSettings, set_by_user
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.state import FSDPState
+from composable_fsdp._runtime.groups.state import FSDPState, connections
 from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
 from composable_fsdp._runtime.schedule.schedule import Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes
@@ -48,10 +49,16 @@ class Tuning(Observer):
         return None if root.root.options.costs is None else Tuning()
 
     def calibrate(self, root: Root, steps: int) -> None:
-        """Measure the costs of collectives and of computation in the next ``steps``."""
+        """Measure the costs of collectives now, and of computation in the next ``steps``."""
         groups = {name: state.group for name, state in root.states.items() if state.group.parameters}
         axes = _axes(root)
         calibration = Calibration(axes, _communicators(root, axes), groups, steps, Clock(root.root.group.axes.device))
+        root.verify_ranks()
+        try:
+            calibration.measure_collectives()
+        except BaseException:
+            abandon(connections(root.states.values()))  # else the others wait
+            raise
         self.measure(root, calibration)
 
     def measure(self, root: Root, observer: StepObserver) -> None:
@@ -73,7 +80,7 @@ class Tuning(Observer):
     def _begin_step(self, root: Root) -> None:
         if self._measuring is not None:
             observer = self._measuring.observer
-            costs = observer.begin_step(root.streams.seconds_waited)
+            costs = observer.begin_step()
             if costs is not None:
                 self._stop(root)
                 root.root.change(costs=_fitted(root, costs, observer.waited))
