@@ -113,30 +113,25 @@ def test_a_damaged_newest_checkpoint_says_which_is_intact_and_can_be_left_out(
     model, optimizer = trained()
     with caplog.at_level(logging.WARNING):
         load(tmp_path, model, optimizer, fallback=True)
-        assert latest(tmp_path, verify=True) == paths[2]
     assert model.first.weight.eq(2).all()
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings[0] == (
         f"loading {tmp_path}: step-00000002 is loaded, the newest checkpoint that is intact. "
         + text[text.index("Damaged:") :]
     )
-    assert warnings[1] == f"{paths[2]} is the newest intact checkpoint. {text[text.index('Damaged:') :]}"
     save(tmp_path, model, optimizer, step=4)
-    assert latest(tmp_path, verify=True) == paths[4]
+    assert latest(tmp_path) == paths[4]
+    load(tmp_path, model, optimizer)
 
 
 @pytest.mark.behaviour("F-12")
 def test_a_folder_without_an_intact_checkpoint_is_an_error(tmp_path: Path) -> None:
-    assert latest(tmp_path, verify=True) is None
     paths = saved_steps(tmp_path, 1.0, 2.0)
     flip(paths[1] / "__0_0.distcp")
     (paths[2] / "manifest.json").unlink()
     expected = f"is intact:\n  step-00000002: {paths[2]}/manifest.json is missing.\n  step-00000001: {paths[1]}/__0_0."
     for fallback in (True, False):
         assert f"loading {tmp_path}: no checkpoint in it {expected}" in refused(tmp_path, fallback=fallback)
-    with pytest.raises(CheckpointError) as raised:
-        latest(tmp_path, verify=True)
-    assert str(raised.value).startswith(f"no checkpoint in {tmp_path} {expected}")
 
 
 def test_a_newer_format_is_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,8 @@ import re
 import shutil
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,13 @@ __all__ = [
     "PartialCheckpoint",
     "candidates",
     "check_file",
+    "check_files",
     "checkpoints_at",
     "complete",
     "damage_text",
     "find",
     "latest",
     "leftovers",
-    "problem_with",
     "problems_of",
     "read_manifest",
     "step_of",
@@ -329,10 +328,11 @@ def check_file(path: Path, record: FileRecord, *, contents: bool = True) -> None
         raise CheckpointError(f"{path} is damaged: its CRC-32 is {crc32} instead of {record.crc32}.")
 
 
-def problem_with(check: Callable[[], object]) -> str:
-    """Return the text of the ``CheckpointError`` that ``check`` raises, or an empty text."""
+def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, contents: bool) -> str:
+    """Return the damage of the first of ``files`` that :func:`check_file` refuses, or an empty text."""
     try:
-        check()
+        for name, record in files.items():
+            check_file(checkpoint / name, record, contents=contents)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -353,39 +353,17 @@ def problems_of(checkpoint: Path, *, contents: bool = True) -> Iterator[str]:
         yield problem
         return
     for name, record in manifest.share().items():
-        if problem := problem_with(partial(check_file, checkpoint / name, record, contents=contents)):
+        if problem := check_files(checkpoint, {name: record}, contents=contents):
             yield problem
 
 
-def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
+def latest(path: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in the folder ``path``, the one of the highest step; ``None`` if there is
     none.
 
-    Not collective. Without ``verify`` it only lists the folder.
-
-    Args:
-        path: a folder of checkpoints.
-        verify: return the newest checkpoint whose files have the recorded sizes and checksums. Damaged ones are logged
-            as a warning. This process then reads all of that checkpoint, and newer ones up to their first damaged file.
-            Call it on one process only, or use ``load(path, ..., fallback=True)``, where each rank reads a share.
-
-    Raises:
-        CheckpointError: with ``verify``, no checkpoint is intact, though there are some; the text lists the damage. Or
-            one has a newer format.
+    Not collective. It only lists the folder; ``load(path, ..., fallback=True)`` finds the newest intact checkpoint.
     """
-    if not verify:
-        return next(reversed(complete(path).values()), None)
-    damaged: dict[str, str] = {}
-    for candidate in candidates(path):
-        problem = next(problems_of(candidate), "")
-        if not problem:
-            if damaged:
-                logger.warning("%s is the newest intact checkpoint. Damaged:%s", candidate, damage_text(damaged))
-            return candidate
-        damaged[candidate.name] = problem
-    if damaged:
-        raise CheckpointError(f"no checkpoint in {path} is intact:{damage_text(damaged)}")
-    return None
+    return next(reversed(complete(path).values()), None)
 
 
 def damage_text(damaged: dict[str, str]) -> str:

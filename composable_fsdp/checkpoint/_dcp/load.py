@@ -12,7 +12,6 @@ import os
 import pickle
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,10 +41,9 @@ from composable_fsdp.checkpoint._dcp.contents import communication_of, set_rando
 from composable_fsdp.checkpoint._dcp.directory import (
     MANIFEST,
     Manifest,
-    check_file,
+    check_files,
     checkpoints_at,
     damage_text,
-    problem_with,
     read_manifest,
 )
 from composable_fsdp.checkpoint._dcp.storage import Blocks, read, read_metadata
@@ -173,10 +171,7 @@ class _Load:
         share = manifest.share(self._ranks.rank, self._ranks.size)
 
         def each() -> str:
-            for name, record in share.items():
-                if found := problem_with(partial(check_file, checkpoint / name, record, contents=contents)):
-                    return found
-            return ""
+            return check_files(checkpoint, share, contents=contents)
 
         def together(found: list[str]) -> str:
             return join_rank_texts({rank: text for rank, text in enumerate(found) if text}, len(found))

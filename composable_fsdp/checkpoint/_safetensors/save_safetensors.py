@@ -105,7 +105,6 @@ def save_safetensors(
         if save.left_out and ranks.rank == 0:
             names = ", ".join(save.left_out)
             warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
-        ranks.agree(what, lambda: target.check_shared())
         ranks.combine(what, lambda: save.write(target, own), lambda written: target.commit())
     except BaseException:
         save.abandon()
@@ -328,20 +327,10 @@ class Replacement:
                 opened.flush()
                 _reserve(opened.fileno(), file.nbytes)
 
-    def check_shared(self) -> None:
-        """Check that this rank sees the files that rank 0 has reserved."""
-        paths = [self.aside / file.name for file in self.files]
-        unseen = [path.name for path in paths if not path.is_file()]
-        if unseen:
-            raise CheckpointError(
-                f"{self.folder} is not the same directory here as on rank 0, which made {', '.join(unseen)} there. "
-                "Save to storage that all ranks share."
-            )
-
     def write(self, shards: Mapping[str, LocalShard]) -> None:
         """Write ``shards`` to the places of their tensors, and flush them to disk."""
         for file in self.files:
-            opened = os.open(self.aside / file.name, os.O_WRONLY)
+            opened = self._open(file.name)
             try:
                 for spec in file.tensors:
                     if spec.name in shards:
@@ -349,6 +338,15 @@ class Replacement:
                 os.fsync(opened)
             finally:
                 os.close(opened)
+
+    def _open(self, name: str) -> int:
+        try:
+            return os.open(self.aside / name, os.O_WRONLY)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.folder} is not the same directory here as on rank 0, which made {name} there. Save to storage "
+                "that all ranks share."
+            ) from None
 
     def commit(self) -> None:
         """Replace the old files with the new ones, which are complete and on disk."""
