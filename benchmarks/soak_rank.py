@@ -161,7 +161,6 @@ class Training:
                 where,
                 keep_last=2,
                 timeout=self.settings.timeout,
-                progress=False,
             )
             if fault is not None:
                 time.sleep(SAVE_SECONDS)  # the save may finish first
@@ -174,7 +173,7 @@ class Training:
         emit("saved", step=self.step, steps=self.taken, digest=self.digest(), **used())
 
     def load(self, path: Path) -> None:
-        where = checkpoint.load(path, self.model, self.optimizer, progress=False)
+        where = checkpoint.load(path, self.model, self.optimizer)
         self.round = where["round"]
         self.step = where["step"] - self.round * self.settings.steps
 

@@ -77,10 +77,10 @@ class Training:
 
     def save(self, folder: Path) -> None:
         extra = {"step": self.step, "position": self.reader.position, "losses": self.losses}
-        checkpoint.save(folder, self.trainer.model, self.trainer.optimizer, extra, keep_last=KEPT, progress=False)
+        checkpoint.save(folder, self.trainer.model, self.trainer.optimizer, extra, keep_last=KEPT)
 
     def load(self, folder: Path) -> None:
-        extra = checkpoint.load(folder, self.trainer.model, self.trainer.optimizer, progress=False)
+        extra = checkpoint.load(folder, self.trainer.model, self.trainer.optimizer)
         self.reader.position, self.losses = extra["position"], extra["losses"]
 
 

@@ -31,7 +31,7 @@ class Checkpoints:
     def save(self, trainer: Trainer, step: int) -> None:
         """Write the state after ``step`` steps."""
         self._fingerprints[step] = _fingerprint(trainer)
-        self._paths[step] = save(self._folder, trainer.model, trainer.optimizer, step=step, progress=False).path
+        self._paths[step] = save(self._folder, trainer.model, trainer.optimizer, step=step).path
 
     def load(self, trainer: Trainer, step: int) -> bool:
         """Load the state after ``step`` steps into ``trainer``.
@@ -40,7 +40,7 @@ class Checkpoints:
             True if the state is on every rank bitwise equal to the one that this run wrote or read there before, or if
             it did neither.
         """
-        load(self._paths[step], trainer.model, trainer.optimizer, progress=False)
+        load(self._paths[step], trainer.model, trainer.optimizer)
         loaded = _fingerprint(trainer)
         return _on_every_rank(loaded == self._fingerprints.setdefault(step, loaded))
 
