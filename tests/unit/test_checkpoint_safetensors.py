@@ -78,7 +78,7 @@ def test_several_files_have_an_index_and_one_has_none(tmp_path: Path) -> None:
     assert [f.name for f in Replacement.of(tmp_path, tensors, {}, 18).files] == ["model.safetensors"]
     files = Replacement.of(tmp_path, tensors, {"tied": "a"}, 12)
     assert json.loads(files.index) == {
-        "metadata": {"total_size": 18, "aliases": {"tied": "a"}},
+        "metadata": {"total_size": 18},
         "weight_map": {
             "a": "model-00001-of-00002.safetensors",
             "b": "model-00001-of-00002.safetensors",

@@ -293,8 +293,9 @@ class StoredTensors:
     def at(path: Path) -> StoredTensors:
         """Read the headers at ``path``: a ``.safetensors`` file, an index, or a directory with either."""
         main = _main_file(path)
-        wanted, aliases = _read_index(main) if main.suffix == ".json" else ({main: None}, {})
+        wanted = _read_index(main) if main.suffix == ".json" else {main: None}
         tensors: dict[str, StoredTensor] = {}
+        aliases: dict[str, str] = {}
         for file, names in wanted.items():
             content = opened(file)
             held = sorted(content.keys())
@@ -304,7 +305,7 @@ class StoredTensors:
             for name in held if names is None else names:
                 view = content.get_slice(name)
                 tensors[name] = StoredTensor(file, view.get_dtype(), tuple(view.get_shape()))
-            aliases = {**aliases, **(content.metadata() or {})}
+            aliases |= content.metadata() or {}
         known = {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}
         return StoredTensors(main, tensors, known)
 
@@ -358,14 +359,13 @@ def opened(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged, or no safetensors file: {error}") from error
 
 
-def _read_index(path: Path) -> tuple[dict[Path, list[str] | None], dict[str, str]]:
-    """Return the names of the tensors in each file, and the aliases."""
+def _read_index(path: Path) -> dict[Path, list[str] | None]:
+    """Return the names of the tensors in each file."""
     names: dict[Path, Any] = {}
     try:
-        index = json.loads(path.read_bytes())
-        for name, file in index["weight_map"].items():
+        for name, file in json.loads(path.read_bytes())["weight_map"].items():
             names.setdefault(path.parent / file, []).append(name)
-        return names, (index.get("metadata") or {}).get("aliases", {})
+        return names
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -265,21 +265,17 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class Replacement:
-    """The files of one save into ``folder``. ``token`` is unique to the save.
-
-    ``aliases`` are other names of tensors, with the name under which a file has them.
-    """
+    """The files of one save into ``folder``. ``token`` is unique to the save."""
 
     folder: Path
     token: str
     files: Sequence[FileLayout]
-    aliases: Mapping[str, str]
 
     @staticmethod
     def of(folder: Path, tensors: Iterable[TensorSpec], aliases: Mapping[str, str], max_file_bytes: int) -> Replacement:
         """Assign ``tensors`` to files in their order, with at most ``max_file_bytes`` of tensors in each.
 
-        A tensor larger than that has a file of its own.
+        A tensor larger than that has a file of its own. ``aliases`` are other names of tensors.
         """
         groups: list[list[TensorSpec]] = [[]]
         size = 0
@@ -295,7 +291,7 @@ class Replacement:
             prefix = f"model-{token}" if has_parts else "model"
             names = [f"{prefix}-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
         files = [_file(name, group, aliases) for name, group in zip(names, groups, strict=True)]
-        return Replacement(folder, token, files, aliases)
+        return Replacement(folder, token, files)
 
     @property
     def aside(self) -> Path:
@@ -308,10 +304,8 @@ class Replacement:
 
     @property
     def index(self) -> bytes:
-        """The content of the index. Aliases are in its metadata, which readers that do not know them ignore."""
-        metadata: dict[str, Any] = {"total_size": sum(s.nbytes for f in self.files for s in f.tensors)}
-        if self.aliases:
-            metadata["aliases"] = dict(self.aliases)
+        """The content of the index."""
+        metadata = {"total_size": sum(s.nbytes for f in self.files for s in f.tensors)}
         weight_map = {spec.name: file.name for file in self.files for spec in file.tensors}
         return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False).encode()
 
