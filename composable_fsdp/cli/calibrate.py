@@ -16,8 +16,7 @@ import typer
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._comm.communicator import Communicator, is_over_group
-from composable_fsdp._comm.factory import communicator_over, part_of
+from composable_fsdp._comm.communicator import Communicator
 from composable_fsdp._memory.device_capabilities import current_accelerator
 from composable_fsdp._sharding.mesh import data_parallel_axes
 from composable_fsdp.cli.printing import Json, console, print_json, table_of
@@ -52,8 +51,8 @@ def calibrate(
 ) -> None:
     """Measure the latency and bandwidth of collectives along each axis of a mesh.
 
-    Rank 0 prints the table, and writes it to OUT. model.set_costs("costs.json") reads it. A collective of n ranks takes
-    a + b (n - 1) seconds, and its bytes divided by the bandwidth.
+    Rank 0 prints the table, and writes it to OUT. model.set_costs("costs.json") reads it. The table is for meshes with
+    as many ranks as this one.
 
     Example: torchrun --nproc-per-node 8 -m composable_fsdp calibrate --mesh 2x4 --out costs.json
     """
@@ -70,8 +69,8 @@ def calibrate(
         raise ConfigurationError(f"--names must have a name for each of {len(shape)} axes, not {names}.")
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigurationError(f"--out {out}: there is no directory {out.absolute().parent}.")
-    device = _start()
-    costs = measure_costs(init_device_mesh(device.type, shape), axes, rounds)
+    device = current_accelerator() or torch.device("cpu")
+    costs = measure_costs(init_device_mesh(device.type, shape), axes, rounds)  # starts the default process group
     if dist.get_rank() == 0:
         if out is not None:
             costs.save(out)
@@ -82,17 +81,6 @@ def calibrate(
             console().print(f"copies in memory: {1e-9 * (costs.copy_bandwidth or 0.0):,.1f} GB/s")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _start() -> torch.device:
-    """Initialize the default process group, on this rank's accelerator if there is one."""
-    accelerator = current_accelerator()
-    if accelerator is None:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group()
-    return accelerator
 
 
 def measure_costs(mesh: DeviceMesh, names: Sequence[str], rounds: int) -> Costs:
@@ -111,49 +99,27 @@ def measure_costs(mesh: DeviceMesh, names: Sequence[str], rounds: int) -> Costs:
         for name, communicator, kind in collectives_of([axes])
     }
     own = [measure_copies(sizes[-1], clock)]
-    own += [each for cost in costs.values() for each in (cost.latency, cost.bandwidth, cost.per_rank)]
+    own += [each for cost in costs.values() for each in (cost.latency, cost.bandwidth)]
     agreed = iter(over_ranks(medians, own, (axes.shard, axes.replicate), axes.device))
     copy_bandwidth = next(agreed)
     for key in costs:
-        costs[key] = CollectiveCost(next(agreed), next(agreed), next(agreed))
+        costs[key] = CollectiveCost(next(agreed), next(agreed))
     shape = "x".join(map(str, mesh.shape))
     source = f"composable-fsdp calibrate on a mesh of {shape} ranks on {axes.device.type}"
     return Costs(axes_costs(costs), copy_bandwidth=copy_bandwidth, source=source)
 
 
 def _measured(communicator: Communicator, kind: str, sizes: Sequence[int], clock: Clock, rounds: int) -> CollectiveCost:
-    """Return the cost of a collective, with its latency divided into a part for any ranks and one for each rank."""
-    latency, bandwidth = _medians(communicator, kind, sizes, clock, rounds)
-    pair = _neighbours(communicator, clock.device.type)
-    if pair is None:
-        return CollectiveCost(latency, bandwidth)
-    of_pair, _ = _medians(pair, kind, sizes[:2], clock, rounds)
-    further = communicator.size - 1
-    per_rank = min(max(0.0, latency - of_pair) / (further - 1), latency / further)
-    return CollectiveCost(max(0.0, latency - per_rank * further), bandwidth, per_rank)
-
-
-def _medians(
-    communicator: Communicator, kind: str, sizes: Sequence[int], clock: Clock, rounds: int
-) -> tuple[float, float]:
     found = [measure_collective(communicator, kind, sizes, clock) for _ in range(rounds)]
-    return median(each.latency for each in found), median(each.bandwidth for each in found)
-
-
-def _neighbours(communicator: Communicator, device_type: str) -> Communicator | None:
-    """Return the communicator of this rank and its neighbour, or ``None`` if not all of more than 2 ranks have one."""
-    if not is_over_group(communicator) or communicator.size == 2 or communicator.size % 2:
-        return None
-    return communicator_over(part_of(communicator.group, 2), device_type)
+    return CollectiveCost(median(each.latency for each in found), median(each.bandwidth for each in found))
 
 
 def _table(costs: Costs, ranks: dict[str, int]) -> Table:
-    numbers = ("a, µs", "b, µs for each rank", "bandwidth, GB/s")
+    numbers = ("latency, µs", "bandwidth, GB/s")
     table = table_of(("axis", "ranks", "collective"), numbers, costs.source)
     for name, axis in costs.axes.items():
         for kind in fields(axis):
             cost = getattr(axis, kind.name)
-            values = (1e6 * cost.latency, 1e6 * cost.per_rank, 1e-9 * cost.bandwidth)
-            figures = (f"{value:,.2f}" for value in values)
+            figures = (f"{value:,.2f}" for value in (1e6 * cost.latency, 1e-9 * cost.bandwidth))
             table.add_row(name or "all", str(ranks[name]), kind.name.replace("_", "-"), *figures)
     return table

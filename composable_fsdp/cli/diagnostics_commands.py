@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -34,7 +33,6 @@ def _commands() -> None:
 def merge(
     folder: Annotated[Path, typer.Argument(help="the folder with the files of all ranks", show_default=False)],
     stacks: Annotated[bool, typer.Option("--stacks", help="also show the stacks of every rank's threads")] = False,
-    as_json: Json = False,
 ) -> None:
     """Show ranks side by side, and mark the first difference.
 
@@ -46,10 +44,7 @@ def merge(
     if not files.dumps and not files.damaged:
         raise ConfigurationError(f"there is no file of diagnostics in {folder}.")
     found = sequences(files.dumps)
-    if as_json:
-        print_json(_as_json(files, found, stacks=stacks))
-    else:
-        _show(console(), files, found, stacks=stacks)
+    _show(console(), files, found, stacks=stacks)
     differ = any(each.first_difference is not None for each in found)
     raise typer.Exit(1 if differ or files.missing or files.damaged else 0)
 
@@ -96,25 +91,6 @@ def timeline(
 
 
 # -- merge
-
-
-def _as_json(files: Files, found: Sequence[Sequences], *, stacks: bool) -> dict[str, Any]:
-    left_out = {"report", "faults", "events", *(() if stacks else ("stacks",))}
-    ranks = {
-        rank: {name: value for name, value in asdict(dump).items() if name not in left_out}
-        for rank, dump in sorted(files.dumps.items())
-    }
-    differences = [(each, each.first_difference) for each in found]
-    return {
-        "ranks": ranks,
-        "missing": files.missing,
-        "damaged": files.damaged,
-        "process_groups": [
-            {"group": each.group, "ranks": each.ranks, "first_difference": first and asdict(first)}
-            for each, first in differences
-        ],
-        "faults": [{"rank": rank, **asdict(fault)} for rank, fault in faults_in_order(files.dumps)],
-    }
 
 
 def _show(out: Console, files: Files, found: Sequence[Sequences], *, stacks: bool) -> None:

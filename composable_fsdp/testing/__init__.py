@@ -5,8 +5,7 @@
   launching different collectives :class:`MismatchError`.
 - :func:`inject_faults` injects faults into a model's operations. :class:`Delay`, :class:`Drop`, :class:`Corrupt`,
   :class:`Raise` and :class:`Kill` are the effects, and a :class:`Fault` says when one happens.
-  :class:`FaultyCommunicator` does the same for one communicator, :class:`PartitionableStore` disconnects a rank from
-  the store.
+  :class:`FaultyCommunicator` does the same for one communicator.
 - :func:`assert_trace` compares the events of a ``Recorder`` with the expected ones, line by line.
 """
 
@@ -22,7 +21,6 @@ from composable_fsdp.testing.faults import (
     Fault,
     FaultyCommunicator,
     Kill,
-    PartitionableStore,
     Raise,
     inject_faults,
 )
@@ -41,7 +39,6 @@ __all__ = [
     "FaultyCommunicator",
     "Kill",
     "MismatchError",
-    "PartitionableStore",
     "Raise",
     "RanksError",
     "assert_trace",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import CollectiveCost, Costs, fully_shard
+from composable_fsdp import Costs, fully_shard
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.torchrun import ROOT, finished, torchrun
 
@@ -113,30 +113,6 @@ def one_table(*shape: int) -> None:
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
 def test_all_ranks_measure_one_table_that_a_model_accepts(shape: tuple[int, ...]) -> None:
     run_ranks(one_table, math.prod(shape), *shape)
-
-
-def known_latencies(base: float, *shape: int) -> None:
-    asked = []
-
-    def measure(communicator: Any, kind: str, sizes: Any, clock: Any) -> CollectiveCost:
-        """Return costs that grow with the ranks of the axis and differ between the ranks of the job."""
-        asked.append((kind, communicator.size))
-        noise = 1 + (dist.get_rank() - 1) * 1e-3
-        return CollectiveCost((base + 1e-3 * (communicator.size - 1)) * noise, 1e9 * noise)
-
-    with mock.patch("composable_fsdp.cli.calibrate.measure_collective", measure):
-        costs = measure_costs(init_device_mesh("cpu", shape), ("", "inner")[: len(shape)], rounds=1)
-    gather = costs.axis("inner").all_gather
-    assert [gather.latency, gather.per_rank] == pytest.approx([base, 1e-3], rel=1e-2, abs=1e-9)
-    assert gather.bandwidth == pytest.approx(1e9, rel=1e-2)
-    both = costs.axis("inner").all_reduce
-    assert [both.latency, both.per_rank] == pytest.approx([2 * base, 2e-3], rel=1e-2, abs=1e-9)
-    assert asked == [("all_gather", 4), ("all_gather", 2), ("reduce_scatter", 4), ("reduce_scatter", 2)]
-
-
-@pytest.mark.parametrize("base", [2e-3, 0.0])
-def test_latency_is_divided_by_a_measurement_on_two_ranks(base: float) -> None:
-    run_ranks(known_latencies, 4, base, 4)
 
 
 def test_calibrate_writes_the_table_that_it_prints(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ from composable_fsdp.testing import (
     Fault,
     FaultyCommunicator,
     Kill,
-    PartitionableStore,
     Raise,
     inject_faults,
 )
 from tests._internals import Collective, Transfer
+from tests.helpers.cut_off_store import PartitionableStore
 from tests.helpers.transports import in_place
 
 

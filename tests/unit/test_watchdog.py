@@ -25,7 +25,6 @@ from torch.autograd import Variable
 
 import composable_fsdp
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
-from composable_fsdp.testing import PartitionableStore
 from tests._internals import (
     CONTEXT,
     MEASUREMENT,
@@ -50,6 +49,7 @@ from tests._internals import (
     waits_in_torch,
 )
 from tests._internals import watchdog as watchdog
+from tests.helpers.cut_off_store import PartitionableStore
 from tests.helpers.fresh_process import run_program
 from tests.helpers.threads import run_in_threads
 
