@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from math import prod
 from typing import Any
 from unittest import mock
@@ -57,9 +56,8 @@ class _Event:
 class _Stream:
     """A stream that runs nothing."""
 
-    def __init__(self, streams: Streams, *_: object, **__: object) -> None:
-        self.number = streams.number
-        streams.number += 1
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
@@ -77,8 +75,7 @@ class Streams:
     """The streams of the simulated device. Invariant: ``current`` is the one on which operations run."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self.default = self.current = _Stream(self)
+        self.default = self.current = _Stream()
 
     @contextmanager
     def use(self, stream: _Stream | None) -> Iterator[None]:
@@ -92,7 +89,7 @@ class Streams:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Replace the streams and events of ``torch.cpu``."""
-        names: dict[str, Any] = {"Stream": partial(_Stream, self), "Event": _Event, "stream": self.use}
+        names: dict[str, Any] = {"Stream": _Stream, "Event": _Event, "stream": self.use}
         with mock.patch.multiple(torch.cpu, **names, current_stream=lambda device=None: self.current):
             yield
 
