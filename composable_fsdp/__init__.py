@@ -19,7 +19,6 @@ from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_
 from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._consistency.shutdown import shutdown
 from composable_fsdp._consistency.wait_warning import set_wait_warning
-from composable_fsdp._runtime.params.tensor_subclass import LostExtensionWarning
 from composable_fsdp._sharding.mesh import OffloadBackendWarning
 from composable_fsdp._sharding.param_sharding import ShardPlacementResult
 from composable_fsdp.codecs.blockwise import Int4, Int8
@@ -51,6 +50,7 @@ from composable_fsdp.init.materialize import initialize, to_empty
 from composable_fsdp.init.random_shards import sharded_rng
 from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
 from composable_fsdp.optim.local_optimizer import local_optimizer
+from composable_fsdp.plugins.extensions.tensor_classes import LostExtensionWarning
 from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
 from composable_fsdp.plugins.optimizer_checks import LowPrecisionWarning
 from composable_fsdp.plugins.plain_parameters import PlainParameterWarning

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from composable_fsdp._comm import broadcast, c10d, factory
     from composable_fsdp._comm.c10d import Pooled, ProcessGroupCommunicator
     from composable_fsdp._comm.communicator import (
-        AliasingCommunicator,
         Around,
         Collective,
         Communicator,
@@ -71,12 +70,12 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.pack import pack_gradient, take_shard, unpack_parameter
     from composable_fsdp._layout.pinned import cut_pinned, pinned_bytes
     from composable_fsdp._layout.plan import (
+        GatherClaim,
         GradientMemory,
         GroupPlan,
         MessageSizes,
         ParameterSpec,
         PlanOptions,
-        UnshardedStorage,
         plan_group,
         plan_smaller_mesh,
     )
@@ -99,8 +98,7 @@ if TYPE_CHECKING:
         cached_gather,
         pack_messages,
     )
-    from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket, CachedPart
-    from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
+    from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket, CachedPart, InPlaceBucket
     from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter, ReducedBucket
     from composable_fsdp._runtime.groups import param_group_buckets
     from composable_fsdp._runtime.groups import state as groups_state
@@ -194,6 +192,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
     from composable_fsdp.plugins.explain_errors import explanation_of
+    from composable_fsdp.plugins.extensions.extension_bucket import ExtendedBucket
     from composable_fsdp.plugins.forward_order import ExecutionOrderWarning
     from composable_fsdp.plugins.gloo.connection import GlooConnection
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
@@ -202,6 +201,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.shared_memory.collective import StagedRange, plan_rounds
     from composable_fsdp.plugins.shared_memory.connect import SWITCH
     from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES
+    from composable_fsdp.plugins.shared_memory.shared_parameters import SharedBucket
     from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
     from composable_fsdp.plugins.skipped_modules import UnusedGroups
     from composable_fsdp.plugins.torch_views import ClientState

@@ -32,7 +32,17 @@ _OF_SHARED_MEMORY = (
 
 OWN: Mapping[str, Sequence[str]] = {
     "in_shared_memory": ("tests/contract/test_communicator.py::test_shared_memory", *_OF_SHARED_MEMORY),
+    "SharedParameters": ("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
+    "Epochs": ("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
     "over_gloo": ("tests/ranks/test_gloo_reductions.py",),
+    "Extensions": (
+        *("tests/ranks/test_extensions.py", "tests/ranks/test_extension_results.py", "tests/parity/test_torchao.py"),
+        *("tests/ranks/test_checkpoint_classes.py", "tests/unit/test_interop_state.py"),
+    ),
+    "EncodedParameters": (
+        *("tests/ranks/test_parameter_codecs.py", "tests/ranks/test_codec_combinations.py"),
+        "tests/unit/test_codec_fused.py",
+    ),
     "watched": ("tests/ranks/test_watchdog.py", "tests/ranks/test_wait_warning.py"),
     "LateTies": ("tests/unit/test_dropped_models.py", "tests/ranks/test_shared_parameters.py"),
     "Recovery": ("tests/ranks/test_recovery.py",),

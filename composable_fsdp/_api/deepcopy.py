@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp._api.direct_call_errors import uncaught_errors
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._runtime.groups.param_group import ParamGroup
+from composable_fsdp._runtime.groups.param_group_buckets import GATHER_KINDS
 from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, alive
 from composable_fsdp._runtime.lazy_init import optimizer_hooks
 from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp._runtime.params.tensor_subclass import hooks_of
 from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.errors import ConfigurationError
 
@@ -84,11 +84,8 @@ def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
 @torch.no_grad()
 def _copy_parameter(name: str, sharded: nn.Parameter) -> nn.Parameter:
     clone = nn.Parameter(_copy_distributed(sharded), requires_grad=sharded.requires_grad)
-    if hooks_of(local_part(sharded)) and not hooks_of(local_part(clone)):
-        raise ConfigurationError(
-            f"the local tensor of parameter {name!r} has all-gather hooks hung on it, which know this tensor and not a "
-            "copy. Use a tensor class with these methods, or hang hooks on a second model that you build and load."
-        )
+    for kind in GATHER_KINDS:
+        kind.check_copy(name, local_part(sharded), local_part(clone))
     if sharded.grad_dtype != sharded.dtype:
         clone.grad_dtype = sharded.grad_dtype
     if sharded.grad is not None:

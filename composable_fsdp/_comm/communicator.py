@@ -23,7 +23,6 @@ from composable_fsdp.errors import PeerError
 
 __all__ = [
     "SUM",
-    "AliasingCommunicator",
     "Around",
     "Collective",
     "Communicator",
@@ -33,7 +32,6 @@ __all__ = [
     "Traits",
     "Transfer",
     "Work",
-    "barrier",
     "find",
     "is_over_group",
     "trace_position",
@@ -94,7 +92,7 @@ class Traits:
     Args:
         averages: ``ReduceOp.AVERAGE`` is supported.
         widens: a reduce-scatter accepts 16-bit floats for an fp32 output and accumulates in fp32.
-        aliases: ranks can share memory (:class:`AliasingCommunicator`), so that an all-gather copies nothing.
+        aliases: ranks can share memory, or one rank has all, so that an all-gather need not copy.
         coalesces: all transfers of a launch are one message with one latency.
         dispatches: collectives pass torch's dispatcher, so torch's profiler and dispatch modes see them by themselves.
         checks: the communicator itself compares operations between ranks, and reports waits.
@@ -149,23 +147,6 @@ class Communicator(Protocol):
             label: the name of the operation in errors, the same on every rank.
             op: the operation of a reduce-scatter or an all-reduce.
         """
-        ...
-
-
-class AliasingCommunicator(Communicator, Protocol):
-    """A communicator with ``aliases``: its ranks can share memory. On an axis of one rank, all memory is shared."""
-
-    @property
-    def epoch(self) -> int:
-        """The number of epochs that have ended, which is the same on every rank."""
-        ...
-
-    def share(self, nbytes: int) -> torch.Tensor:
-        """Return zeros that all ranks share, ``(nbytes,)`` ``uint8`` on the CPU. All ranks must call it together."""
-        ...
-
-    def note_epoch_end(self) -> None:
-        """Count one epoch more. For :func:`barrier`."""
         ...
 
 
@@ -292,14 +273,3 @@ def find(communicator: object, kind: type[T]) -> T | None:
             return None
         communicator = communicator.base
     return communicator
-
-
-def barrier(communicator: AliasingCommunicator, name: str, *, ends_epoch: bool) -> Work:
-    """Launch a barrier, which may end an epoch of shared memory. ``name`` is its name in errors.
-
-    No rank reads what others wrote before it. Afterwards each rank may write to its own part of the shared memory.
-    Every rank must wait for the work before it launches anything else.
-    """
-    if ends_epoch:
-        communicator.note_epoch_end()
-    return communicator.launch(Collective.BARRIER, (), name)

@@ -40,16 +40,9 @@ class LoopbackCommunicator:
     rank: int = 0
     size: int = 1
     traits: Traits = _TRAITS
-    epoch: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
-
-    def share(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def note_epoch_end(self) -> None:
-        """Do nothing: this rank alone reads the memory."""
 
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> _Done:
         if kind is not Collective.ALL_REDUCE:

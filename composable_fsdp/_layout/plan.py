@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import groupby
 from math import prod
@@ -14,7 +13,6 @@ import torch
 
 from composable_fsdp._layout.bucket_layout import (
     NEVER_ZERO_COPY,
-    FlatLayout,
     GatherLayout,
     ReduceLayout,
     aligned_bytes,
@@ -24,18 +22,17 @@ from composable_fsdp._layout.bucket_layout import (
 from composable_fsdp._layout.pinned import cut_pinned, pinned_bytes
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp.codecs.communication_policy import PLAIN, GradientCodecs
-from composable_fsdp.codecs.protocol import Codec
 from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
 __all__ = [
     "SMALL_BYTES",
     "BucketPlan",
+    "GatherClaim",
     "GradientMemory",
     "GroupPlan",
     "MessageSizes",
     "ParameterSpec",
     "PlanOptions",
-    "UnshardedStorage",
     "plan_group",
     "plan_smaller_mesh",
 ]
@@ -64,15 +61,20 @@ class MessageSizes:
     grad_buckets: int = 4
 
 
-class UnshardedStorage(Enum):
-    """The memory of a bucket's full parameters while modules compute with them."""
+class GatherClaim(NamedTuple):
+    """A gather kind's answer that it makes the bucket of a parameter. Each bucket has parameters of one claim.
 
-    OWNED = "owned"
-    """Memory of this rank alone, into which all shards are gathered."""
-    ALIASED = "aliased"
-    """The memory of the shards: one rank holds all, or the shards of all ranks are contiguous in shared memory."""
-    SHARED = "shared"
-    """Memory shared by ranks, into which each rank casts its own shards."""
+    Args:
+        kind: the class of the kind.
+        key: what parameters of one bucket have in common, beside their dtypes and axes.
+        is_gathered: True if an all-gather moves data, and full parameters take memory while they are unsharded.
+        packs: True if all shards of a bucket are sent in one message. Otherwise large ones may be zero-copy.
+    """
+
+    kind: type
+    key: Hashable = None
+    is_gathered: bool = True
+    packs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,7 @@ class ParameterSpec:
         dtype: dtype of the shard at rest.
         gradient_dtype: dtype of the reduced gradient that users see, or ``None`` for that of autograd's gradients.
         axes: index of the data-parallel axes that shard it, among those of the group.
-        extended: True if its local tensor has all-gather hooks.
-        codec: codec of its shards on the wire, or ``None`` for ``compute_dtype``.
+        gather_claim: that of a gather kind, or ``None`` for a plain bucket.
         gradient_codecs: codecs of its gradient on the wire, if not ``reduce_dtype``.
         gradient_extended: True if its local tensor has reduce-scatter hooks.
         alone: nothing else may be encoded together with it.
@@ -104,8 +105,7 @@ class ParameterSpec:
     gradient_dtype: torch.dtype | None
     trainable: bool
     axes: int = 0
-    extended: bool = False
-    codec: Codec | None = None
+    gather_claim: GatherClaim | None = None
     gradient_codecs: GradientCodecs = PLAIN
     gradient_extended: bool = False
     alone: bool = False
@@ -127,8 +127,7 @@ class ParameterSpec:
     def bucket_key(self) -> tuple[object, ...]:
         return (
             self.axes,
-            self.extended,
-            self.codec,
+            self.gather_claim,
             self.gradient_codecs,
             self.gradient_extended,
             self.dtype,
@@ -149,7 +148,7 @@ class PlanOptions:
         num_shards: ranks of the shard axis.
         zero_copy_min_bytes: full size in bytes from which a zero-copy all-gather beats a copy into the packed message.
         reduce_direct_bytes: the same for a reduce-scatter.
-        alias: all ranks of the axis share memory, so an all-gather need not move data.
+        alias: one rank holds all, so that full parameters may be the shards.
         flags: messages carry a flag per parameter that says if any rank had a gradient. There are none for a large
             parameter that is its group's only trainable one: it is reduced on every rank or on none.
         widens: 16-bit gradients may be summed in fp32 without a cast before the collective.
@@ -197,9 +196,9 @@ class GradientMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The layouts, dtypes and codecs of one bucket: the parameters ``indices`` of the group.
+    """The layouts and dtypes of one bucket: the parameters ``indices`` of the group.
 
-    Invariant: ``unsharded_storage`` is ``OWNED`` unless the concatenation of all ranks' shards is the full parameter.
+    ``is_gathered``: an all-gather moves data, and full parameters take memory while they are unsharded.
     """
 
     indices: tuple[int, ...]
@@ -210,8 +209,7 @@ class BucketPlan:
     arriving_dtype: torch.dtype
     axes: int
     grad_bucket: int
-    extended: bool
-    codec: Codec | None
+    gather_claim: GatherClaim | None
     gradient_codecs: GradientCodecs
     gradient_extended: bool
     gather: GatherLayout
@@ -224,34 +222,13 @@ class BucketPlan:
     """True if gradients are sent over the shard axis in an all-to-all and summed by the receiver."""
     gradient_is_encoded: bool
     """True if gradients are encoded over any axis, and so are summed in fp32."""
-    unsharded_storage: UnshardedStorage
+    is_gathered: bool
     offload: OffloadPolicy
 
     @property
     def pins_memory(self) -> bool:
         """True if shards and reduced gradients are in page-locked memory."""
         return _is_pinned(self.offload)
-
-    @property
-    def aliased(self) -> bool:
-        """True if full parameters are views of the shards."""
-        return self.unsharded_storage is UnshardedStorage.ALIASED
-
-    @property
-    def is_gathered(self) -> bool:
-        """True if an all-gather moves data, and full parameters take memory while they are unsharded."""
-        return self.unsharded_storage is UnshardedStorage.OWNED
-
-    def shard_offsets(self, rank: int) -> tuple[int, ...]:
-        """Return the offsets, in elements, of the shards of ``rank`` among consecutive full parameters."""
-        starts = zip(self.gather.places.offsets, self.gather.shards, strict=True)
-        return tuple(offset + rank * shards.padded_numel for offset, shards in starts)
-
-    def store_layout(self, rank: int) -> FlatLayout:
-        """Return the offsets of the shards of ``rank``: in a store of their own, or in the memory shared by ranks."""
-        if not self.aliased:
-            return self.gather.store
-        return FlatLayout(self.shard_offsets(rank), self.gather.places.numel)
 
     @property
     def full_bytes(self) -> int:
@@ -433,7 +410,8 @@ def _grad_buckets(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]
     bucket waits for them. Encoded parameters are not split, because codecs encode whole messages.
     """
     grad_bucket_of = [0] * len(specs)
-    if any(spec.extended or spec.codec or spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
+    gathered = any(spec.gather_claim is not None and spec.gather_claim.is_gathered for spec in specs)
+    if gathered or any(spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
         return grad_bucket_of
     least = max(option.grad_bucket_bytes for option in options)
     sizes = [prod(spec.shape) * _wire_dtype(spec, options[spec.axes]).itemsize for spec in specs]
@@ -463,7 +441,7 @@ def _runs(
     Encoded parameters are not cut, because codecs encode whole messages. Those with hooks have memory of their own.
     """
     first = specs[indices[0]]
-    if not _is_pinned(first.offload) or first.extended or first.codec or first.gradient_codecs != PLAIN:
+    if not _is_pinned(first.offload) or first.gather_claim or first.gradient_codecs != PLAIN:
         return [indices]
     sizes = []
     for spec in map(specs.__getitem__, indices):
@@ -504,12 +482,12 @@ def _plan_bucket(
     trainable = [k for k, i in enumerate(indices) if specs[i].trainable]
     is_small = sum(prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs) <= SMALL_BYTES
     itemsize = first.compute_dtype.itemsize
-    storage = _unsharded_storage(first, axes, shards)
+    packs = first.gather_claim is not None and first.gather_claim.packs
     gather = plan_gather(
         shards,
         itemsize=itemsize,
-        zero_copy_min_bytes=axes.zero_copy_min_bytes if first.codec is None else NEVER_ZERO_COPY,
-        encoded=first.codec is not None,
+        zero_copy_min_bytes=NEVER_ZERO_COPY if packs else axes.zero_copy_min_bytes,
+        encoded=packs,
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
@@ -533,8 +511,7 @@ def _plan_bucket(
         first.arriving_dtype,
         first.axes,
         grad_bucket,
-        first.extended,
-        first.codec,
+        first.gather_claim,
         first.gradient_codecs,
         first.gradient_extended,
         gather,
@@ -543,24 +520,16 @@ def _plan_bucket(
         sum_dtype,
         first.gradient_codecs.shard is not None or first.gradient_extended,
         encoded,
-        storage,
+        _is_gathered(first, axes),
         first.offload,
     )
 
 
-def _unsharded_storage(spec: ParameterSpec, axes: PlanOptions, shards: Sequence[TensorShards]) -> UnshardedStorage:
-    """Return the memory in which parameters like ``spec`` are unsharded.
-
-    Parameters that a single rank casts are freed between uses, as gathered ones are.
-    """
-    is_offloaded = isinstance(spec.offload, CPUOffloadPolicy)
-    if not axes.alias or is_offloaded or spec.extended or spec.codec is not None:
-        return UnshardedStorage.OWNED
-    if axes.num_shards > 1 and not all(s.concatenates for s in shards):
-        return UnshardedStorage.OWNED
-    if spec.dtype == spec.compute_dtype:
-        return UnshardedStorage.ALIASED
-    return UnshardedStorage.SHARED if axes.num_shards > 1 else UnshardedStorage.OWNED
+def _is_gathered(spec: ParameterSpec, axes: PlanOptions) -> bool:
+    """Return False if full parameters like ``spec`` are the shards. What a single rank casts is freed between uses."""
+    if spec.gather_claim is not None:
+        return spec.gather_claim.is_gathered
+    return not axes.alias or spec.dtype != spec.compute_dtype or isinstance(spec.offload, CPUOffloadPolicy)
 
 
 def plan_smaller_mesh(bucket: BucketPlan, num_shards: int, zero_copy_min_bytes: int) -> GatherLayout:

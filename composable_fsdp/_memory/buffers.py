@@ -2,8 +2,7 @@
 
 One flat tensor of shards makes a cast, or a copy to or from host memory, one kernel, and the all-gather of packed
 parameters needs no copy in. If user code replaces a local shard (``to_empty``, ``.to(dtype)``, loading with
-``assign``), it is copied into a new store. Ranks that share memory keep their shards there contiguously, so that the
-shards of all ranks are the full parameters.
+``assign``), it is copied into a new store.
 
 The buffer of unsharded parameters is freed and allocated again without invalidating its views. Autograd saves the
 unsharded tensors and views of them, which stay valid only while their *storage object* lives. So freeing is
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
 
 import torch
 
@@ -22,10 +20,8 @@ from composable_fsdp._layout.bucket_layout import FlatLayout
 from composable_fsdp._layout.shard import TensorShards
 
 __all__ = [
-    "AliasedBuffer",
     "OwnedBuffer",
     "ShardStore",
-    "UnshardedBuffer",
     "allocate_storage",
     "cast_and_move",
     "contiguous_strides",
@@ -51,24 +47,16 @@ class ShardStore:
         shards: how the parameters are sharded.
         layout: offsets of the shards in ``flat``.
         rank: the rank that owns the shards.
-        flat: 1-d memory, with padding of zeros. In shared memory, the rest of it belongs to other ranks.
-        is_shared: True if ``flat`` is shared by ranks. Each shard then is a torch storage of its own: saving a tensor
-            saves its storage, and this rank must save its own shards only.
+        flat: 1-d memory, with padding of zeros.
 
     Attributes:
         locals: each parameter's shard, contiguous, shaped, without padding.
-        versioned: tensors whose version counters together count the in-place changes of all shards that torch sees.
     """
 
-    def __init__(
-        self, shards: Sequence[TensorShards], layout: FlatLayout, rank: int, flat: torch.Tensor, *, is_shared: bool
-    ) -> None:
+    def __init__(self, shards: Sequence[TensorShards], layout: FlatLayout, rank: int, flat: torch.Tensor) -> None:
         self.flat = flat
-        self.is_shared = is_shared
         shapes = [s.shard_shape(rank) for s in shards]
-        place = _part_of_storage if is_shared else view_at
-        self.locals = [place(flat, offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]
-        self.versioned = self.locals if is_shared else [flat]
+        self.locals = [view_at(flat, offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]
 
 
 def zero_padding(flat: torch.Tensor, layout: FlatLayout, shards: Sequence[TensorShards], rank: int) -> None:
@@ -82,46 +70,14 @@ def zero_padding(flat: torch.Tensor, layout: FlatLayout, shards: Sequence[Tensor
         flat[end:].zero_()
 
 
-def _part_of_storage(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Like :func:`view_at`, with a storage that holds nothing else. It keeps all of the memory alive."""
-    begin = (flat.storage_offset() + offset) * flat.itemsize
-    storage = flat.untyped_storage()[begin : begin + prod(shape) * flat.itemsize]
-    return torch.empty(0, dtype=flat.dtype).set_(storage, 0, shape, contiguous_strides(shape))
-
-
 def allocate_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Resize ``storage`` to ``nbytes`` bytes, contents undefined if it grows. No other code allocates storages."""
     if storage.nbytes() != nbytes:  # resize_ would reallocate and copy even to the same size
         storage.resize_(nbytes)
 
 
-class UnshardedBuffer(Protocol):
-    """The memory of one bucket's full parameters while they are unsharded."""
-
-    @property
-    def nbytes(self) -> int:
-        """The memory in bytes that the buffer takes now, beside the shards."""
-        ...
-
-    def allocate(self) -> None:
-        """Allocate the memory, contents undefined. Does nothing if it is allocated."""
-        ...
-
-    def free(self) -> None:
-        """Free the memory. Does nothing if it is free."""
-        ...
-
-    def region(self, offset: int, length: int) -> torch.Tensor:
-        """Return a 1-d view for writing that does not change the version counters of the parameters in it."""
-        ...
-
-    def parameter_data(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the view of one parameter, with a version counter of its own."""
-        ...
-
-
 class OwnedBuffer:
-    """Memory of its own, freed to zero bytes between uses. Allocated at construction, so that views can be taken."""
+    """The memory of one bucket's full parameters, freed between uses. Allocated at first, so that it has views."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(numel, dtype=dtype, device=device)
@@ -141,29 +97,6 @@ class OwnedBuffer:
 
     def region(self, offset: int, length: int) -> torch.Tensor:
         return self._writable[offset : offset + length]
-
-    def parameter_data(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return view_at(self._flat.data, offset, shape)
-
-
-class AliasedBuffer:
-    """The memory of the shards, if one rank holds all or ranks share it: nothing is gathered or freed."""
-
-    def __init__(self, store: torch.Tensor) -> None:
-        self._flat = store
-
-    @property
-    def nbytes(self) -> int:
-        return 0
-
-    def allocate(self) -> None:
-        pass
-
-    def free(self) -> None:
-        pass
-
-    def region(self, offset: int, length: int) -> torch.Tensor:
-        return self._flat.data[offset : offset + length]
 
     def parameter_data(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         return view_at(self._flat.data, offset, shape)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import TypeVar, cast
-
-import torch
+from typing import TypeVar
 
 from composable_fsdp._comm.c10d import Pooled
-from composable_fsdp._comm.communicator import AliasingCommunicator, Collective, Communicator, is_over_group
+from composable_fsdp._comm.communicator import Collective, Communicator, is_over_group
 from composable_fsdp._comm.custom import customize
 from composable_fsdp._comm.factory import communicator_over, part_of
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
@@ -47,17 +45,8 @@ class ProcessGroups:
         self._separate: Communicator | None = None
         self._pooled = False
         self.smaller: Communicator | None = None
-        self.shared_memory: torch.Tensor | None = None
-        """``(nbytes,)``: memory shared between ranks, with the shards of all ranks or the shared unsharded buffer."""
-        self._released_at = -1
-        """The epoch of the shard axis when the shared unsharded buffer was last released."""
         self.unshard_async_op = False
         """The ``async_op`` argument for a custom all-gather."""
-        self.awaits_epoch_end = False
-        """True if this rank may have read the shared unsharded buffer in this epoch.
-
-        It is the same on all ranks, because they all-gather and end epochs together.
-        """
         self.message_sizes = self.default_message_sizes
         self.unequal_use = False
         """True if a rank may join a reduction without any gradient.
@@ -73,15 +62,6 @@ class ProcessGroups:
     def default_message_sizes(self) -> MessageSizes:
         """The sizes without a choice by costs: on streams one message per group and direction, as FSDP2 sends them."""
         return _ONE_MESSAGE if self.device.has_streams else MessageSizes()
-
-    def note_release(self) -> None:
-        """Note that this rank no longer reads the shared unsharded buffer. Others may, until the epoch ends."""
-        self._released_at = cast(AliasingCommunicator, self.axes.shard).epoch
-
-    @property
-    def others_may_read(self) -> bool:
-        """True if other ranks may use the shared unsharded buffer. It is the same on all ranks."""
-        return self.shared_memory is not None and self._released_at == cast(AliasingCommunicator, self.axes.shard).epoch
 
     @property
     def is_custom(self) -> bool:
@@ -103,7 +83,7 @@ class ProcessGroups:
             max_grad_buckets=sizes.grad_buckets,
             widens=self.scatter.traits.widens,
             grad_bucket_bytes=self._grad_bucket_bytes(),
-            alias=self.gather.traits.aliases and (self.gather.size == 1 or self.shared_memory is not None),
+            alias=self.gather.traits.aliases and self.gather.size == 1,
             flags=self.axes.num_ranks > 1 and not self.unequal_use,
             custom=self.is_custom,
         )

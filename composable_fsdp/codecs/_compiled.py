@@ -19,9 +19,9 @@ Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
 def fused(method: Method) -> Method:
     """Compile a codec's ``encode`` or ``decode`` on accelerators with Triton; run it eagerly elsewhere.
 
-    The first forward compiles what messages need, before any collective (``plugins/compiled_codecs.py``). Compiled
-    code may differ from eager mode in the last bit of a division, equally on all ranks. ``TORCHDYNAMO_DISABLE=1``
-    turns it off, like all of compilation. A codec whose attribute ``compiles`` is false always runs eagerly.
+    The first forward compiles what messages need, before any collective (``plugins/codecs``). Compiled code may differ
+    from eager mode in the last bit of a division, equally on all ranks. ``TORCHDYNAMO_DISABLE=1`` turns off all
+    compilation. A codec whose attribute ``compiles`` is false always runs eagerly.
     """
 
     @wraps(method)

@@ -14,13 +14,11 @@ from composable_fsdp._runtime.collectives.wire_bytes import (
     WireBytes,
     all_gather_wire_bytes,
     all_reduce_wire_bytes,
-    by_process_groups,
     reduce_scatter_wire_bytes,
-    smaller_mesh_wire_bytes,
 )
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.lazy_init import iteration_of, name_states
-from composable_fsdp._sharding.process_groups import ProcessGroups
+from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
 from composable_fsdp.diagnostics._tables import text_table
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policies import ReshardKind
@@ -134,12 +132,12 @@ def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
         ("all-gather", times, all_gather_wire_bytes, shard)
     ]
     if kind is ReshardKind.SMALLER and state.options.unshard_in_backward:
-        wire_bytes = partial(smaller_mesh_wire_bytes, size=smaller)
+        wire_bytes = partial(all_gather_wire_bytes, size=smaller)
         found.append(("all-gather (smaller mesh)", 1, wire_bytes, lambda pgs: min(smaller, shard(pgs))))
     if state.group.plan.num_trainable:
         found.append(("reduce-scatter", 1, reduce_scatter_wire_bytes, shard))
         found.append(("all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size))
-    groups = by_process_groups(state.group.buckets)
+    groups = group_by_key([bucket.pgs for bucket in state.group.buckets], state.group.buckets)
     for direction, times, wire_bytes_of, size_of in found:
         each = [(size_of(pgs), wire_bytes_of(buckets)) for pgs, buckets in groups]
         sent = sum(times * traffic.bytes * (size - 1) // size for size, traffic in each)

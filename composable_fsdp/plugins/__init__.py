@@ -9,8 +9,11 @@ are on for accelerators only ``watchdog`` has a thread: it uses the store of the
 Plugin                  Does                                             On by default
 ======================= ================================================ ==================
 ``shared_memory``       transport between ranks of one host              CPU
-``epochs``              ends the times when ranks read shared memory     CPU
+``shared_parameters``   full parameters in memory that ranks share       CPU
+``epochs``              ends the times when ranks read that memory       CPU
 ``skipped_modules``     joins collectives of modules that a rank skips   all devices
+``extensions``          gathers tensors with FSDP hooks                  all devices
+``encoded_gather``      gathers parameters encoded, by their codecs      all devices
 ``gloo``                own collectives over gloo's point-to-point       CPU
 ``watchdog``            reports waits, and compares operations           all devices
 ``visible_collectives`` shows launches in traces and profiles            all devices
@@ -40,21 +43,25 @@ from __future__ import annotations
 from composable_fsdp._comm.communicator import SUM, Around, Collective, Communicator, Transfer
 from composable_fsdp._comm.factory import AROUND, TRANSPORTS
 from composable_fsdp._core.seams import OBSERVERS, Observer, Root
-from composable_fsdp._runtime.groups.param_group_buckets import BEFORE_SHARING
+from composable_fsdp._layout.plan import GatherClaim
+from composable_fsdp._runtime.collectives.bucket import Bucket
+from composable_fsdp._runtime.groups.param_group_buckets import GATHER_KINDS, GatherKind
 from composable_fsdp.plugins.captured_passes import CapturedPasses
-from composable_fsdp.plugins.compiled_codecs import CompiledCodecs
+from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
+from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
 from composable_fsdp.plugins.explain_errors import ExplainedErrors
+from composable_fsdp.plugins.extensions.extension_bucket import Extensions
 from composable_fsdp.plugins.forward_order import ForwardOrder
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
-from composable_fsdp.plugins.model_check import ModelCheck, check_alike
+from composable_fsdp.plugins.model_check import ModelCheck
 from composable_fsdp.plugins.optimizer_checks import OptimizerChecks
 from composable_fsdp.plugins.pass_reports import ReportedPasses, TracedPasses
 from composable_fsdp.plugins.plain_parameters import PlainParameters
 from composable_fsdp.plugins.profiler_labels import ProfilerLabels
 from composable_fsdp.plugins.recovery import Recovery
 from composable_fsdp.plugins.residuals import Residuals
-from composable_fsdp.plugins.shared_memory.epochs import Epochs
+from composable_fsdp.plugins.shared_memory.shared_parameters import Epochs, SharedParameters
 from composable_fsdp.plugins.shared_memory.shm_communicator import in_shared_memory
 from composable_fsdp.plugins.skipped_modules import SkippedModules
 from composable_fsdp.plugins.torch_views import TorchViews
@@ -67,13 +74,18 @@ __all__ = [
     "AROUND",
     "DEFAULT",
     "DEFAULT_AROUND",
+    "DEFAULT_GATHER_KINDS",
     "DEFAULT_TRANSPORTS",
+    "GATHER_KINDS",
     "OBSERVERS",
     "SUM",
     "TRANSPORTS",
     "Around",
+    "Bucket",
     "Collective",
     "Communicator",
+    "GatherClaim",
+    "GatherKind",
     "Observer",
     "Root",
     "Transfer",
@@ -91,6 +103,13 @@ DEFAULT_AROUND = (
     Visible,
 )
 """The decorators of every communicator. The last is the outermost."""
+
+DEFAULT_GATHER_KINDS: tuple[type[GatherKind], ...] = (
+    Extensions,
+    EncodedParameters,  # after Extensions, whose tensors encode themselves
+    SharedParameters,
+)
+"""Asked for each parameter in this order."""
 
 DEFAULT: tuple[type[Observer], ...] = (
     Recovery,  # first, so that it is told last of the end of a reset, which it may refuse
@@ -117,5 +136,5 @@ DEFAULT: tuple[type[Observer], ...] = (
 
 TRANSPORTS[:0] = DEFAULT_TRANSPORTS
 AROUND.extend(DEFAULT_AROUND)
-BEFORE_SHARING.append(check_alike)
+GATHER_KINDS.extend(DEFAULT_GATHER_KINDS)
 OBSERVERS.extend(plugin() for plugin in DEFAULT)

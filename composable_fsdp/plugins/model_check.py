@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck, order_check_from
+from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.starting_values import (
     Candidate,
@@ -27,14 +27,12 @@ from composable_fsdp._consistency.starting_values import (
 )
 from composable_fsdp._consistency.verify_ranks import SHOWN_RANKS, gather_texts, verify_same
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets
 from composable_fsdp._runtime.groups.state import FSDPState, state_of_parameter
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
 from composable_fsdp._sharding.mesh import DataParallelAxes
-from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import DivergenceError, ParameterError
 
-__all__ = ["ModelCheck", "check_alike"]
+__all__ = ["ModelCheck"]
 
 _starts: WeakKeyDictionary[ShardedParameter, Start] = WeakKeyDictionary()
 """Samples of the original values, until they are compared."""
@@ -54,19 +52,6 @@ class ModelCheck(Observer):
 
     def before_first_collective(self, root: Root) -> None:
         _check_models(root.root, root.states)
-
-
-def check_alike(tensors: ParamGroupBuckets, process_groups: Sequence[ProcessGroups]) -> None:
-    """Check that all ranks have the same parameters before they share memory.
-
-    Raises:
-        DivergenceError: they differ. All ranks raise it with the same text.
-    """
-    if order_check_from() is OrderCheck.OFF:
-        return
-    for pgs in process_groups:
-        lines = [f"parameter {p.name!r}: {p.description}" for p in tensors.parameters if p.sharding.axes == pgs.axes]
-        verify_same(lines, (pgs.axes.shard,), tensors.device, "a group that fully_shard makes")
 
 
 def _check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:

@@ -28,7 +28,7 @@ from composable_fsdp import (
     unsharded_params,
 )
 from composable_fsdp.checkpoint import load, save
-from tests._internals import Bucket, find_state
+from tests._internals import Bucket, InPlaceBucket, find_state
 from tests.helpers.extension_tensors import Pair, with_weights
 
 __all__ = ["CASES", "remaining_objects"]
@@ -66,7 +66,8 @@ def _objects_of(dropped: object) -> list[tuple[str, Any]]:
         state = find_state(module)
         objects.append((f"module {name!r}", module))
         if state is not None:
-            stores = [bucket.store.flat for bucket in state.group.buckets if isinstance(bucket, Bucket)]
+            known = [bucket for bucket in state.group.buckets if isinstance(bucket, (Bucket, InPlaceBucket))]
+            stores = [tensor for bucket in known for tensor in bucket.versioned]
             objects += [(f"unit {name!r}", state), *((f"shards of {name!r}", store) for store in stores)]
             if state.iteration is not None:
                 objects.append((f"iteration of {name!r}", state.iteration))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
 
 from composable_fsdp import FSDPModule
-from tests._internals import Bucket, state_of
+from tests._internals import Bucket, InPlaceBucket, state_of
 from tests.helpers.models import Task
 
 __all__ = [
@@ -161,11 +161,11 @@ def train_and_compare(
         assert_close_or_none(value, expected, f"{name} at the end")
 
 
-def buckets_of(model: nn.Module) -> list[Bucket]:
+def buckets_of(model: nn.Module) -> list[Bucket | InPlaceBucket]:
     buckets = [
         b for module in model.modules() if isinstance(module, FSDPModule) for b in state_of(module).group.buckets
     ]
-    return [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+    return [bucket for bucket in buckets if isinstance(bucket, (Bucket, InPlaceBucket))]
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

@@ -115,11 +115,11 @@ def count_bytes() -> None:
     if world_size == 2:
         plain += 8  # to a boundary of 16 bytes, which adds less than 1/64
     assert sent == [-(-encoded // 16) * 16 + -(-plain // 16) * 16]
-    encoded_bucket = next(b for b in group.plan.buckets if b.codec is not None)
+    encoded_bucket = next(b for b in group.plan.buckets if b.gather_claim is not None)
     assert encoded_bucket.wire_bytes == world_size * 4 * encoded_bucket.gather.packed_numel, (
         "wire_bytes is the size without codecs"
     )
-    assert [b.payload_bytes for b in group.buckets] == [[(encoded, 1)], [(plain, 4)]]
+    assert [b.sent_bytes() for b in group.buckets] == [([(encoded, 1)], 0), ([(plain, 4)], 0)]
 
 
 @pytest.mark.behaviour("E-08", "E-07")
@@ -132,7 +132,8 @@ def choose() -> None:
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     chosen = CommunicationPolicy(all_gather=Int8(), min_numel=1)
     fully_shard(model, comm_policy=lambda p: chosen if p.ndim == 2 else None)
-    assert [bucket.codec for bucket in state_of(model).group.plan.buckets] == [Int8(), None]
+    claims = [bucket.gather_claim for bucket in state_of(model).group.plan.buckets]
+    assert [claim and claim.key for claim in claims] == [Int8(), None]
     for nonsense in (Int8(), "int8"):
         with pytest.raises(
             ConfigurationError, match="comm_policy must be a CommunicationPolicy, or a function of a par"

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard
 from composable_fsdp import CommunicationPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, to_empty
 from composable_fsdp.codecs.blockwise import Int8
 from composable_fsdp.errors import ParameterError
-from tests._internals import UnshardedStorage, state_of
+from composable_fsdp.plugins import GATHER_KINDS
+from tests._internals import SharedBucket, state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, Task, shard_layers
 from tests.helpers.run_ranks import run_ranks
@@ -24,13 +25,19 @@ from tests.helpers.sharding import buckets_of, local, sharded
 from tests.helpers.transports import COPIES, SOCKETS, Environment
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-SHARED, OWNED, ALIASED = {UnshardedStorage.SHARED}, {UnshardedStorage.OWNED}, {UnshardedStorage.ALIASED}
+SHARED, OWNED, ALIASED = {"shared"}, {"owned"}, {"aliased"}
 
 Play = Callable[[nn.Module, Task, int], list[torch.Tensor]]
 
 
-def storages(model: nn.Module) -> set[UnshardedStorage]:
-    return {bucket.plan.unsharded_storage for bucket in buckets_of(model)}
+def storages(model: nn.Module) -> set[str]:
+    """Return where full parameters are: in memory that ranks share, where shards or only casts are, or of this rank."""
+    kinds = {True: "aliased", False: "shared"}
+    found = set()
+    for bucket in buckets_of(model):
+        plan = bucket.plan
+        found.add(kinds[plan.dtype == plan.compute_dtype] if isinstance(bucket, SharedBucket) else "owned")
+    return found
 
 
 def own_loss(model: nn.Module, task: Task, step: int) -> torch.Tensor:
@@ -41,7 +48,6 @@ def gather_nothing() -> None:
     task = TASKS["wide"]
     model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
     assert storages(model) == SHARED
-    assert not any(bucket.store.is_shared for bucket in buckets_of(model)), "shards stay in the memory of their rank"
     with counted_collectives() as counts:
         for step in range(2):
             own_loss(model, task, step).backward()
@@ -50,9 +56,9 @@ def gather_nothing() -> None:
     assert sum(bucket.unsharded_bytes for bucket in buckets_of(model)) == 0
     (bucket,) = buckets_of(model.get_submodule("layers.0"))
     if dist.get_rank() == 0:
-        bucket.buffer.region(0, 8).fill_(3)
+        bucket.parameter_data(0).view(-1)[:8].fill_(3)
     dist.barrier()
-    assert bucket.buffer.region(0, 8).tolist() == [3] * 8, "all ranks must see one buffer"
+    assert bucket.parameter_data(0).view(-1)[:8].tolist() == [3] * 8, "all ranks must see one buffer"
 
 
 def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
@@ -308,6 +314,23 @@ def check_unsuitable_parameters() -> None:
 
 def test_only_cast_parameters_have_a_shared_unsharded_buffer() -> None:
     run_ranks(check_unsuitable_parameters, 4)
+
+
+def train_without_kinds() -> None:
+    known, found = list(GATHER_KINDS), []
+    try:
+        for kinds in (known, []):
+            GATHER_KINDS[:] = kinds
+            found.append(losses_and_shards("mlp", True))
+            assert storages(shard_layers(TASKS["mlp"].build(), fully_shard)) == (ALIASED if kinds else OWNED)
+    finally:
+        GATHER_KINDS[:] = known
+    for with_kinds, without in zip(found[0].values(), found[1].values(), strict=True):
+        assert all(map(torch.equal, with_kinds, without))
+
+
+def test_the_core_trains_without_any_gather_kind() -> None:
+    run_ranks(train_without_kinds, 2)
 
 
 def disable_sharing() -> None:

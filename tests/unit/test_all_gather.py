@@ -40,7 +40,7 @@ class Bucket:
     """A bucket whose parameters are all zero-copy."""
 
     cached_part = None
-    awaits_readers = False
+    needs_barrier = False
 
     def __init__(self, wire: ShmSocket) -> None:
         self.pgs = ProcessGroups(wire)

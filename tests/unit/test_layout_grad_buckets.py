@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.codecs.blockwise import Int8
-from tests._internals import ParameterSpec, PlanOptions, plan_group
+from tests._internals import GatherClaim, ParameterSpec, PlanOptions, plan_group
 
 
 def spec(rows: int, **options: object) -> ParameterSpec:
@@ -41,7 +38,7 @@ def test_gradient_buckets_begin_with_the_last_parameters_and_have_the_minimum_si
 def test_encoded_parameters_stay_in_one_gradient_bucket() -> None:
     options = (PlanOptions(2, 0, 0, grad_bucket_bytes=16),)
     assert len(plan_group((spec(8), spec(8)), options).grad_buckets) == 2
-    assert len(plan_group((spec(8), spec(8, codec=Int8())), options).grad_buckets) == 1
+    assert len(plan_group((spec(8), spec(8, gather_claim=GatherClaim(object))), options).grad_buckets) == 1
 
 
 def test_the_minimum_gradient_bucket_size_is_the_largest_of_all_axes() -> None:
@@ -49,17 +46,3 @@ def test_the_minimum_gradient_bucket_size_is_the_largest_of_all_axes() -> None:
     specs = (spec(8, axes=0), spec(8, axes=1), spec(8, axes=1))
     assert len(plan_group(specs, (of_one_rank, of_many)).grad_buckets) == 1
     assert len(plan_group(specs, (of_one_rank, of_one_rank)).grad_buckets) > 1
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(2, 5))
-def test_shards_of_all_ranks_in_shared_memory_are_the_full_parameters(rows: list[int], num_shards: int) -> None:
-    (bucket,) = plan_group(tuple(map(spec, rows)), (PlanOptions(num_shards, 0, 0, alias=True),)).buckets
-    assert bucket.aliased
-    layouts = [bucket.store_layout(rank) for rank in range(num_shards)]
-    for k, shards in enumerate(bucket.gather.shards):
-        place = bucket.gather.places.offsets[k]
-        taken = chain.from_iterable(
-            range(layout.offsets[k], layout.offsets[k] + 4 * len(shards.layout.owned_by(rank)))
-            for rank, layout in enumerate(layouts)
-        )
-        assert list(taken) == list(range(place, place + shards.numel))

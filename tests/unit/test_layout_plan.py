@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy
 from tests._internals import (
     NEVER_ZERO_COPY,
+    GatherClaim,
     GroupPlan,
     ParameterSpec,
     PlanOptions,
     TensorShards,
-    UnshardedStorage,
     plan_group,
     plan_smaller_mesh,
 )
@@ -60,7 +60,7 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
     assert len(set().union(*keys)) == len(keys)
     for bucket, (key,) in zip(plan.buckets, keys, strict=True):
         found = (
-            *(bucket.axes, bucket.extended, bucket.codec, bucket.gradient_codecs, bucket.gradient_extended),
+            *(bucket.axes, bucket.gather_claim, bucket.gradient_codecs, bucket.gradient_extended),
             *(bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype),
             *(bucket.gradient_dtype, bucket.arriving_dtype),
         )
@@ -119,29 +119,27 @@ def test_an_axis_of_one_rank_aliases_exactly_the_buckets_without_cast(
 ) -> None:
     for bucket in plan_group(specs, (options,)).buckets:
         is_offloaded = isinstance(bucket.offload, CPUOffloadPolicy)
-        assert bucket.aliased == (bucket.dtype == bucket.compute_dtype and not is_offloaded)
-        if bucket.aliased:
+        assert bucket.is_gathered == (bucket.dtype != bucket.compute_dtype or is_offloaded)
+        if not bucket.is_gathered:
             assert all(s.padded_numel == s.full_numel == s.numel for s in bucket.gather.shards)
             assert (bucket.unsharded_bytes, bucket.wire_bytes) == (0, 0)
 
 
 @FEWER
 @given(SPECS, st.integers(2, 4))
-def test_ranks_with_shared_memory_cast_into_it_unless_it_holds_their_shards(
+def test_claimed_parameters_have_buckets_of_their_own_and_take_memory_if_they_are_gathered(
     specs: tuple[ParameterSpec, ...], num_shards: int
 ) -> None:
-    for bucket in plan_group(specs, (PlanOptions(num_shards, 1, 1, alias=True),)).buckets:
-        shards = bucket.gather.shards
-        if isinstance(bucket.offload, CPUOffloadPolicy) or not all(s.concatenates for s in shards):
-            assert bucket.unsharded_storage is UnshardedStorage.OWNED
-            continue
-        is_cast = bucket.dtype != bucket.compute_dtype
-        assert bucket.unsharded_storage is (UnshardedStorage.SHARED if is_cast else UnshardedStorage.ALIASED)
-        assert (bucket.unsharded_bytes, bucket.wire_bytes) == (0, 0)
-        places = zip(*(bucket.shard_offsets(rank) for rank in range(num_shards)), strict=True)
-        for shard, of_ranks, begin in zip(shards, places, bucket.gather.places.offsets, strict=True):
-            own = [range(start, start + shard.padded_numel) for start in of_ranks]
-            assert [i for place in own for i in place] == list(range(begin, begin + shard.full_numel))
+    for is_gathered in (True, False):
+        claim = GatherClaim(object, "key", is_gathered)
+        claimed = (*(dataclasses.replace(spec, gather_claim=claim) for spec in specs), *specs)
+        for bucket in plan_group(claimed, (PlanOptions(num_shards, 1, 1),)).buckets:
+            assert {i < len(specs) for i in bucket.indices} == {bucket.gather_claim == claim}
+            assert bucket.is_gathered == (is_gathered or bucket.gather_claim is None)
+            if bucket.is_gathered and bucket.gather_claim is not None:
+                assert bucket.gather.zero_copy == ()
+            assert bucket.unsharded_bytes == bucket.full_bytes * bucket.is_gathered
+            assert bool(bucket.wire_bytes) == (bucket.is_gathered and bucket.full_bytes > 0)
 
 
 @FEWER
@@ -149,7 +147,7 @@ def test_ranks_with_shared_memory_cast_into_it_unless_it_holds_their_shards(
 def test_sizes_in_bytes_are_elements_times_the_itemsize(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
     plan = plan_group(specs, (options,))
     for bucket in plan.buckets:
-        assert not bucket.aliased
+        assert bucket.is_gathered
         assert bucket.unsharded_bytes == bucket.gather.places.numel * bucket.compute_dtype.itemsize
         assert bucket.wire_bytes == bucket.gather.wire_numel * bucket.compute_dtype.itemsize
         assert bucket.shard_bytes == bucket.gather.store.numel * bucket.dtype.itemsize

@@ -82,7 +82,7 @@ class _AllGather:
 
     def prepare(self) -> None:
         """Pack the messages."""
-        self._await_readers()
+        self._await_ranks()
         self._gathers = [bucket.prepare_gather(cast) for bucket, cast in zip(self._buckets, self._casts, strict=True)]
         self._casts = []
         communicators = [bucket.pgs.smaller or bucket.pgs.gather for bucket in self._buckets]
@@ -103,9 +103,9 @@ class _AllGather:
             self.writes_to_places = self.writes_to_places or bool(zero_copy)
         return works[0] if len(works) == 1 else WorkList(tuple(works))
 
-    def _await_readers(self) -> None:
-        """Block until no rank reads shared memory that this all-gather overwrites."""
-        awaited = [bucket.pgs.axes.shard for bucket in self._buckets if bucket.awaits_readers]
+    def _await_ranks(self) -> None:
+        """Block until all ranks have come here, if a bucket needs that."""
+        awaited = [bucket.pgs.axes.shard for bucket in self._buckets if bucket.needs_barrier]
         if awaited:
             label, axes = "release before an all-gather", dict.fromkeys(awaited)
             for work in [axis.launch(Collective.BARRIER, (), label) for axis in axes]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from composable_fsdp._layout.bucket_layout import aligned_bytes, payload_widths
 from composable_fsdp._layout.plan import plan_smaller_mesh
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
-from composable_fsdp._sharding.process_groups import ProcessGroups
+from composable_fsdp._sharding.process_groups import group_by_key
 
 __all__ = [
     "WireBytes",
     "all_gather_wire_bytes",
     "all_reduce_wire_bytes",
-    "by_process_groups",
     "reduce_scatter_wire_bytes",
-    "smaller_mesh_wire_bytes",
 ]
 
 
@@ -31,25 +29,18 @@ class WireBytes(NamedTuple):
     plain_bytes: int
 
 
-def all_gather_wire_bytes(buckets: Sequence[AnyBucket]) -> WireBytes:
-    """Return the bytes of the all-gather over the full shard axis."""
-    total = 0
-    for pgs, members in by_process_groups(buckets):
-        packed = sum(payload_widths([payload for bucket in members for payload in bucket.payload_bytes]))
-        total += pgs.axes.shard.size * (packed + sum(bucket.zero_copy_bytes for bucket in members))
-    return WireBytes(total, sum(bucket.plan.wire_bytes for bucket in buckets))
-
-
-def smaller_mesh_wire_bytes(buckets: Sequence[AnyBucket], size: int) -> WireBytes:
-    """Return the bytes of the all-gather over ``size`` neighbouring ranks, where nothing is encoded."""
+def all_gather_wire_bytes(buckets: Sequence[AnyBucket], size: int | None = None) -> WireBytes:
+    """Return the bytes of the all-gather over the full shard axis, or over ``size`` neighbouring ranks."""
     total = plain = 0
-    for pgs, members in by_process_groups(buckets):
-        num_shards, direct_from = min(size, pgs.axes.shard.size), pgs.axes.shard.traits.zero_copy_min_bytes
-        slices = [bucket.smaller_mesh_bytes(num_shards, direct_from) for bucket in members]
-        packed = sum(payload_widths([payload for of_bucket, _ in slices for payload in of_bucket]))
-        total += num_shards * (packed + sum(zero_copy for _, zero_copy in slices))
+    for pgs, members in group_by_key([bucket.pgs for bucket in buckets], buckets):
+        shard = pgs.axes.shard
+        smaller = None if size is None else min(size, shard.size)
+        sent = [bucket.sent_bytes(smaller) for bucket in members]
+        packed = sum(payload_widths([payload for payloads, _ in sent for payload in payloads]))
+        total += (smaller or shard.size) * (packed + sum(zero_copy for _, zero_copy in sent))
         for plan in (bucket.plan for bucket in members if bucket.plan.is_gathered):
-            layout = plan_smaller_mesh(plan, num_shards, direct_from)
+            direct_from = shard.traits.zero_copy_min_bytes
+            layout = plan.gather if smaller is None else plan_smaller_mesh(plan, smaller, direct_from)
             plain += layout.wire_numel * plan.compute_dtype.itemsize
     return WireBytes(total, plain)
 
@@ -86,11 +77,3 @@ def all_reduce_wire_bytes(buckets: Sequence[AnyBucket]) -> WireBytes:
             total += 2 * numel * bucket.plan.sum_dtype.itemsize
         plain += 2 * numel * bucket.plan.reduce_dtype.itemsize
     return WireBytes(total, plain)
-
-
-def by_process_groups(buckets: Iterable[AnyBucket]) -> list[tuple[ProcessGroups, list[AnyBucket]]]:
-    """Return the buckets of each set of process groups."""
-    together: dict[ProcessGroups, list[AnyBucket]] = {}
-    for bucket in buckets:
-        together.setdefault(bucket.pgs, []).append(bucket)
-    return list(together.items())

@@ -63,8 +63,8 @@ def _has_same_route(first: ParamGroupBuckets, other: ParamGroupBuckets) -> bool:
 
 def _is_plain(tensors: ParamGroupBuckets) -> bool:
     """Return True if no gradient is encoded or has hooks, and all have the same pair of mesh axes."""
-    plans = tensors.plan.buckets
-    return len(tensors.process_groups) == 1 and not any(plan.gradient_is_encoded or plan.extended for plan in plans)
+    one_pair = len(tensors.process_groups) == 1
+    return one_pair and not any(b.plan.gradient_is_encoded or b.creates_parameters for b in tensors.buckets)
 
 
 def _fuse(members: Sequence[ParamGroupBuckets]) -> tuple[FusedBucket, ...]:

@@ -13,7 +13,7 @@ from composable_fsdp._layout.plan import GroupPlan, MessageSizes
 from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
 from composable_fsdp._runtime.collectives.all_gather import all_gather_of
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
-from composable_fsdp._runtime.collectives.wire_bytes import all_gather_wire_bytes, smaller_mesh_wire_bytes
+from composable_fsdp._runtime.collectives.wire_bytes import all_gather_wire_bytes
 from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets, shard_parameters
 from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, gradient_hooks, reduce_together
 from composable_fsdp._runtime.groups.state_machine import (
@@ -78,7 +78,7 @@ class ParamGroup:
             self.process_groups,
             axes.device,
             gradient_hooks(self),
-            in_common=is_new,
+            is_new=is_new,
         )
         self.gradients = ParamGroupGradients(name, self.tensors)
         self.typed = [(each, inner.types) for each in parameters if (inner := each.sharding.inner) and inner.types]
@@ -90,8 +90,6 @@ class ParamGroup:
         """True if a failed all-gather may still write to the unsharded memory, which then must not be freed."""
         self._noted_bytes = 0
         """The unsharded bytes that were last reported to the trace."""
-        self._has_own_copy = False
-        """True if modules compute with a private copy of parameters in shared memory."""
 
     def restore_types(self) -> None:
         """Give unsharded parameters their types of ``spmd_types``."""
@@ -289,15 +287,11 @@ class ParamGroup:
     def _begin_gather(self, pending: InFlight[None] | None, stream: str, begin: float | None) -> None:
         """Record the all-gather ``pending``, or ``None`` for a group without parameters."""
         self._pending_gather, self._may_be_written = pending, False
-        for pgs in self.process_groups:
-            pgs.awaits_epoch_end = pgs.shared_memory is not None
         self.parameter_state = _AFTER_UNSHARD.get(self.parameter_state) or self.advance(_UNSHARD)
         if trace.listeners:
-            self._note_memory()
+            self.note_memory()
             smaller = self.process_groups[0].smaller
-            moved = (
-                smaller_mesh_wire_bytes(self.buckets, smaller.size) if smaller else all_gather_wire_bytes(self.buckets)
-            )
+            moved = all_gather_wire_bytes(self.buckets, None if smaller is None else smaller.size)
             trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, stream, begin, moved.plain_bytes)
 
     def _reduce_before_change(self, streams: CommStreams) -> None:
@@ -313,13 +307,14 @@ class ParamGroup:
         if self.parameter_state is before:
             return
         begin = trace.now() if trace.listeners else None
-        self._end_gather()
+        self.finish_gather()
         self.tensors.registration.show_unsharded()
         if trace.listeners:
-            self._note_memory()
+            self.note_memory()
             trace.emit(trace.Operation.WAIT, self.name, 0, "", begin)
 
-    def _end_gather(self) -> None:
+    def finish_gather(self) -> None:
+        """Wait for the all-gather, if one is in flight."""
         if self._pending_gather is not None:
             pending, self._pending_gather = self._pending_gather, None
             try:
@@ -345,29 +340,9 @@ class ParamGroup:
         if self.parameter_state is before:
             return
         if before is not _UNSHARDED:  # an all-gather is in flight, or slices are kept for one
-            self._end_gather()
+            self.finish_gather()
         if before is not _SHRUNK:
             self._release()
-
-    def copy_out_shared(self) -> None:
-        """Continue with a private copy of full parameters that are in shared memory, after the all-gather if needed.
-
-        After the next barrier other ranks may write to their shards while modules here still use the copy.
-        """
-        if not self.is_gathered:
-            return
-        self._end_gather()
-        for bucket in self.buckets:
-            bucket.copy_out_shared()
-        self._has_own_copy = True
-        if trace.listeners:
-            self._note_memory()
-
-    def note_epoch_end(self) -> None:
-        """Record a barrier of all ranks. Another is needed if full parameters in shared memory are still in use."""
-        stays = self.parameter_state is not ParameterState.SHARDED and not self._has_own_copy
-        for pgs in self.process_groups:
-            pgs.awaits_epoch_end = pgs.awaits_epoch_end and stays
 
     def abandon(self) -> None:
         """Reshard without waiting for an all-gather that failed.
@@ -386,25 +361,21 @@ class ParamGroup:
         for pgs in self.process_groups:
             pgs.smaller = pgs.axes.smaller_shard_axis(mesh_size)
         for bucket in self.buckets:
-            smaller = bucket.pgs.smaller
-            assert smaller is not None
-            bucket.keep_slice(smaller.size, smaller.rank, smaller.traits.zero_copy_min_bytes)
+            assert bucket.pgs.smaller is not None
+            bucket.keep_slice(bucket.pgs.smaller)
         self._release()
 
     def _release(self) -> None:
         self.tensors.registration.show_sharded()
-        self._has_own_copy = False
-        for pgs in self.process_groups:
-            if pgs.shared_memory is not None:
-                pgs.note_release()
         if not self._may_be_written:
             for bucket in self.tensors.buckets:
                 bucket.free()
         if trace.listeners:
-            self._note_memory()
+            self.note_memory()
             trace.emit(trace.Operation.RESHARD, self.name)
 
-    def _note_memory(self) -> None:
+    def note_memory(self) -> None:
+        """Tell listeners if the unsharded parameters take another amount of memory than before."""
         held = sum(bucket.unsharded_bytes for bucket in self.buckets)
         if held != self._noted_bytes:
             operation = trace.Operation.ALLOCATE if held > self._noted_bytes else trace.Operation.FREE

@@ -10,65 +10,91 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import compress
 from math import prod
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable_fsdp._comm.communicator import AliasingCommunicator
-from composable_fsdp._layout.bucket_layout import FlatLayout
 from composable_fsdp._layout.plan import (
     BucketPlan,
+    GatherClaim,
     GroupPlan,
     MessageSizes,
     ParameterSpec,
-    UnshardedStorage,
     plan_group,
 )
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._memory.buffers import ShardStore, zero_padding
 from composable_fsdp._memory.device_capabilities import is_host
 from composable_fsdp._runtime.collectives.all_gather import GatherCache
-from composable_fsdp._runtime.collectives.bucket import AnyBucket, Bucket
-from composable_fsdp._runtime.collectives.extension import GatherExtension, PlainExtension, find_extension, find_view
-from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
+from composable_fsdp._runtime.collectives.bucket import AnyBucket, Bucket, InPlaceBucket
 from composable_fsdp._runtime.collectives.grad_extension import GradientExtension, find_gradient_extension
 from composable_fsdp._runtime.groups.callers_context import runs_outside
 from composable_fsdp._runtime.params.registration import Registration
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
-from composable_fsdp._runtime.params.tensor_subclass import (
-    VIEW_HOOK,
-    copy_shard,
-    cut_shard,
-    hooks_of,
-    is_wrapper,
-    keeps_class,
-    warn_of_lost_hooks,
-)
+from composable_fsdp._runtime.params.tensor_subclass import copy_shard
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs.communication_policy import EXACT, PLAIN, GradientCodecs
-from composable_fsdp.errors import DeviceError, ParameterError
+from composable_fsdp.errors import DeviceError
 from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
-__all__ = ["BEFORE_SHARING", "ParamGroupBuckets", "rest_device", "shard_full_tensor", "shard_parameters"]
+__all__ = [
+    "GATHER_KINDS",
+    "GatherKind",
+    "ParamGroupBuckets",
+    "rest_device",
+    "shard_full_tensor",
+    "shard_parameters",
+]
 
 
-_SHARED_ALIGNMENT = 64
-"""The alignment of buckets in shared memory: the bytes of a cache line."""
+class GatherKind:
+    """A way for full parameters to come into memory: it claims parameters of one group, and makes their buckets.
 
-_SharedKey: TypeAlias = tuple[tuple[int, ...], torch.dtype, torch.dtype, FlatLayout]
+    Derive from it, and append the class to :data:`GATHER_KINDS`. Each group makes one object. The first kind that
+    claims a parameter has it; :class:`Bucket` has those that none claims.
+    """
+
+    def __init__(self, group: ParamGroupBuckets) -> None:
+        self.group = group
+
+    def reserve(self) -> None:
+        """Prepare a group that all ranks make together. They may communicate."""
+
+    def find(self) -> None:
+        """Look at the parameters before buckets are made. Their local tensors may have been replaced."""
+
+    def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
+        """Return the claim on ``parameter``, the same on all ranks, or ``None`` if this kind does not serve it."""
+        return None
+
+    def make(self, plan: BucketPlan) -> AnyBucket:
+        """Make the bucket of parameters that this kind has claimed."""
+        raise NotImplementedError
+
+    def has_changed(self) -> bool:
+        """Return True if the local tensors, as they are, need other buckets."""
+        return False
+
+    def before_replacement(self, parameter: ShardedParameter, local: torch.Tensor) -> None:
+        """Note that the user has replaced the local tensor of ``parameter`` by ``local``."""
+
+    @staticmethod
+    def cut(
+        name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device
+    ) -> torch.Tensor | None:
+        """Return the shard of ``rank`` of parameter ``name``, or ``None`` if it may be a plain tensor."""
+        return None
+
+    @staticmethod
+    def check_copy(name: str, local: torch.Tensor, copy: torch.Tensor) -> None:
+        """Raise an error if a copied group cannot use ``copy`` of the local tensor of parameter ``name``."""
 
 
-def _shared_key(plan: BucketPlan) -> _SharedKey:
-    """Return the properties that decide the bucket's offset in shared memory."""
-    return plan.indices, plan.dtype, plan.compute_dtype, plan.gather.places
-
-
-def _uses_shared_memory(plan: BucketPlan, process_groups: Sequence[ProcessGroups]) -> bool:
-    """Return True if the bucket's shards, or the parameters cast from them, are in memory shared between ranks."""
-    return not plan.is_gathered and process_groups[plan.axes].shared_memory is not None
+GATHER_KINDS: list[type[GatherKind]] = []
+"""The gather kinds of all groups that are made from now on."""
 
 
 def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
@@ -85,19 +111,19 @@ def shard_parameters(sources: Sequence[ParameterSource]) -> list[ShardedParamete
         axes, full = source.sharding.axes, local_part(source.tensor)
         shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
         device = torch.device("meta") if full.is_meta else rest_device(source.offload, axes.device)
-        if keeps_class(full):
-            local = cut_shard(source.name, full, shards, axes.shard.rank, device)
-            parameters.append(ShardedParameter(source, local))
-            continue
-        shape = shards.shard_shape(axes.shard.rank)
-        if full.is_meta:
-            local = torch.empty(shape, dtype=full.dtype, device=device)
-            parameters.append(ShardedParameter(source, local))
-            continue
-        padded = torch.empty(shards.padded_numel, dtype=full.dtype, device=device)
-        copy_shard(source.name, full, shards, axes.shard.rank, padded)
-        parameters.append(ShardedParameter(source, padded[: prod(shape)].view(shape)))
+        cuts = (kind.cut(source.name, full, shards, axes.shard.rank, device) for kind in GATHER_KINDS)
+        cut = next((each for each in cuts if each is not None), None)
+        local = _plain_shard(source.name, full, shards, axes.shard.rank, device) if cut is None else cut
+        parameters.append(ShardedParameter(source, local))
     return parameters
+
+
+def _plain_shard(name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device) -> torch.Tensor:
+    shape = shards.shard_shape(rank)
+    padded = torch.empty(prod(shape) if full.is_meta else shards.padded_numel, dtype=full.dtype, device=device)
+    if not full.is_meta:
+        copy_shard(name, full, shards, rank, padded)
+    return padded[: prod(shape)].view(shape)
 
 
 @torch.no_grad()
@@ -109,7 +135,7 @@ def shard_full_tensor(parameter: ShardedParameter, full: torch.Tensor) -> DTenso
         full = local_part(distribute_tensor(full, inner.mesh, inner.placements, src_data_rank=None))
     shards = TensorShards(parameter.shape, sharding.dim, sharding.axes.shard.size)
     device = parameter.local.device
-    return sharding.wrap_shard(cut_shard(parameter.name, full, shards, sharding.axes.shard.rank, device))
+    return sharding.wrap_shard(_plain_shard(parameter.name, full, shards, sharding.axes.shard.rank, device))
 
 
 class ParamGroupBuckets:
@@ -120,7 +146,7 @@ class ParamGroupBuckets:
         process_groups: one for each pair of mesh axes that shard the parameters.
         device: the device on which modules compute.
         on_gradient: returns, for a gradient bucket, the hook that autograd calls when a full gradient is ready.
-        in_common: True if memory shared between ranks may be used. All ranks must then create these tensors together.
+        is_new: True if all ranks make the group together, and not a copy of one.
     """
 
     def __init__(
@@ -130,19 +156,20 @@ class ParamGroupBuckets:
         device: torch.device,
         on_gradient: Callable[[int], Callable[[torch.Tensor], None]],
         *,
-        in_common: bool,
+        is_new: bool,
     ) -> None:
         self.parameters = list(parameters)
         self.buckets: list[AnyBucket] = []
         self.process_groups = process_groups
         self._axes = [pgs.axes for pgs in process_groups]
         self.device = device
-        self._on_gradient = on_gradient
+        self.on_gradient = on_gradient
+        self.kinds = {kind: kind(self) for kind in GATHER_KINDS}
         self.is_offloaded = any(self.rest_device_of(p) != device for p in self.parameters)
         """True if any shard is on another device than that of the modules."""
-        self._shared_offsets: dict[_SharedKey, int] = {}
-        if in_common:
-            self._reserve_shared_memory()
+        if is_new:
+            for kind in self.kinds.values():
+                kind.reserve()
         self.build()
 
     def rest_device_of(self, parameter: ShardedParameter) -> torch.device:
@@ -162,41 +189,35 @@ class ParamGroupBuckets:
     @torch.no_grad()
     def build(self) -> None:
         """Create shard stores, buckets and unsharded parameters for the current local tensors."""
-        self._find_hooks()
+        self.find()
         self.last_gather = GatherCache()
         """The cached all-gather of this group, or of several groups of which it is the first."""
         self.plan = self._make_plan()
-        moved = [
-            p
-            for p in self.plan.buckets
-            if _uses_shared_memory(p, self.process_groups) and _shared_key(p) not in self._shared_offsets
-        ]
-        for plan in moved:  # ranks may still read their shared memory, which a new layout would overwrite
-            self.process_groups[plan.axes].shared_memory = None
-        if moved:
-            self.plan = self._make_plan()
         self.are_on_rest_device = not self._misplaced([p.local for p in self.parameters])
-        self.buckets = []
-        for plan in self.plan.buckets:
-            locals_ = [self.parameters[i].local for i in plan.indices]
-            pgs = self.process_groups[plan.axes]
-            if plan.extended:
-                self.buckets.append(self._extended_bucket(plan, pgs))
-                continue
-            on_meta = any(local.is_meta for local in locals_)
-            store = self._store(plan, pgs, torch.device("meta") if on_meta else locals_[0].device)
-            common = self._shared_buffer(plan) if plan.unsharded_storage is UnshardedStorage.SHARED else None
-            bucket = Bucket(plan, self.parameters, pgs, store, self.device, common)
-            for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
-                if on_meta and not local.is_meta:  # it stays where it is until the others are materialized
-                    continue
-                if not on_meta:
-                    store.locals[k].copy_(local)
-                parameter.set_local(store.locals[k])
-                parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient(plan.grad_bucket))
-            bucket.free()
-            self.buckets.append(bucket)
+        self.buckets = []  # frees their memory first
+        made_by = ((plan, plan.gather_claim) for plan in self.plan.buckets)
+        self.buckets = [self.kinds[c.kind].make(plan) if c else self.make_plain(plan) for plan, c in made_by]
         self.register()
+
+    def make_plain(self, plan: BucketPlan, kind: type[Bucket] = Bucket) -> Bucket | InPlaceBucket:
+        """Make a bucket with a store of its shards: of class ``kind`` if it is gathered."""
+        store = self.make_store(plan)
+        chosen = kind if plan.is_gathered else InPlaceBucket
+        bucket = chosen(plan, self.parameters, self.process_groups[plan.axes], store, self.device)
+        self.fill(bucket, store.locals, [bucket.parameter_data(k) for k in range(len(plan.indices))])
+        bucket.free()
+        return bucket
+
+    def fill(self, bucket: AnyBucket, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
+        """Move the local tensors of a new bucket's parameters to ``shards``, and make unsharded ones of ``fulls``."""
+        on_gradient = self.on_gradient(bucket.plan.grad_bucket)
+        for parameter, shard, full in zip(bucket.parameters, shards, fulls, strict=True):
+            if shard.is_meta and not parameter.local.is_meta:  # it stays until the others are materialized
+                continue
+            if not shard.is_meta:
+                shard.copy_(parameter.local)
+            parameter.set_local(shard)
+            parameter.build_unsharded(full, on_gradient)
 
     def allocate(self, device: torch.device | None) -> bool:
         """Allocate the shards, without values, if all are on the meta device, as one tensor for each bucket.
@@ -204,7 +225,7 @@ class ParamGroupBuckets:
         ``None`` is the rest device of each. Returns False if that is not possible: parameters must be replaced one by
         one, and :meth:`refresh` follows.
         """
-        plain = all(plan.is_gathered and not plan.extended for plan in self.plan.buckets)
+        plain = all(isinstance(bucket, Bucket) for bucket in self.buckets)
         blank = all(p.local.is_meta and p.sharded.grad is None for p in self.parameters)
         devices = {p: device or self.rest_device_of(p) for p in self.parameters}
         at_rest = all(self.rest_device_of(p).type == chosen.type for p, chosen in devices.items())
@@ -213,61 +234,30 @@ class ParamGroupBuckets:
         with torch.inference_mode(False), torch.no_grad():
             for bucket in self.buckets:
                 assert isinstance(bucket, Bucket)
-                bucket.replace_store(self._store(bucket.plan, bucket.pgs, devices[bucket.parameters[0]]))
+                bucket.replace_store(self.make_store(bucket.plan, devices[bucket.parameters[0]]))
         self.last_gather = GatherCache()
         self.are_on_rest_device = True
         self.register()
         return True
 
-    def _find_hooks(self) -> None:
-        self._hooks = {p: hooks_of(p.local) for p in self.parameters if keeps_class(p.local)}
-        self._gradient_extensions = self._find_gradient_extensions()
-        self._extensions = self._find_extensions()
+    def find(self) -> None:
+        self.gradient_extensions = self._find_gradient_extensions()
+        for kind in self.kinds.values():
+            kind.find()
 
-    def _store(self, plan: BucketPlan, pgs: ProcessGroups, device: torch.device) -> ShardStore:
-        rank = pgs.axes.shard.rank
-        layout = plan.store_layout(rank)
-        in_common = plan.aliased and _uses_shared_memory(plan, self.process_groups) and is_host(device)
-        if in_common:
-            flat = self._shared_buffer(plan)
-        else:
-            pinned = plan.pins_memory and is_host(device)
-            flat = torch.empty(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
-            if not flat.is_meta:
-                zero_padding(flat, layout, plan.gather.shards, rank)
-        return ShardStore(plan.gather.shards, layout, rank, flat, is_shared=in_common)
+    def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
+        claims = (kind.claim(parameter) for kind in self.kinds.values())
+        return next((claim for claim in claims if claim is not None), None)
 
-    def _shared_buffer(self, plan: BucketPlan) -> torch.Tensor:
-        """Return the bucket's full parameters in shared memory, 1-d, in the compute dtype."""
-        memory = self.process_groups[plan.axes].shared_memory
-        assert memory is not None
-        begin = self._shared_offsets[_shared_key(plan)]
-        return memory[begin : begin + plan.full_bytes].view(plan.compute_dtype)
-
-    def _reserve_shared_memory(self) -> None:
-        """Reserve shared memory for all full parameters of the group, if the communicators support it.
-
-        All ranks must call this together. The operating system allocates pages when they are written.
-        """
-        able = [
-            c for c in self.process_groups if c.gather.traits.aliases and c.gather.size > 1 and not self.is_offloaded
-        ]
-        if not able:
-            return
-        for check in BEFORE_SHARING:
-            check(self, able)
-        for pgs in able:
-            pgs.shared_memory = torch.empty(0, dtype=torch.uint8)  # a marker with which the plan assumes shared memory
-        self._find_hooks()
-        ends = dict.fromkeys(self.process_groups, 0)
-        for bucket in self._make_plan().buckets:
-            if _uses_shared_memory(bucket, self.process_groups):
-                pgs = self.process_groups[bucket.axes]
-                self._shared_offsets[_shared_key(bucket)] = ends[pgs]
-                ends[pgs] += -(-bucket.full_bytes // _SHARED_ALIGNMENT) * _SHARED_ALIGNMENT
-        for pgs in able:
-            communicator = cast(AliasingCommunicator, pgs.gather)
-            pgs.shared_memory = communicator.share(ends[pgs]) if ends[pgs] else None
+    def make_store(self, plan: BucketPlan, device: torch.device | None = None) -> ShardStore:
+        """Return memory on ``device`` for the shards of a bucket. ``None``: where they are, or on meta if any is."""
+        locals_, rank = [self.parameters[i].local for i in plan.indices], self.process_groups[plan.axes].axes.shard.rank
+        layout = plan.gather.store if plan.is_gathered or plan.gather_claim is not None else plan.gather.places
+        at = device or next((local.device for local in locals_ if local.is_meta), locals_[0].device)
+        flat = torch.empty(layout.numel, dtype=plan.dtype, device=at, pin_memory=plan.pins_memory and is_host(at))
+        if not flat.is_meta:
+            zero_padding(flat, layout, plan.gather.shards, rank)
+        return ShardStore(plan.gather.shards, layout, rank, flat)
 
     def register(self) -> None:
         """Register the sharded parameters on their owners."""
@@ -276,21 +266,12 @@ class ParamGroupBuckets:
 
     def _note_registration(self) -> None:
         memory = [tensor for bucket in self.buckets for tensor in bucket.versioned]
-        extended = any(plan.extended for plan in self.plan.buckets)
-        self.registration = Registration(self.parameters, memory, created_by_gather=extended)
-
-    def _extended_bucket(self, plan: BucketPlan, pgs: ProcessGroups) -> ExtendedBucket:
-        """Return the bucket of parameters with FSDP hooks, which keep their local tensors."""
-        members = [self.parameters[i] for i in plan.indices]
-        found = [self._extensions[parameter] for parameter in members]
-        of_gradients = [self._gradient_extensions[parameter] for parameter in members if plan.gradient_extended]
-        return ExtendedBucket(
-            plan, self.parameters, found, of_gradients, pgs, self.device, self._on_gradient(plan.grad_bucket)
-        )
+        created = any(bucket.creates_parameters for bucket in self.buckets)
+        self.registration = Registration(self.parameters, memory, created_by_gather=created)
 
     def _find_gradient_extensions(self) -> dict[ShardedParameter, GradientExtension]:
         extensions = {}
-        for parameter in self._hooks:
+        for parameter in self.parameters:
             axes = parameter.sharding.axes
             extension = find_gradient_extension(
                 parameter.name,
@@ -305,32 +286,10 @@ class ParamGroupBuckets:
                 extensions[parameter] = extension
         return extensions
 
-    def _find_extensions(self) -> dict[ShardedParameter, GatherExtension]:
-        extensions: dict[ShardedParameter, GatherExtension] = {}
-        for p, hooks in self._hooks.items():
-            axes, module, dtype = p.sharding.axes, p.owners[0][0], p.compute_dtype
-            is_alone = axes.shard.size == 1 and dtype == p.dtype and self.rest_device_of(p) == self.device
-            may_view = is_alone and not p.sharded.requires_grad
-            view = None
-            if may_view and not p.local.is_meta:
-                view = find_view(p.name, p.local, axes.shard_mesh, module, p.precision)
-            padded = TensorShards(p.shape, p.dim, axes.shard.size).padded_shape
-            extension = view or find_extension(
-                p.name, p.local, axes.shard_mesh, p.shape, padded, p.dim, module, p.precision
-            )
-            if extension is None and VIEW_HOOK in hooks and is_wrapper(p.local) and not (may_view and p.local.is_meta):
-                raise ParameterError(
-                    f"parameter {p.name!r} is a {type(p.local).__name__} with fsdp_get_unsharded_view, which serves "
-                    "frozen parameters on one rank, in their own dtype and not offloaded, if it does not return None. "
-                    "Let it bring fsdp_pre_all_gather and fsdp_post_all_gather too, which serve all others."
-                )
-            extensions[p] = extension or PlainExtension(p.name, p.local, p.dim, dtype)
-        return extensions
-
     def follow_patches(self) -> None:
         """Rebuild if hooks were set on local tensors, or running statistics got another dtype, since the last build."""
-        hooks = [hooks_of(p.local) != self._hooks.get(p, frozenset()) for p in self.parameters]
-        if any(hooks) or self._compute_dtypes != [p.compute_dtype for p in self.parameters]:
+        changed = any(kind.has_changed() for kind in self.kinds.values())
+        if changed or self._compute_dtypes != [p.compute_dtype for p in self.parameters]:
             self.build()
 
     def plan_with(self, sizes: MessageSizes) -> GroupPlan:
@@ -338,12 +297,12 @@ class ParamGroupBuckets:
         return plan_group(self.plan.specs, tuple(pgs.plan_options(sizes) for pgs in self.process_groups))
 
     def _make_plan(self) -> GroupPlan:
-        encodable = self._encodable()
+        encodable = self.encodable()
         self._compute_dtypes = [p.compute_dtype for p in self.parameters]
         stages = self._codecs_by_axes(encodable)
         specs = []
         for p, compute_dtype in zip(self.parameters, self._compute_dtypes, strict=True):
-            extended = p in self._gradient_extensions
+            extended = p in self.gradient_extensions
             codecs = p.gradient_codecs if p in encodable else PLAIN
             if p.dtype.itemsize <= torch.float32.itemsize:
                 codecs = codecs.alongside(stages[p.sharding.axes])
@@ -363,8 +322,7 @@ class ParamGroupBuckets:
                     gradient_dtype=p.grad_dtype or p.precision.reduce_dtype,
                     trainable=p.sharded.requires_grad,
                     axes=self._axes.index(p.sharding.axes),
-                    extended=p in self._extensions,
-                    codec=p.gather_codec if p in encodable and p not in self._extensions else None,
+                    gather_claim=self.claim(p),
                     gradient_codecs=codecs,
                     gradient_extended=extended,
                     alone=p in encodable and p.needs_own_bucket,
@@ -376,7 +334,7 @@ class ParamGroupBuckets:
         specs = _promoted(specs) if all(p.precision.promotes for p in self.parameters) else specs
         return plan_group(tuple(specs), tuple(pgs.plan_options() for pgs in self.process_groups))
 
-    def _encodable(self) -> set[ShardedParameter]:
+    def encodable(self) -> set[ShardedParameter]:
         """Return the parameters that are sharded over every model-parallel axis that shards any of the group.
 
         A codec rounds neighbouring values together. Ranks with replicas of one parameter but different shards of its
@@ -390,7 +348,7 @@ class ParamGroupBuckets:
         stages: dict[DataParallelAxes, GradientCodecs] = {}
         for parameter in self.parameters:
             axes, own = parameter.sharding.axes, parameter.gradient_codecs if parameter in encodable else PLAIN
-            if parameter in self._gradient_extensions:
+            if parameter in self.gradient_extensions:
                 own = replace(own, shard=EXACT)
             known = stages.get(axes, PLAIN)
             stages[axes] = GradientCodecs(known.shard or own.shard, known.replicate or own.replicate)
@@ -448,10 +406,9 @@ class ParamGroupBuckets:
             return  # some parameters are not materialized yet
         before_build()
         for local, parameter in zip(locals_, self.parameters, strict=True):
-            lost = self._hooks.get(parameter, frozenset()) - hooks_of(local)
-            if lost and local is not parameter.local:
-                how = "it was replaced after fully_shard (to_empty, to or load_state_dict(assign=True)) by"
-                warn_of_lost_hooks(parameter.name, parameter.local, local, lost, how)
+            if local is not parameter.local:
+                for kind in self.kinds.values():
+                    kind.before_replacement(parameter, local)
             parameter.local = local
         self.build()
 
@@ -477,7 +434,7 @@ class ParamGroupBuckets:
         self.plan = changed
         for plan in self.plan.buckets:
             for i in plan.indices:
-                self.parameters[i].sync_requires_grad(self._on_gradient(plan.grad_bucket))
+                self.parameters[i].sync_requires_grad(self.on_gradient(plan.grad_bucket))
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
             bucket.update_plan(plan)
         self._note_registration()
@@ -506,10 +463,6 @@ class ParamGroupBuckets:
             f"shards of {group!r} {why}, but these parameters are elsewhere: {elsewhere}. "
             f"Move them with model.to({rest.type!r})."
         )
-
-
-BEFORE_SHARING: list[Callable[[ParamGroupBuckets, Sequence[ProcessGroups]], None]] = []
-"""Called before the ranks of these process groups share the memory of a new group, by all of them together."""
 
 
 def _promoted(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:

@@ -14,25 +14,94 @@ from math import prod
 import torch
 
 from composable_fsdp._comm.broadcast import gather_objects
-from composable_fsdp._layout.plan import BucketPlan
+from composable_fsdp._comm.communicator import Communicator
+from composable_fsdp._layout.plan import BucketPlan, GatherClaim
+from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._memory.buffers import allocate_storage
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers
-from composable_fsdp._runtime.collectives.extension import (
+from composable_fsdp._runtime.collectives.grad_extension import GradientExtension
+from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
+from composable_fsdp._runtime.groups.param_group_buckets import GatherKind
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
+from composable_fsdp._runtime.params.tensor_subclass import is_wrapper, plain_tensors
+from composable_fsdp._sharding.process_groups import ProcessGroups
+from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.plugins.extensions.gather_hooks import (
     RELEASE_HOOK,
     Extension,
     GatherExtension,
     Payload,
+    PlainExtension,
     ViewExtension,
+    find_extension,
+    find_view,
     refill_checked,
 )
-from composable_fsdp._runtime.collectives.grad_extension import GradientExtension
-from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
-from composable_fsdp._runtime.params.tensor_subclass import plain_tensors
-from composable_fsdp._sharding.process_groups import ProcessGroups
-from composable_fsdp.errors import ParameterError
+from composable_fsdp.plugins.extensions.tensor_classes import (
+    VIEW_HOOK,
+    cut_shard,
+    hooks_of,
+    keeps_class,
+    warn_of_lost_hooks,
+)
 
-__all__ = ["ExtendedBucket"]
+
+class Extensions(GatherKind):
+    """Gathers parameters whose local tensors have FSDP hooks, or a class to keep, for :class:`ExtendedBucket`."""
+
+    def find(self) -> None:
+        self._hooks = {p: hooks_of(p.local) for p in self.group.parameters if keeps_class(p.local)}
+        self._found = {parameter: self._extension(parameter) for parameter in self._hooks}
+
+    def _extension(self, p: ShardedParameter) -> GatherExtension:
+        is_alone = p.sharding.axes.shard.size == 1 and self.group.rest_device_of(p) == self.group.device
+        may_view = is_alone and p.compute_dtype == p.dtype and not p.sharded.requires_grad
+        found = (find_view(p) if may_view and not p.local.is_meta else None) or find_extension(p)
+        has_view_alone = found is None and VIEW_HOOK in self._hooks[p] and is_wrapper(p.local)
+        if has_view_alone and not (may_view and p.local.is_meta):
+            raise ParameterError(
+                f"parameter {p.name!r} is a {type(p.local).__name__} with fsdp_get_unsharded_view, which serves "
+                "frozen parameters on one rank, in their own dtype and not offloaded, if it does not return None. "
+                "Let it bring fsdp_pre_all_gather and fsdp_post_all_gather too, which serve all others."
+            )
+        return found or PlainExtension(p.name, p.local, p.dim, p.compute_dtype)
+
+    def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
+        # Hooks decide what is sent. The layout says what would be sent without them.
+        return GatherClaim(Extensions, packs=False) if parameter in self._found else None
+
+    def make(self, plan: BucketPlan) -> ExtendedBucket:
+        group = self.group
+        members = [group.parameters[i] for i in plan.indices]
+        of_gradients = [group.gradient_extensions[parameter] for parameter in members if plan.gradient_extended]
+        found, on_gradient = [self._found[p] for p in members], group.on_gradient(plan.grad_bucket)
+        pgs = group.process_groups[plan.axes]
+        return ExtendedBucket(plan, members, found, of_gradients, pgs, group.device, on_gradient)
+
+    def has_changed(self) -> bool:
+        return any(hooks_of(p.local) != self._hooks.get(p, frozenset()) for p in self.group.parameters)
+
+    def before_replacement(self, parameter: ShardedParameter, local: torch.Tensor) -> None:
+        lost = self._hooks.get(parameter, frozenset()) - hooks_of(local)
+        if lost:
+            how = "it was replaced after fully_shard (to_empty, to or load_state_dict(assign=True)) by"
+            warn_of_lost_hooks(parameter.name, parameter.local, local, lost, how)
+
+    @staticmethod
+    def cut(
+        name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device
+    ) -> torch.Tensor | None:
+        return cut_shard(name, full, shards, rank, device) if keeps_class(full) else None
+
+    @staticmethod
+    def check_copy(name: str, local: torch.Tensor, copy: torch.Tensor) -> None:
+        if hooks_of(local) and not hooks_of(copy):
+            raise ConfigurationError(
+                f"the local tensor of parameter {name!r} has all-gather hooks hung on it, which know this tensor and "
+                "not a copy. Use a tensor class with these methods, or hang hooks on a second model that you build and "
+                "load."
+            )
+
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of one input."""
@@ -63,7 +132,8 @@ class _Gathered:
 class ExtendedBucket:
     """The parameters of one group that have hooks and the same axes and dtypes. Final."""
 
-    awaits_readers = False
+    needs_barrier = False
+    creates_parameters = True
 
     def __init__(
         self,
@@ -76,7 +146,7 @@ class ExtendedBucket:
         on_gradient: Callable[[torch.Tensor], None],
     ) -> None:
         self.plan = plan
-        self.parameters = [parameters[i] for i in plan.indices]
+        self.parameters = list(parameters)
         self.pgs = pgs
         self._device = device
         self._on_gradient = on_gradient
@@ -92,43 +162,30 @@ class ExtendedBucket:
 
     @property
     def unsharded_bytes(self) -> int:
-        """The memory in bytes that the full parameters take now, beside the shards."""
         return sum(tensor.untyped_storage().nbytes() for g in self._gathered for tensor, _ in g.storages)
-
-    @property
-    def payload_bytes(self) -> list[tuple[int, int]]:
-        return [
-            (max(prod(specs[j][0]) for specs in gathered.specs) * dtype.itemsize, dtype.itemsize)
-            for gathered in self._gathered
-            for j, (_, dtype) in enumerate(gathered.specs[0] if gathered.specs else ())
-        ]
-
-    @property
-    def zero_copy_bytes(self) -> int:
-        return 0
 
     @property
     def cached_part(self) -> None:
         return None
 
-    def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[tuple[int, int]], int]:
-        """Return the bytes of each input, known after the first all-gather, and no zero-copy bytes."""
-        outputs = [output for gathered in self._gathered for output in gathered.outputs]
-        sizes = [(output.numel(), output.itemsize) for output in outputs]
-        return [(-(-numel // num_shards) * itemsize, itemsize) for numel, itemsize in sizes], 0
+    def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
+        if num_shards is not None:
+            sizes = [(output.numel(), output.itemsize) for gathered in self._gathered for output in gathered.outputs]
+            return [(-(-numel // num_shards) * itemsize, itemsize) for numel, itemsize in sizes], 0
+        largest = [
+            (max(prod(specs[j][0]) for specs in gathered.specs) * dtype.itemsize, dtype.itemsize)
+            for gathered in self._gathered
+            for j, (_, dtype) in enumerate(gathered.specs[0] if gathered.specs else ())
+        ]
+        return largest, 0
 
     def update_plan(self, plan: BucketPlan) -> None:
-        """Adopt a plan that differs only in which parameters are trainable."""
         self.plan = plan
         self.scatter.update_plan(plan)
 
     def free(self) -> None:
-        """Free the unsharded parameters. Does nothing if they are free."""
         for gathered in self._gathered:
             _free([tensor for tensor, _ in gathered.storages])
-
-    def copy_out_shared(self) -> None:
-        """Do nothing: the outputs of hooks are never in shared memory."""
 
     # -- shards to full parameters
 
@@ -242,8 +299,7 @@ class ExtendedBucket:
             else:
                 torch.cat([row[rank, :numel] for rank, numel in enumerate(numels)], out=output)
 
-    def keep_slice(self, num_shards: int, rank: int, zero_copy_min_bytes: int) -> None:
-        """Keep the equally long slices of ``rank`` on a smaller mesh, the inputs of the all-gather in backward."""
+    def keep_slice(self, smaller: Communicator) -> None:
         for gathered in self._gathered:
             if gathered.releases_outputs:
                 raise ParameterError(
@@ -251,10 +307,9 @@ class ExtendedBucket:
                     f"{RELEASE_HOOK} says to free. Pass reshard_after_forward=True or False, or return False from that "
                     "method."
                 )
-            gathered.kept = tuple(_slice(output.view(-1), num_shards, rank) for output in gathered.outputs)
+            gathered.kept = tuple(_slice(output.view(-1), smaller.size, smaller.rank) for output in gathered.outputs)
 
     def drop_slice(self) -> None:
-        """Release the slices of :meth:`keep_slice`."""
         for gathered in self._gathered:
             gathered.kept = None
 

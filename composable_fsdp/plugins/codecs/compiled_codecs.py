@@ -11,7 +11,8 @@ import torch.distributed as dist
 from composable_fsdp._core.seams import Observer, Root
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp.codecs._compiled import is_compiled
-from composable_fsdp.codecs._encoder import CodecCall, row_runs
+from composable_fsdp.codecs._encoder import CodecCall
+from composable_fsdp.plugins.codecs.encoded_gather import EncodedBucket
 
 __all__ = ["CompiledCodecs"]
 
@@ -37,12 +38,8 @@ class CompiledCodecs(Observer):
 
 def _calls(bucket: AnyBucket) -> Iterator[CodecCall]:
     """Yield the calls of codecs in an all-gather and a reduction of ``bucket``. Some may be equal."""
-    plan, scatter = bucket.plan, bucket.scatter
-    if plan.codec is not None and plan.is_gathered:
-        layout = plan.gather
-        yield CodecCall(plan.codec, 1, layout.packed_numel, plan.compute_dtype)
-        in_rows = all(layout.shards[i].concatenates for i in layout.packed)
-        for run in row_runs(layout.num_shards, layout.packed_numel) if in_rows else [slice(0, layout.num_shards)]:
-            yield CodecCall(plan.codec, run.stop - run.start, layout.packed_numel, None)
+    scatter = bucket.scatter
+    if isinstance(bucket, EncodedBucket):
+        yield from bucket.codec_calls()
     for stage, encoder in scatter.encoders.items():
         yield from encoder.calls(scatter.num_replicas if stage == "sums" else encoder.num_rows)

@@ -17,29 +17,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp._runtime.collectives.grad_extension import check_hooks
-from composable_fsdp._runtime.params.tensor_subclass import (
-    GATHER_HOOKS,
-    VIEW_HOOK,
-    cut_padding,
-    is_wrapper,
-    plain_tensors,
-    plain_values,
-)
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._runtime.params.tensor_subclass import is_wrapper, plain_tensors
 from composable_fsdp.errors import ParameterError
+from composable_fsdp.plugins.extensions.tensor_classes import GATHER_HOOKS, VIEW_HOOK, cut_padding, plain_values
 from composable_fsdp.policies import MixedPrecisionPolicy
-
-__all__ = [
-    "Extension",
-    "GatherExtension",
-    "Payload",
-    "PlainExtension",
-    "ViewExtension",
-    "find_extension",
-    "find_view",
-    "refill_checked",
-]
 
 WANTS_PADDING = "fsdp_pads_shards"
 RELEASE_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -309,42 +294,36 @@ def _are_tensors(inputs: object) -> bool:
     return isinstance(inputs, (tuple, list)) and all(isinstance(t, torch.Tensor) for t in inputs)
 
 
-def find_extension(
-    name: str,
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    outer_size: tuple[int, ...],
-    padded_size: tuple[int, ...],
-    dim: int,
-    module: nn.Module,
-    policy: MixedPrecisionPolicy,
-) -> Extension | None:
-    """Return the all-gather hooks of ``local``, or ``None`` if it has none.
+def find_extension(parameter: ShardedParameter) -> Extension | None:
+    """Return the all-gather hooks of the local tensor of ``parameter``, or ``None`` if it has none.
 
     Raises:
-        ExtensionError: ``local`` has only one of the two hooks, or one that takes neither one nor five arguments.
+        ExtensionError: it has only one of the two hooks, or one that takes neither one nor five arguments.
         ParameterError: its answer whether outputs are released is no bool.
     """
+    name, local, dim, axes = parameter.name, parameter.local, parameter.dim, parameter.sharding.axes
     arity = check_hooks(name, local, GATHER_HOOKS, (1, 5), "how it is sent", _FORMS)
     if arity is None:
         return None
-    padded = padded_size if getattr(local, WANTS_PADDING, False) else None
+    shards = TensorShards(parameter.shape, dim, axes.shard.size)
+    padded = shards.padded_shape if getattr(local, WANTS_PADDING, False) else None
     releases = getattr(local, RELEASE_HOOK, lambda: False)()
     if not isinstance(releases, bool):
         raise ParameterError(f"{RELEASE_HOOK} of parameter {name!r} must return a bool, not {releases!r}.")
-    return Extension(name, local, mesh, outer_size, dim, ref(module), policy, arity == 5, padded, releases)
+    module, policy = ref(parameter.owners[0][0]), parameter.precision
+    return Extension(name, local, axes.shard_mesh, parameter.shape, dim, module, policy, arity == 5, padded, releases)
 
 
-def find_view(
-    name: str, local: torch.Tensor, mesh: DeviceMesh, module: nn.Module, policy: MixedPrecisionPolicy
-) -> ViewExtension | None:
-    """Return the view that ``fsdp_get_unsharded_view`` of ``local`` makes, or ``None`` if there is none.
+def find_view(parameter: ShardedParameter) -> ViewExtension | None:
+    """Return the view that ``fsdp_get_unsharded_view`` of the local tensor makes, or ``None`` if there is none.
 
     Raises:
         ParameterError: the view is no tensor, or differs in shape, dtype or device.
     """
+    name, local = parameter.name, parameter.local
     make = getattr(local, VIEW_HOOK, None)
-    view = None if make is None else make(mesh, module, policy)
+    mesh, module = parameter.sharding.axes.shard_mesh, parameter.owners[0][0]
+    view = None if make is None else make(mesh, module, parameter.precision)
     if view is None:
         return None
     if not isinstance(view, torch.Tensor) or _form(view) != _form(local):

@@ -1,0 +1,1 @@
+"""Codecs in all-gathers and reductions."""

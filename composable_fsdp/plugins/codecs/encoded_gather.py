@@ -1,0 +1,86 @@
+"""All-gathers of encoded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import cast
+
+import torch
+
+from composable_fsdp._layout.plan import BucketPlan, GatherClaim
+from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, Bucket
+from composable_fsdp._runtime.groups.param_group_buckets import GatherKind
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp.codecs._encoder import CodecCall, encode_rows, row_runs
+from composable_fsdp.codecs.protocol import Codec
+
+
+class EncodedParameters(GatherKind):
+    """Gathers parameters with the codec that the ``CommunicationPolicy`` has for them."""
+
+    def find(self) -> None:
+        self._encodable = self.group.encodable()
+
+    def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
+        codec = parameter.gather_codec
+        if codec is None or parameter not in self._encodable:
+            return None
+        return GatherClaim(EncodedParameters, cast(Hashable, codec))
+
+    def make(self, plan: BucketPlan) -> AnyBucket:
+        return self.group.make_plain(plan, EncodedBucket)
+
+
+class EncodedBucket(Bucket):
+    """A bucket whose shards are encoded, all in one message, and whose received rows are decoded.
+
+    Slices of a smaller mesh, which are parts of decoded parameters, are sent as they are.
+    """
+
+    _decodes = False
+    """True if the received rows must be decoded."""
+
+    @property
+    def _codec(self) -> Codec:
+        return cast(Codec, cast(GatherClaim, self.plan.gather_claim).key)
+
+    def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
+        packed_numel = self.plan.gather.packed_numel
+        if num_shards is not None or not packed_numel:
+            return super().sent_bytes(num_shards)
+        return [(self._codec.payload_bytes(packed_numel), 1)], 0
+
+    @property
+    def cached_part(self) -> None:
+        return None
+
+    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
+        gather = super().prepare_gather(cast)
+        self._decodes = self._slice is None
+        if self._decodes:
+            gather.payloads = [encode_rows(self._codec, each.unsqueeze(0)).view(-1) for each in gather.payloads]
+        return gather
+
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
+        if not self._decodes or not gather.payloads:
+            super().finish_gather(gather)
+            return
+        self.buffer.allocate()
+        for run in self._runs():
+            self._unpack(self._codec.decode(gather.rows[0][run], self.plan.gather.packed_numel), run)
+
+    def _runs(self) -> Iterator[slice]:
+        """Yield the ranks whose rows are decoded together: a few at a time, so that the temporary is small.
+
+        They are decoded all at once if a parameter is not the concatenation of its rows.
+        """
+        layout = self.plan.gather
+        in_rows = all(layout.shards[i].concatenates for i in layout.packed)
+        yield from row_runs(layout.num_shards, layout.packed_numel) if in_rows else (slice(0, layout.num_shards),)
+
+    def codec_calls(self) -> Iterator[CodecCall]:
+        """Yield the calls of the codec in an all-gather."""
+        numel = self.plan.gather.packed_numel
+        yield CodecCall(self._codec, 1, numel, self.plan.compute_dtype)
+        for run in self._runs():
+            yield CodecCall(self._codec, run.stop - run.start, numel, None)

@@ -1,0 +1,1 @@
+"""Parameters whose tensors have FSDP hooks, or a class to keep."""
