@@ -191,6 +191,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
+    from composable_fsdp.plugins.codecs.encoded_reduce import EncodedReduce
     from composable_fsdp.plugins.explain_errors import explanation_of
     from composable_fsdp.plugins.extensions.extension_bucket import ExtendedBucket
     from composable_fsdp.plugins.forward_order import ExecutionOrderWarning

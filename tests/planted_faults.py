@@ -87,8 +87,8 @@ OWNED = (
     ),
     ("_runtime/collectives/reduce_scatter.py", "BucketReduceScatter.add_partial", "scatter.added = partial", "pass"),
     (
-        "_runtime/collectives/encoded_reduce.py",
-        "EncodedReduceScatter.launch",
+        "_runtime/collectives/reduce.py",
+        "Exchange.launch",
         "return self._communicator.launch(Collective.ALL_TO_ALL, [Transfer(self._received, self._sent)], label)",
         "sent, self._sent = self._sent, None\n"
         "return self._communicator.launch(Collective.ALL_TO_ALL, [Transfer(self._received, sent)], label)",

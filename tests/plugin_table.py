@@ -30,6 +30,8 @@ _OF_SHARED_MEMORY = (
     *("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
 )
 
+_OF_CODECS = ("tests/ranks/test_gradient_codecs.py", "tests/ranks/test_codec_combinations.py")
+
 OWN: Mapping[str, Sequence[str]] = {
     "in_shared_memory": ("tests/contract/test_communicator.py::test_shared_memory", *_OF_SHARED_MEMORY),
     "SharedParameters": ("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
@@ -58,7 +60,9 @@ OWN: Mapping[str, Sequence[str]] = {
     "CompiledCodecs": ("tests/unit/test_codec_fused.py",),
     "ExplainedErrors": ("tests/unit/test_usage_errors.py", "tests/ranks/test_functional_call.py"),
     "ProfilerLabels": ("tests/parity/test_profiler_labels.py",),
-    "Residuals": ("tests/ranks/test_gradient_codecs.py", "tests/ranks/test_codec_combinations.py"),
+    "EncodedGradients": _OF_CODECS,
+    "GradientHooks": ("tests/ranks/test_gradient_extensions.py", "tests/ranks/test_extensions.py"),
+    "Residuals": _OF_CODECS,
     "Tuning": (
         *("tests/unit/test_schedule_learned.py", "tests/ranks/test_calibration.py"),
         *("tests/ranks/test_schedule_costs.py", "tests/ranks/test_races.py"),

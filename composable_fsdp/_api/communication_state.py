@@ -14,7 +14,8 @@ from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp.codecs._encoder import Encoder
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.plugins.residuals import commit_residuals
+from composable_fsdp.plugins.codecs.encoded_reduce import encoders_of
+from composable_fsdp.plugins.codecs.residuals import commit_residuals
 
 __all__ = ["CommunicationState"]
 
@@ -87,7 +88,7 @@ class CommunicationState:
                 commit_residuals(iteration)
             for bucket in state.group.buckets:
                 name = _name(bucket, module_names) or state_name
-                for stage, encoder in bucket.scatter.encoders.items():
+                for stage, encoder in encoders_of(bucket).items():
                     if encoder.remembers and encoder.numel:
                         yield f"{name}.{stage}", bucket, encoder
 

@@ -21,7 +21,6 @@ from composable_fsdp._layout.bucket_layout import (
 )
 from composable_fsdp._layout.pinned import cut_pinned, pinned_bytes
 from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp.codecs.communication_policy import PLAIN, GradientCodecs
 from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
 __all__ = [
@@ -87,8 +86,7 @@ class ParameterSpec:
         gradient_dtype: dtype of the reduced gradient that users see, or ``None`` for that of autograd's gradients.
         axes: index of the data-parallel axes that shard it, among those of the group.
         gather_claim: that of a gather kind, or ``None`` for a plain bucket.
-        gradient_codecs: codecs of its gradient on the wire, if not ``reduce_dtype``.
-        gradient_extended: True if its local tensor has reduce-scatter hooks.
+        reduce_kind: the ``ReduceKind`` of its gradient, which then is summed in fp32; ``None``: the communicator sums.
         alone: nothing else may be encoded together with it.
         summed_before: its gradient may already be a sum over model-parallel ranks, made in ``reduce_dtype``, which a
             narrower dtype on the wire would round.
@@ -106,8 +104,7 @@ class ParameterSpec:
     trainable: bool
     axes: int = 0
     gather_claim: GatherClaim | None = None
-    gradient_codecs: GradientCodecs = PLAIN
-    gradient_extended: bool = False
+    reduce_kind: Hashable | None = None
     alone: bool = False
     summed_before: bool = False
     offload: OffloadPolicy = OffloadPolicy()  # noqa: RUF009 (frozen)
@@ -128,8 +125,7 @@ class ParameterSpec:
         return (
             self.axes,
             self.gather_claim,
-            self.gradient_codecs,
-            self.gradient_extended,
+            self.reduce_kind,
             self.dtype,
             self.compute_dtype,
             self.reduce_dtype,
@@ -210,18 +206,14 @@ class BucketPlan:
     axes: int
     grad_bucket: int
     gather_claim: GatherClaim | None
-    gradient_codecs: GradientCodecs
-    gradient_extended: bool
+    reduce_kind: Hashable | None
+    """Sums the gradients, in fp32, all of them packed; ``None``: the communicator does."""
     gather: GatherLayout
     reduce: ReduceLayout
     wire_dtype: torch.dtype
-    """dtype of gradients on the wire, unless they are encoded or were accumulated in ``sum_dtype`` before."""
+    """dtype of gradients on the wire, unless a kind sums them or they were accumulated in ``sum_dtype`` before."""
     sum_dtype: torch.dtype
     """dtype in which gradients are summed."""
-    encodes_reduce_scatter: bool
-    """True if gradients are sent over the shard axis in an all-to-all and summed by the receiver."""
-    gradient_is_encoded: bool
-    """True if gradients are encoded over any axis, and so are summed in fp32."""
     is_gathered: bool
     offload: OffloadPolicy
 
@@ -247,7 +239,7 @@ class BucketPlan:
 
     @property
     def gradient_memory(self) -> GradientMemory:
-        """The memory of the gradients, if they are not encoded and no hooks reduce them."""
+        """The memory of the gradients, if no kind sums them."""
         layout, itemsize, sum_itemsize = self.reduce, self.arriving_dtype.itemsize, self.sum_dtype.itemsize
         if not layout.indices:
             return GradientMemory()
@@ -407,11 +399,11 @@ def _grad_buckets(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]
 
     Backward reaches parameters roughly in that order. Norms and biases are an exception: modules often register them
     after parameters that forward uses later. Such small ones are in the last gradient bucket, so that no other gradient
-    bucket waits for them. Encoded parameters are not split, because codecs encode whole messages.
+    bucket waits for them. Encoded and claimed parameters are not split, because codecs and kinds take whole messages.
     """
     grad_bucket_of = [0] * len(specs)
     gathered = any(spec.gather_claim is not None and spec.gather_claim.is_gathered for spec in specs)
-    if gathered or any(spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
+    if gathered or any(spec.reduce_kind is not None for spec in specs):
         return grad_bucket_of
     least = max(option.grad_bucket_bytes for option in options)
     sizes = [prod(spec.shape) * _wire_dtype(spec, options[spec.axes]).itemsize for spec in specs]
@@ -438,10 +430,10 @@ def _runs(
 ) -> list[tuple[int, ...]]:
     """Cut the parameters ``indices``, which could share a bucket, where that saves page-locked memory.
 
-    Encoded parameters are not cut, because codecs encode whole messages. Those with hooks have memory of their own.
+    Encoded and claimed ones are not: codecs and kinds take whole messages. Those with hooks have memory of their own.
     """
     first = specs[indices[0]]
-    if not _is_pinned(first.offload) or first.gather_claim or first.gradient_codecs != PLAIN:
+    if not _is_pinned(first.offload) or first.gather_claim or first.reduce_kind is not None:
         return [indices]
     sizes = []
     for spec in map(specs.__getitem__, indices):
@@ -453,7 +445,7 @@ def _runs(
 
 
 def _wire_dtype(spec: ParameterSpec, axes: PlanOptions) -> torch.dtype:
-    """Return the dtype of the gradient of ``spec`` on the wire unless it is encoded."""
+    """Return the dtype of the gradient of ``spec`` on the wire unless a kind sums it."""
     pair = (spec.arriving_dtype, spec.reduce_dtype)
     return spec.arriving_dtype if axes.widens and pair in _WIDENED and not spec.summed_before else spec.reduce_dtype
 
@@ -489,18 +481,18 @@ def _plan_bucket(
         zero_copy_min_bytes=NEVER_ZERO_COPY if packs else axes.zero_copy_min_bytes,
         encoded=packs,
     )
-    encoded = first.gradient_codecs != PLAIN or first.gradient_extended
-    sum_dtype = torch.float32 if encoded else first.reduce_dtype
+    is_claimed = first.reduce_kind is not None
+    sum_dtype = torch.float32 if is_claimed else first.reduce_dtype
     widest = next((specs[i] for i in indices if specs[i].summed_before), first)  # a bucket has one wire dtype
-    wire_dtype = sum_dtype if encoded else _wire_dtype(widest, axes)
-    as_it_is = wire_dtype == first.arriving_dtype and not encoded
+    wire_dtype = sum_dtype if is_claimed else _wire_dtype(widest, axes)
+    as_it_is = wire_dtype == first.arriving_dtype and not is_claimed
     reduce = plan_reduce(
         shards,
         trainable,
         itemsize=wire_dtype.itemsize,
         zero_copy_min_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_ZERO_COPY,
         flags=axes.flags and (group_trainable > 1 or is_small),
-        encoded=encoded,
+        encoded=is_claimed,
     )
     return BucketPlan(
         indices,
@@ -512,14 +504,11 @@ def _plan_bucket(
         first.axes,
         grad_bucket,
         first.gather_claim,
-        first.gradient_codecs,
-        first.gradient_extended,
+        first.reduce_kind,
         gather,
         reduce,
         wire_dtype,
         sum_dtype,
-        first.gradient_codecs.shard is not None or first.gradient_extended,
-        encoded,
         _is_gathered(first, axes),
         first.offload,
     )

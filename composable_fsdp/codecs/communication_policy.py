@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from composable_fsdp.codecs._encoder import GradientCodec
-from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.codecs.error_feedback import ErrorFeedback, without_feedback
-from composable_fsdp.codecs.protocol import Codec, check_codec, resolve_codec
+from composable_fsdp.codecs.protocol import Codec, check_codec
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["EXACT", "PLAIN", "CommunicationPolicy", "GradientCodecs"]
+__all__ = ["CommunicationPolicy"]
 
 
 @dataclass(frozen=True)
@@ -56,35 +52,3 @@ class CommunicationPolicy:
             codec = without_feedback(getattr(self, name))
             if codec is not None:
                 check_codec(f"CommunicationPolicy({name}=...)", codec)
-
-
-@dataclass(frozen=True, slots=True)
-class GradientCodecs:
-    """The codecs of gradients over the shard axis and over the replicate axis; ``None`` is a plain reduction."""
-
-    shard: GradientCodec | None = None
-    replicate: GradientCodec | None = None
-
-    def for_parameter(self, shape: Sequence[int]) -> GradientCodecs:
-        """Return the codecs for a parameter whose shard has this shape."""
-        return GradientCodecs(_resolved(self.shard, shape), _resolved(self.replicate, shape))
-
-    def alongside(self, other: GradientCodecs) -> GradientCodecs:
-        """Return the codecs for sending in one message with ``other``: exact where only ``other`` is encoded."""
-        return GradientCodecs(
-            self.shard or (EXACT if other.shard is not None else None),
-            self.replicate or (EXACT if other.replicate is not None else None),
-        )
-
-
-def _resolved(codec: GradientCodec | None, shape: Sequence[int]) -> GradientCodec | None:
-    if codec is None:
-        return None
-    return codec.for_parameter(shape) if isinstance(codec, ErrorFeedback) else resolve_codec(codec, shape)
-
-
-PLAIN = GradientCodecs()
-"""No codecs: gradients are reduced by the communicator."""
-
-EXACT = Cast(torch.float32)
-"""The codec of gradients that are sent and summed together with encoded ones, unchanged."""

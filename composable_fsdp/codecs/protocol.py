@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
@@ -11,6 +11,7 @@ from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["Codec", "CodecPerParameter", "check_codec", "resolve_codec"]
 
+AnyCodec = TypeVar("AnyCodec")
 _METHODS = ("payload_bytes", "encode", "decode")
 
 
@@ -50,9 +51,9 @@ class CodecPerParameter(Protocol):
         ...
 
 
-def resolve_codec(codec: Codec, shape: Sequence[int]) -> Codec:
+def resolve_codec(codec: AnyCodec, shape: Sequence[int]) -> AnyCodec:
     """Return the codec for a parameter whose shard has this shape."""
-    return codec.for_parameter(shape) if isinstance(codec, CodecPerParameter) else codec
+    return cast(AnyCodec, codec.for_parameter(shape)) if isinstance(codec, CodecPerParameter) else codec
 
 
 def check_codec(what: str, codec: object) -> None:

@@ -27,6 +27,8 @@ Plugin                  Does                                             On by d
 ``version_check``       finds parameters changed before their backward   all devices
 ``torch_views``         shows states to clients of torch's own FSDP2     all devices
 ``residuals``           commits and restores those of error feedback     all devices
+``codecs``              sends gradients encoded, by comm_policy          all devices
+``extensions``          calls a tensor's own hooks of its gradient       all devices
 ``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
 ``compiled_codecs``     compiles codecs before the first step            accelerators
 ``explain_errors``      names the sharded parameter in torch's errors    all devices
@@ -45,12 +47,16 @@ from composable_fsdp._comm.factory import AROUND, TRANSPORTS
 from composable_fsdp._core.seams import OBSERVERS, Observer, Root
 from composable_fsdp._layout.plan import GatherClaim
 from composable_fsdp._runtime.collectives.bucket import Bucket
+from composable_fsdp._runtime.collectives.reduce_scatter import REDUCE_KINDS, ReduceKind
 from composable_fsdp._runtime.groups.param_group_buckets import GATHER_KINDS, GatherKind
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
+from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
+from composable_fsdp.plugins.codecs.residuals import Residuals
 from composable_fsdp.plugins.explain_errors import ExplainedErrors
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions
+from composable_fsdp.plugins.extensions.gradients import GradientHooks
 from composable_fsdp.plugins.forward_order import ForwardOrder
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
@@ -60,7 +66,6 @@ from composable_fsdp.plugins.pass_reports import ReportedPasses, TracedPasses
 from composable_fsdp.plugins.plain_parameters import PlainParameters
 from composable_fsdp.plugins.profiler_labels import ProfilerLabels
 from composable_fsdp.plugins.recovery import Recovery
-from composable_fsdp.plugins.residuals import Residuals
 from composable_fsdp.plugins.shared_memory.shared_parameters import Epochs, SharedParameters
 from composable_fsdp.plugins.shared_memory.shm_communicator import in_shared_memory
 from composable_fsdp.plugins.skipped_modules import SkippedModules
@@ -75,9 +80,11 @@ __all__ = [
     "DEFAULT",
     "DEFAULT_AROUND",
     "DEFAULT_GATHER_KINDS",
+    "DEFAULT_REDUCE_KINDS",
     "DEFAULT_TRANSPORTS",
     "GATHER_KINDS",
     "OBSERVERS",
+    "REDUCE_KINDS",
     "SUM",
     "TRANSPORTS",
     "Around",
@@ -87,6 +94,7 @@ __all__ = [
     "GatherClaim",
     "GatherKind",
     "Observer",
+    "ReduceKind",
     "Root",
     "Transfer",
 ]
@@ -110,6 +118,12 @@ DEFAULT_GATHER_KINDS: tuple[type[GatherKind], ...] = (
     SharedParameters,
 )
 """Asked for each parameter in this order."""
+
+DEFAULT_REDUCE_KINDS: tuple[type[ReduceKind], ...] = (
+    GradientHooks,
+    EncodedGradients,  # after those that replace its codecs
+)
+"""Asked for each group of parameters, in this order."""
 
 DEFAULT: tuple[type[Observer], ...] = (
     Recovery,  # first, so that it is told last of the end of a reset, which it may refuse
@@ -137,4 +151,5 @@ DEFAULT: tuple[type[Observer], ...] = (
 TRANSPORTS[:0] = DEFAULT_TRANSPORTS
 AROUND.extend(DEFAULT_AROUND)
 GATHER_KINDS.extend(DEFAULT_GATHER_KINDS)
+REDUCE_KINDS.extend(kind() for kind in DEFAULT_REDUCE_KINDS)
 OBSERVERS.extend(plugin() for plugin in DEFAULT)

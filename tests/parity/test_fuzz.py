@@ -34,6 +34,7 @@ from composable_fsdp.testing import RanksError
 from tests._internals import (
     Bucket,
     BucketReduceScatter,
+    EncodedReduce,
     ModelParallel,
     OptimizerSteps,
     ParamGroupGradients,
@@ -288,9 +289,10 @@ def forget_held_gradients(self: ParamGroupGradients, *args: object) -> object:
     return None
 
 
-def forget_residuals(self: BucketReduceScatter, *args: object) -> object:
+def forget_residuals(self: EncodedReduce, *args: object) -> object:
     ORIGINALS["commit"](self, *args)
-    self._make_encoders()
+    for encoder in self.encoders.values():
+        encoder._residual = None
     return None
 
 
@@ -320,7 +322,7 @@ BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
     "finish": (BucketReduceScatter, forget_to_divide, "backward all", SOCKETS),
     "end_backward": (Root, forget_kept_groups, "keep always", SOCKETS),
     "hold": (ParamGroupGradients, forget_held_gradients, "hold all", SOCKETS),
-    "commit": (BucketReduceScatter, forget_residuals, "error feedback", SOCKETS),
+    "commit": (EncodedReduce, forget_residuals, "error feedback", SOCKETS),
     "prepare_gather": (Bucket, leave_out_a_rank, "backward all", SOCKETS),
     "local_gradient": (ModelParallel, divide_replicated_gradients, "dp_mesh_dims, gradients replicated", SOCKETS),
     "__init__": (OptimizerSteps, count_steps_of_all_threads, "two threads", IN_COMMON),

@@ -487,7 +487,8 @@ def compare_tensor_parallel_copies() -> None:
     others = [torch.empty_like(bias) for _ in range(2)]
     dist.all_gather(others, bias.contiguous(), group=mesh.get_group("tp"))
     assert torch.equal(*others)
-    codecs = {p.name: b.plan.gradient_codecs.shard for b in state_of(model).group.buckets for p in b.parameters}
+    kinds: Any = {p.name: b.plan.reduce_kind for b in state_of(model).group.buckets for p in b.parameters}
+    codecs = {name: kind.shard for name, kind in kinds.items()}
     assert codecs == {"0.weight": Int4(), "0.bias": Int4(), "1.weight": Int4(), "1.bias": EXACT}
 
 

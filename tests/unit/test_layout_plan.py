@@ -60,7 +60,7 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
     assert len(set().union(*keys)) == len(keys)
     for bucket, (key,) in zip(plan.buckets, keys, strict=True):
         found = (
-            *(bucket.axes, bucket.gather_claim, bucket.gradient_codecs, bucket.gradient_extended),
+            *(bucket.axes, bucket.gather_claim, bucket.reduce_kind),
             *(bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype),
             *(bucket.gradient_dtype, bucket.arriving_dtype),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -147,8 +148,9 @@ def test_an_observer_may_be_another_one_for_each_root_or_none(attach: Callable[[
 
 def test_the_table_of_plugins_leaves_out_one_line_of_the_lists() -> None:
     source = (PROJECT / LISTED).read_text()
-    kinds = plugins.DEFAULT_GATHER_KINDS
-    attached: list[Any] = [*plugins.DEFAULT_TRANSPORTS, *plugins.DEFAULT_AROUND, *kinds, *plugins.DEFAULT]
+    kinds = plugins.DEFAULT_GATHER_KINDS, plugins.DEFAULT_REDUCE_KINDS
+    lists = plugins.DEFAULT_TRANSPORTS, plugins.DEFAULT_AROUND, *kinds, plugins.DEFAULT
+    attached: list[Any] = [*chain.from_iterable(lists)]
     assert listed(source) == [plugin.__name__ for plugin in attached]
     for plugin in listed(source):
         shorter = without(source, plugin)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from itertools import repeat
 from math import prod
 from operator import attrgetter, is_, sub
+from typing import Any, Protocol, cast
 
 import torch
 
-from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._layout.bucket_layout import aligned_bytes, split_at
+from composable_fsdp._comm.communicator import Communicator, Transfer
+from composable_fsdp._layout.bucket_layout import split_at
 from composable_fsdp._layout.grad_scaling import Reduction, divide
 from composable_fsdp._layout.pack import pack_gradient
 from composable_fsdp._layout.plan import SMALL_BYTES, BucketPlan
-from composable_fsdp._runtime.collectives.encoded_reduce import CodecMessage, EncodedAllReduce, EncodedMessage
-from composable_fsdp._runtime.collectives.grad_extension import ExtensionMessage, GradientExtension
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, take_gradients
 from composable_fsdp._sharding.process_groups import ProcessGroups
-from composable_fsdp.codecs._encoder import Encoder, GradientCodec
 
-__all__ = ["BucketReduceScatter", "ReduceScatterBuffers", "ReducedBucket"]
+__all__ = [
+    "REDUCE_KINDS",
+    "BucketReduceScatter",
+    "Message",
+    "OwnAllReduce",
+    "OwnReduce",
+    "ReduceKind",
+    "ReduceScatterBuffers",
+    "ReducedBucket",
+    "reduce_kinds_of",
+]
 
 _dtype_of = attrgetter("dtype")
 
@@ -31,8 +39,8 @@ _dtype_of = attrgetter("dtype")
 class ReduceScatterBuffers:
     """The buffers of one bucket in a gradient reduction.
 
-    ``transfers`` are reduce-scattered. ``encoded`` is decoded and summed by the receiver. The sum over the shard axis
-    ends in ``output``. ``present`` are the parameters with a gradient on this rank. The sharded gradients get
+    ``transfers`` are reduce-scattered. ``message`` is summed by its receivers. The sum over the shard axis ends in
+    ``output``. ``present`` are the parameters with a gradient on this rank. The sharded gradients get
     ``gradient_dtype``.
     """
 
@@ -40,7 +48,7 @@ class ReduceScatterBuffers:
     output: torch.Tensor
     present: frozenset[int]
     gradient_dtype: torch.dtype
-    encoded: EncodedMessage | None = None
+    message: Message | None = None
     added: ReduceScatterBuffers | None = None
     """An earlier reduction that is added to this one; kept alive as long as this is in flight."""
     shards: list[torch.Tensor] | None = None
@@ -85,7 +93,9 @@ class BucketReduceScatter:
         device: where modules compute.
         rest: the device of the reduced gradients, which is that of the shards.
         pin_memory: True if reduced gradients are page-locked there.
-        extensions: the parameters' reduce-scatter hooks, in order, if they have any.
+
+    Attributes:
+        own: the messages that the bucket's reduce kind makes; ``None``: the communicator reduces.
     """
 
     def __init__(
@@ -97,7 +107,6 @@ class BucketReduceScatter:
         rest: torch.device,
         *,
         pin_memory: bool,
-        extensions: Sequence[GradientExtension] = (),
     ) -> None:
         self.parameters = parameters
         self.pgs = pgs
@@ -105,43 +114,27 @@ class BucketReduceScatter:
         self.device = device
         self.rest = rest
         self.pin_memory = pin_memory
-        self._extensions = extensions
         self._partial: ReduceScatterBuffers | None = None
         """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
-        self.encoders: dict[str, Encoder] = {}
-        """Encoders by their collective: ``"shard"``, and ``"pieces"`` and ``"sums"`` of the replicate axis."""
         self.plan = plan
-        self._make_encoders()
+        self.own: OwnReduce | None = None
+        self._make_own(None)
         self._make_views()
 
     def update_plan(self, plan: BucketPlan) -> None:
         """Adopt a plan that differs only in which parameters are trainable."""
-        moved = plan.reduce != self.plan.reduce
         self.plan = plan
-        if moved:  # residuals belong to the old offsets
-            self._make_encoders()
+        self._make_own(self.own)
         self._make_views()
 
-    def keep_residuals(self, former: BucketReduceScatter) -> None:
-        """Continue from the residuals of ``former``, if it encodes the same gradients at the same offsets."""
-        ours, theirs = self.plan, former.plan
-        if (ours.indices, ours.reduce, ours.gradient_codecs) == (theirs.indices, theirs.reduce, theirs.gradient_codecs):
-            self.encoders = former.encoders
+    def continue_from(self, former: BucketReduceScatter) -> None:
+        """Keep the state that the kind of ``former`` has, if it is of the same parameters."""
+        if (self.plan.indices, self.plan.reduce_kind) == (former.plan.indices, former.plan.reduce_kind):
+            self._make_own(former.own)
 
-    def _make_encoders(self) -> None:
-        codecs, numel, num_replicas = self.plan.gradient_codecs, self.plan.reduce.gradient_numel, self.num_replicas
-        piece = aligned_bytes(-(-numel // num_replicas) * 4) // 4  # the values are fp32
-        stages: dict[str, tuple[GradientCodec | None, int, int]] = {
-            "shard": (codecs.shard, self._shard.size, numel),
-            "pieces": (codecs.replicate, num_replicas, piece),
-            "sums": (codecs.replicate, 1, piece),
-        }
-        self.encoders = {stage: Encoder(c, rows, each) for stage, (c, rows, each) in stages.items() if c is not None}
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of ranks of the replicate axis."""
-        return self.pgs.replicate.size
+    def _make_own(self, former: OwnReduce | None) -> None:
+        if self.plan.reduce_kind is not None:
+            self.own = cast(ReduceKind, self.plan.reduce_kind).make(self, former)
 
     def _make_views(self) -> None:
         layout, rank = self.plan.reduce, self._shard.rank
@@ -185,10 +178,13 @@ class BucketReduceScatter:
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
         gradient_dtype = plan.gradient_dtype or _widest_dtype(gradients, sum_dtype)
         wire_dtype = sum_dtype if were_summed else plan.wire_dtype
-        if plan.encodes_reduce_scatter:
+        if self.own is not None and self.own.row_bytes is not None:
             output = torch.empty(layout.output.numel, dtype=sum_dtype, device=self.device)
-            encoded = self._encoded_message(gradients, output, present)
-            return ReduceScatterBuffers([], output, present, gradient_dtype, encoded=encoded)
+            # Fill the alignment gap too: an all-reduce over the replicate axis reads it.
+            self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
+            scatter = ReduceScatterBuffers([], output, present, gradient_dtype)
+            scatter.message = self.own.message(self, gradients, scatter)
+            return scatter
         message = self._packed_message(gradients, present, reduction, wire_dtype)
         output = self.pgs.scatter.allocate(layout.output.numel, sum_dtype, self.device)
         scatter = ReduceScatterBuffers([], output, present, gradient_dtype)
@@ -244,33 +240,12 @@ class BucketReduceScatter:
         self._pack(gradients, rows)
         self._flag(rows[:, layout.gradient_numel :], present)
 
-    def _encoded_message(
-        self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]
-    ) -> EncodedMessage:
-        """Return the message that is summed after it is received."""
+    def flags_of(self, scatter: ReduceScatterBuffers) -> torch.Tensor:
+        """Return the flags in the output of ``scatter``, as a view."""
         layout = self.plan.reduce
-        flags = output[layout.flags_offset : layout.flags_offset + layout.num_flags]
-        # Fill the alignment gap too: an all-reduce over the replicate axis reads it.
-        self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
-        if not self.plan.gradient_extended:
-            take = partial(self._message, gradients)
-            absent = partial(self._absent_values, present, flags)
-            return CodecMessage(self.encoders["shard"], take, output[: layout.gradient_numel], flags, absent)
-        rows = self._message(gradients).split(layout.packed_widths[: len(layout.packed)], dim=1)
-        places = output[: layout.gradient_numel].split(layout.packed_widths[: len(layout.packed)])
-        return ExtensionMessage([self._extensions[i] for i in layout.indices], rows, places, flags)
+        return scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
 
-    def _absent_values(self, present: frozenset[int], flags: torch.Tensor) -> torch.Tensor | None:
-        """Return which values of a row have a zero in ``flags``; ``None`` if no gradient will be dropped for that.
-
-        A message without flags is that of one parameter, and is sent because of its gradient.
-        """
-        if len(present) == len(self._all_indices) or not flags.numel() or self.pgs.unequal_use:
-            return None
-        widths = self.plan.reduce.packed_widths
-        return torch.cat([flag.expand(width) for flag, width in zip(flags.eq(0), widths, strict=False)])
-
-    def _message(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
+    def packed_rows(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
         """Return ``(num_shards, gradient_numel)``, each rank's shards of ``gradients``, and release these.
 
         Not to be called on a communication stream, which might still read when backward's stream reuses their memory.
@@ -310,23 +285,13 @@ class BucketReduceScatter:
             for k in self._all_indices - present:
                 flags[:, k].zero_()
 
-    def encode_all_reduce(self, scatter: ReduceScatterBuffers) -> EncodedAllReduce | None:
-        """Return the all-reduce over the replicate axis if that is encoded, else ``None``."""
-        if self.plan.gradient_codecs.replicate is None:
-            return None
-        layout = self.plan.reduce
-        flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
-        values = scatter.output[: layout.gradient_numel]
-        absent = partial(self._absent_values, scatter.present, flags)
-        return EncodedAllReduce(self.encoders["pieces"], self.encoders["sums"], values, flags, absent)
-
     @property
-    def row_bytes(self) -> int:
-        """The bytes sent to each rank of an encoded reduce-scatter. Those of hooks are known after the first call."""
-        layout = self.plan.reduce
-        if not self.plan.gradient_extended:
-            return self.encoders["shard"].row_bytes + layout.num_flags
-        return sum(self._extensions[i].row_bytes for i in layout.indices) + layout.num_flags
+    def has_own_all_reduce(self) -> bool:
+        return self.own is not None and self.own.all_reduce_bytes is not None
+
+    def own_all_reduce(self, scatter: ReduceScatterBuffers) -> OwnAllReduce | None:
+        """Return the kind's all-reduce over the replicate axis, or ``None`` for one of the communicator."""
+        return None if self.own is None else self.own.all_reduce(self, scatter)
 
     def add_partial(self, scatter: ReduceScatterBuffers) -> None:
         """Add the result of earlier partial reductions to one that is reduced over the shard axis."""
@@ -362,16 +327,6 @@ class BucketReduceScatter:
             if layout.num_flags:
                 for k in dropped:
                     self._partial.output[layout.flags_offset + k] = 0
-
-    def commit(self) -> None:
-        """Keep the residuals of the codecs: the step has succeeded."""
-        for encoder in self.encoders.values():
-            encoder.commit()
-
-    def roll_back(self) -> None:
-        """Restore the residuals of the codecs from before the step: it has failed."""
-        for encoder in self.encoders.values():
-            encoder.roll_back()
 
     def drop_partial(self) -> None:
         """Drop the sum of :meth:`keep_partial`."""
@@ -438,7 +393,7 @@ class BucketReduceScatter:
             return self._all_indices, None
         flags = scatter.after_hook
         if layout.num_flags:
-            sent = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags].ne(0)
+            sent = self.flags_of(scatter).ne(0)
             flags = sent if flags is None else flags | sent
         return scatter.present, flags
 
@@ -449,6 +404,93 @@ class BucketReduceScatter:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         flat = gradient.reshape(-1).to(dtype)
         return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide
+
+
+class Message(Protocol):
+    """A message of one bucket, which receivers sum. Those of all buckets over an axis are sent in one all-to-all."""
+
+    @property
+    def row_bytes(self) -> int:
+        """The number of bytes for each rank, the same on all ranks."""
+        ...
+
+    def write(self, rows: torch.Tensor) -> None:
+        """Write ``rows``, ``(num_ranks, row_bytes)`` uint8, contiguous along the last dim only."""
+        ...
+
+    def read(self, rows: torch.Tensor) -> None:
+        """Sum the received ``rows``, of the same form."""
+        ...
+
+
+class OwnAllReduce(Protocol):
+    """An all-reduce of one bucket in two halves: a message is exchanged and summed, then the sums are gathered."""
+
+    @property
+    def message(self) -> Message: ...
+
+    def gather(self, communicator: Communicator) -> Transfer:
+        """Return the transfer of the all-gather of the sums."""
+        ...
+
+    def finish(self) -> None:
+        """Read the gathered sums."""
+        ...
+
+
+class OwnReduce(Protocol):
+    """The messages of one bucket whose gradients a kind sums. They are in fp32 and packed, with flags behind them."""
+
+    @property
+    def row_bytes(self) -> int | None:
+        """The bytes sent to each rank of the shard axis, or ``None`` for a reduce-scatter of the communicator."""
+        ...
+
+    @property
+    def all_reduce_bytes(self) -> int | None:
+        """The bytes of an all-reduce over the replicate axis, or ``None`` for one of the communicator."""
+        ...
+
+    @property
+    def remembers(self) -> bool:
+        """True if one step depends on values of earlier ones."""
+        ...
+
+    def message(
+        self, bucket: BucketReduceScatter, gradients: list[torch.Tensor | None], scatter: ReduceScatterBuffers
+    ) -> Message:
+        """Return the message over the shard axis. Reading it writes sums and flags to the output of ``scatter``."""
+        ...
+
+    def all_reduce(self, bucket: BucketReduceScatter, scatter: ReduceScatterBuffers) -> OwnAllReduce | None:
+        """Return the all-reduce of the output over the replicate axis."""
+        ...
+
+
+class ReduceKind(Hashable, Protocol):
+    """A way to reduce gradients other than by the communicator. Buckets have parameters of equal kinds."""
+
+    def claim(
+        self, parameters: Sequence[ShardedParameter], claimed: Mapping[ShardedParameter, ReduceKind]
+    ) -> Mapping[ShardedParameter, ReduceKind]:
+        """Return the kinds of those among ``parameters``, of one group, that it takes. They may wrap earlier ones."""
+        ...
+
+    def make(self, bucket: BucketReduceScatter, former: Any) -> OwnReduce:
+        """Return the messages of ``bucket``. ``former`` made those of the same parameters before, if there were any."""
+        ...
+
+
+REDUCE_KINDS: list[ReduceKind] = []
+"""Asked in this order. The communicator reduces gradients that none of them takes."""
+
+
+def reduce_kinds_of(parameters: Sequence[ShardedParameter]) -> dict[ShardedParameter, ReduceKind]:
+    """Return the kinds of those among ``parameters``, of one group, that have one."""
+    claimed: dict[ShardedParameter, ReduceKind] = {}
+    for kind in REDUCE_KINDS:
+        claimed |= kind.claim(parameters, claimed)
+    return claimed
 
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:

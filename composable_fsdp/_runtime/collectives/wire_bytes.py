@@ -54,13 +54,14 @@ def reduce_scatter_wire_bytes(buckets: Sequence[AnyBucket], *, were_summed: bool
     """
     total = plain = 0
     for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
-        plan = bucket.plan
+        plan, own = bucket.plan, bucket.scatter.own
         itemsize = (plan.sum_dtype if were_summed else plan.wire_dtype).itemsize
-        if plan.encodes_reduce_scatter:
-            total += bucket.pgs.axes.shard.size * aligned_bytes(bucket.scatter.row_bytes)
+        row_bytes = None if own is None else own.row_bytes
+        if row_bytes is not None:
+            total += bucket.pgs.axes.shard.size * aligned_bytes(row_bytes)
         else:
             total += plan.reduce.wire_numel * itemsize
-        plain += plan.reduce.wire_numel * (plan.reduce_dtype.itemsize if plan.gradient_is_encoded else itemsize)
+        plain += plan.reduce.wire_numel * (itemsize if own is None else plan.reduce_dtype.itemsize)
     return WireBytes(total, plain)
 
 
@@ -68,12 +69,8 @@ def all_reduce_wire_bytes(buckets: Sequence[AnyBucket]) -> WireBytes:
     """Return the bytes of the reduction over the replicate axis."""
     total = plain = 0
     for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
-        num_replicas, numel = bucket.pgs.replicate.size, bucket.plan.reduce.output.numel
-        encoders = bucket.scatter.encoders
-        if "pieces" in encoders:
-            flags = bucket.plan.reduce.num_flags
-            total += num_replicas * (aligned_bytes(encoders["pieces"].row_bytes + flags) + encoders["sums"].row_bytes)
-        else:
-            total += 2 * numel * bucket.plan.sum_dtype.itemsize
+        numel, own = bucket.plan.reduce.output.numel, bucket.scatter.own
+        own_bytes = None if own is None else own.all_reduce_bytes
+        total += 2 * numel * bucket.plan.sum_dtype.itemsize if own_bytes is None else own_bytes
         plain += 2 * numel * bucket.plan.reduce_dtype.itemsize
     return WireBytes(total, plain)

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
-from composable_fsdp._layout.plan import BucketPlan, plan_group
+from composable_fsdp._layout.plan import plan_group
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets
-from composable_fsdp._sharding.process_groups import ProcessGroups
 
-__all__ = ["FusedBucket", "FusedBuckets"]
-
-
-@dataclass(frozen=True, slots=True)
-class FusedBucket:
-    """The plan, process groups and gradient buffers of a fused bucket."""
-
-    plan: BucketPlan
-    pgs: ProcessGroups
-    scatter: BucketReduceScatter
+__all__ = ["FusedBuckets"]
 
 
 class _Fused(NamedTuple):
     made_of: list[object]
     """The groups, their plans and their communicators when the buckets were made."""
-    buckets: tuple[FusedBucket, ...]
+    buckets: tuple[BucketReduceScatter, ...]
 
 
 class FusedBuckets:
@@ -40,11 +30,11 @@ class FusedBuckets:
         self._known: dict[ParamGroupBuckets, _Fused] = {}
         """The cached buckets, by the first group."""
 
-    def fuse(self, members: Sequence[ParamGroupBuckets]) -> Sequence[FusedBucket]:
+    def fuse(self, members: Sequence[ParamGroupBuckets]) -> Sequence[BucketReduceScatter]:
         """Return fused buckets for all parameters of ``members``, or none if these cannot share messages.
 
-        They cannot if their process groups differ, or if gradients are encoded or have hooks. The
-        result is the same on every rank.
+        They cannot if their process groups differ, or if gradients have a reduce kind. The result is the same on
+        every rank.
         """
         made_of: list[object] = [each for t in members for each in (t, t.plan, t.process_groups[0].scatter)]
         known = self._known.get(members[0])
@@ -62,12 +52,12 @@ def _has_same_route(first: ParamGroupBuckets, other: ParamGroupBuckets) -> bool:
 
 
 def _is_plain(tensors: ParamGroupBuckets) -> bool:
-    """Return True if no gradient is encoded or has hooks, and all have the same pair of mesh axes."""
+    """Return True if no gradient has a kind or hooks, and all have the same pair of mesh axes."""
     one_pair = len(tensors.process_groups) == 1
-    return one_pair and not any(b.plan.gradient_is_encoded or b.creates_parameters for b in tensors.buckets)
+    return one_pair and not any(b.scatter.own is not None or b.creates_parameters for b in tensors.buckets)
 
 
-def _fuse(members: Sequence[ParamGroupBuckets]) -> tuple[FusedBucket, ...]:
+def _fuse(members: Sequence[ParamGroupBuckets]) -> tuple[BucketReduceScatter, ...]:
     first, pgs = members[0], members[0].process_groups[0]
     if not all(_has_same_route(first, tensors) and _is_plain(tensors) for tensors in members):
         return ()
@@ -75,17 +65,13 @@ def _fuse(members: Sequence[ParamGroupBuckets]) -> tuple[FusedBucket, ...]:
     parameters = [parameter for tensors in members for parameter in tensors.parameters]
     options = replace(pgs.plan_options(), grad_bucket_bytes=NEVER_ZERO_COPY)
     return tuple(
-        FusedBucket(
+        BucketReduceScatter(
             plan,
+            [parameters[i] for i in plan.indices],
             pgs,
-            BucketReduceScatter(
-                plan,
-                [parameters[i] for i in plan.indices],
-                pgs,
-                first.device,
-                parameters[plan.indices[0]].local.device,
-                pin_memory=plan.pins_memory,
-            ),
+            first.device,
+            parameters[plan.indices[0]].local.device,
+            pin_memory=plan.pins_memory,
         )
         for plan in plan_group(specs, (options,)).buckets
     )

@@ -158,17 +158,14 @@ class ParamGroup:
             )
 
     def rebuild(self) -> None:
-        """Reshard and rebuild the tensors, after a change that the plan depends on.
-
-        Residuals of error feedback are kept where the change leaves the encoded gradients as they were.
-        """
+        """Reshard and rebuild the tensors, after a change that the plan depends on."""
         self.check_nothing_held()
         self.reshard()
         former = [bucket.scatter for bucket in self.buckets]
         self.tensors.build()
         for bucket in self.buckets:
             for scatter in former:
-                bucket.scatter.keep_residuals(scatter)
+                bucket.scatter.continue_from(scatter)
 
     def use(self, sizes: MessageSizes) -> None:
         """Use messages of these ``sizes``, and rebuild the tensors if that changes them."""

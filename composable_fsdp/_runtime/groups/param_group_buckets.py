@@ -6,7 +6,7 @@ A change of ``requires_grad`` only updates the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import compress
 from math import prod
@@ -29,14 +29,12 @@ from composable_fsdp._memory.buffers import ShardStore, zero_padding
 from composable_fsdp._memory.device_capabilities import is_host
 from composable_fsdp._runtime.collectives.all_gather import GatherCache
 from composable_fsdp._runtime.collectives.bucket import AnyBucket, Bucket, InPlaceBucket
-from composable_fsdp._runtime.collectives.grad_extension import GradientExtension, find_gradient_extension
+from composable_fsdp._runtime.collectives.reduce_scatter import reduce_kinds_of
 from composable_fsdp._runtime.groups.callers_context import runs_outside
 from composable_fsdp._runtime.params.registration import Registration
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
 from composable_fsdp._runtime.params.tensor_subclass import copy_shard
-from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp._sharding.process_groups import ProcessGroups
-from composable_fsdp.codecs.communication_policy import EXACT, PLAIN, GradientCodecs
 from composable_fsdp.errors import DeviceError
 from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
@@ -241,7 +239,7 @@ class ParamGroupBuckets:
         return True
 
     def find(self) -> None:
-        self.gradient_extensions = self._find_gradient_extensions()
+        self._reduce_kinds = reduce_kinds_of(self.parameters)
         for kind in self.kinds.values():
             kind.find()
 
@@ -269,23 +267,6 @@ class ParamGroupBuckets:
         created = any(bucket.creates_parameters for bucket in self.buckets)
         self.registration = Registration(self.parameters, memory, created_by_gather=created)
 
-    def _find_gradient_extensions(self) -> dict[ShardedParameter, GradientExtension]:
-        extensions = {}
-        for parameter in self.parameters:
-            axes = parameter.sharding.axes
-            extension = find_gradient_extension(
-                parameter.name,
-                parameter.local,
-                axes.shard_mesh,
-                axes.shard,
-                TensorShards(parameter.shape, parameter.dim, axes.shard.size).padded_shape,
-                parameter.owners[0][0],
-                parameter.precision,
-            )
-            if extension is not None:
-                extensions[parameter] = extension
-        return extensions
-
     def follow_patches(self) -> None:
         """Rebuild if hooks were set on local tensors, or running statistics got another dtype, since the last build."""
         changed = any(kind.has_changed() for kind in self.kinds.values())
@@ -299,15 +280,8 @@ class ParamGroupBuckets:
     def _make_plan(self) -> GroupPlan:
         encodable = self.encodable()
         self._compute_dtypes = [p.compute_dtype for p in self.parameters]
-        stages = self._codecs_by_axes(encodable)
         specs = []
         for p, compute_dtype in zip(self.parameters, self._compute_dtypes, strict=True):
-            extended = p in self.gradient_extensions
-            codecs = p.gradient_codecs if p in encodable else PLAIN
-            if p.dtype.itemsize <= torch.float32.itemsize:
-                codecs = codecs.alongside(stages[p.sharding.axes])
-            if extended:  # the tensor's hooks replace the codec
-                codecs = replace(codecs, shard=None)
             reduce_dtype = p.precision.gradient_reduce_dtype(compute_dtype, p.grad_dtype)
             if p.sharded.requires_grad:
                 p.precision.note_reduce_dtype(compute_dtype, p.grad_dtype)
@@ -323,8 +297,7 @@ class ParamGroupBuckets:
                     trainable=p.sharded.requires_grad,
                     axes=self._axes.index(p.sharding.axes),
                     gather_claim=self.claim(p),
-                    gradient_codecs=codecs,
-                    gradient_extended=extended,
+                    reduce_kind=self._reduce_kinds.get(p),
                     alone=p in encodable and p.needs_own_bucket,
                     summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
                     offload=p.offload if self.rest_device_of(p) != self.device else OffloadPolicy(),
@@ -342,17 +315,6 @@ class ParamGroupBuckets:
         """
         model_parallel_axes = frozenset[str | int]().union(*(p.model_parallel_axes for p in self.parameters))
         return {p for p in self.parameters if p.model_parallel_axes == model_parallel_axes}
-
-    def _codecs_by_axes(self, encodable: Collection[ShardedParameter]) -> dict[DataParallelAxes, GradientCodecs]:
-        """Return a codec for each stage with encoded gradients, by pair of axes. Other gradients use it there too."""
-        stages: dict[DataParallelAxes, GradientCodecs] = {}
-        for parameter in self.parameters:
-            axes, own = parameter.sharding.axes, parameter.gradient_codecs if parameter in encodable else PLAIN
-            if parameter in self.gradient_extensions:
-                own = replace(own, shard=EXACT)
-            known = stages.get(axes, PLAIN)
-            stages[axes] = GradientCodecs(known.shard or own.shard, known.replicate or own.replicate)
-        return stages
 
     def refresh(self, before_build: Callable[[], None]) -> None:
         """Update after changes of the sharded parameters. To be called if the registration is no longer current.

@@ -17,14 +17,13 @@ import torch
 from composable_fsdp import trace
 from composable_fsdp._layout.grad_scaling import Reduction, plan_reduction
 from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
-from composable_fsdp._runtime.collectives.reduce import BucketReduction, ReducibleBucket, launch_reduction
-from composable_fsdp._runtime.collectives.reduce_scatter import ReducedBucket
+from composable_fsdp._runtime.collectives.reduce import BucketReduction, launch_reduction
+from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter, ReducedBucket
 from composable_fsdp._runtime.collectives.wire_bytes import WireBytes, reduce_scatter_wire_bytes
 from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
 from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets
 from composable_fsdp._runtime.groups.state_machine import (
     GRADIENT_TRANSITIONS,
-    HELD_GRADIENTS,
     LOCAL_GRADIENTS,
     GradientOperation,
     GradientState,
@@ -108,8 +107,6 @@ class ParamGroupGradients:
         """True if gradients were ever set without autograd's accumulation."""
         self._partial: InFlight[list[ReducedBucket]] | None = None
         """The partial reduction over the shard axis, in flight or done, whose sum the next reduction includes."""
-        self.version_before_step: int | None = None
-        """The version of the shards before the first reduction of the step that changed residuals."""
 
     def copy_settings(self, other: ParamGroupGradients) -> None:
         """Copy the settings of ``other``."""
@@ -265,32 +262,6 @@ class ParamGroupGradients:
         self.were_summed = False
         self._advance(GradientOperation.DROP)
 
-    # -- residuals of error feedback
-
-    @property
-    def shards_changed(self) -> bool:
-        """True if the shards were changed in place since the first reduction of the step."""
-        return self._tensors.version != self.version_before_step
-
-    @property
-    def are_waiting(self) -> bool:
-        """True if gradients wait for an optimizer, in the sharded parameters, or for a later reduction."""
-        return self.state in HELD_GRADIENTS or any(
-            parameter.sharded.grad is not None for parameter in self._tensors.parameters
-        )
-
-    def commit_residuals(self) -> None:
-        """Make the residuals of this step final."""
-        self.version_before_step = None
-        for bucket in self._tensors.buckets:
-            bucket.scatter.commit()
-
-    def roll_back_residuals(self) -> None:
-        """Restore the residuals from before this step, which failed."""
-        self.version_before_step = None
-        for bucket in self._tensors.buckets:
-            bucket.scatter.roll_back()
-
     def _reset_counters(self) -> None:
         self._num_ready = self._ahead = self._launched = 0
         self._arrived = []
@@ -322,7 +293,7 @@ class ParamGroupGradients:
 
     def jobs_of(self, grad_buckets: Sequence[int]) -> list[BucketReduction]:
         """Take the gradients of ``grad_buckets`` and return their reductions."""
-        return self._jobs([bucket for bucket in self._tensors.buckets if bucket.plan.grad_bucket in grad_buckets])
+        return self._jobs([b.scatter for b in self._tensors.buckets if b.plan.grad_bucket in grad_buckets])
 
     def jobs_with(self, others: Sequence[ParamGroupGradients], fused_buckets: FusedBuckets) -> list[BucketReduction]:
         """Take the gradients of this group and ``others`` and return fused reductions, or none if impossible."""
@@ -332,25 +303,24 @@ class ParamGroupGradients:
             return []
         return self._jobs(fused_buckets.fuse([self._tensors, *(other._tensors for other in others)]))
 
-    def _jobs(self, buckets: Sequence[ReducibleBucket]) -> list[BucketReduction]:
+    def _jobs(self, scatters: Sequence[BucketReduceScatter]) -> list[BucketReduction]:
         jobs = []
-        for bucket in buckets:
-            reduction = self._reduction(bucket)
-            if bucket.scatter.encoders and self.version_before_step is None:
-                self.version_before_step = self._tensors.version
-            scatter = bucket.scatter.prepare(reduction, were_summed=self.were_summed)
-            if scatter is not None:
+        for scatter in scatters:
+            reduction = self._reduction(scatter)
+            buffers = scatter.prepare(reduction, were_summed=self.were_summed)
+            if buffers is not None:
                 divides_first = not self.sum_only and reduction.pre_divide == 1.0  # as FSDP2 does
-                jobs.append(BucketReduction(bucket, reduction, scatter, self.all_reduce_hook, divides_first))
+                jobs.append(BucketReduction(scatter, reduction, buffers, self.all_reduce_hook, divides_first))
         return jobs
 
-    def _reduction(self, bucket: ReducibleBucket) -> Reduction:
+    def _reduction(self, scatter: BucketReduceScatter) -> Reduction:
+        pgs = scatter.pgs
         return plan_reduction(
-            bucket.plan.sum_dtype,
-            bucket.pgs.axes.num_ranks,
-            averages=bucket.pgs.averages,
-            divide_factor=self.divide_factor if bucket.pgs.axes.divide is None else bucket.pgs.axes.divide,
-            sum_only=self.sum_only or bucket.plan.gradient_is_encoded,
+            scatter.plan.sum_dtype,
+            pgs.axes.num_ranks,
+            averages=pgs.averages,
+            divide_factor=self.divide_factor if pgs.axes.divide is None else pgs.axes.divide,
+            sum_only=self.sum_only or scatter.own is not None,
         )
 
     def begin_last_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool) -> None:

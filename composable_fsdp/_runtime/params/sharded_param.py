@@ -34,7 +34,7 @@ from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
 from composable_fsdp._sharding.param_sharding import ParameterSharding, as_dtensor, as_dtensor_at_zero
 from composable_fsdp._sharding.typed_params import ATTRIBUTES
-from composable_fsdp.codecs.communication_policy import PLAIN, CommunicationPolicy, GradientCodecs
+from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.codecs.error_feedback import without_feedback
 from composable_fsdp.codecs.protocol import Codec, CodecPerParameter, resolve_codec
 from composable_fsdp.errors import LifecycleError, ParameterError
@@ -193,20 +193,9 @@ class ShardedParameter:
     def gather_codec(self) -> Codec | None:
         """The codec of the all-gather, or ``None`` for one rank or a small or not encodable parameter."""
         codec = self.communication.all_gather
-        if codec is None or not self._is_encoded or self.sharding.axes.shard.size == 1:
+        if codec is None or not self.is_encoded or self.sharding.axes.shard.size == 1:
             return None
-        return resolve_codec(codec, self._padded_shard_shape)
-
-    @property
-    def gradient_codecs(self) -> GradientCodecs:
-        """The codecs of the gradient reduction: none on an axis of one rank, or if the parameter is not encodable."""
-        chosen, axes = self.communication, self.sharding.axes
-        if chosen.reduce_scatter is None and chosen.all_reduce is None:
-            return PLAIN
-        return GradientCodecs(
-            chosen.reduce_scatter if self._is_encoded and axes.shard.size > 1 else None,
-            chosen.all_reduce if self._is_encoded and axes.replicate.size > 1 else None,
-        ).for_parameter(self._padded_shard_shape)
+        return resolve_codec(codec, self.padded_shard_shape)
 
     @property
     def needs_own_bucket(self) -> bool:
@@ -214,16 +203,16 @@ class ShardedParameter:
         chosen = self.communication
         codecs = (chosen.all_gather, *map(without_feedback, (chosen.reduce_scatter, chosen.all_reduce)))
         chosen_ones = [codec for codec in codecs if codec is not None]
-        if not chosen_ones or not self._is_encoded or not any(isinstance(c, CodecPerParameter) for c in chosen_ones):
+        if not chosen_ones or not self.is_encoded or not any(isinstance(c, CodecPerParameter) for c in chosen_ones):
             return False
-        return prod(self._padded_shard_shape) % ALIGNMENT_BYTES != 0
+        return prod(self.padded_shard_shape) % ALIGNMENT_BYTES != 0
 
     @property
-    def _padded_shard_shape(self) -> tuple[int, ...]:
+    def padded_shard_shape(self) -> tuple[int, ...]:
         return TensorShards(self.shape, self.dim, self.sharding.axes.shard.size).padded_shape
 
     @property
-    def _is_encoded(self) -> bool:
+    def is_encoded(self) -> bool:
         is_number = self.dtype.is_floating_point and not self._is_packed
         return is_number and prod(self.shape) >= self.communication.min_numel
 

@@ -14,7 +14,6 @@ from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp.errors import ParameterError
 
 __all__ = [
-    "GRADIENT_HOOKS",
     "as_parameter",
     "copy_shard",
     "first_supported",
@@ -22,8 +21,6 @@ __all__ = [
     "parameter_class",
     "plain_tensors",
 ]
-
-GRADIENT_HOOKS = ("fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter")
 
 T = TypeVar("T")
 

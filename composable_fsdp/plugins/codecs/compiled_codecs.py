@@ -13,8 +13,7 @@ from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp.codecs._compiled import is_compiled
 from composable_fsdp.codecs._encoder import CodecCall
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedBucket
-
-__all__ = ["CompiledCodecs"]
+from composable_fsdp.plugins.codecs.encoded_reduce import encoders_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,7 @@ class CompiledCodecs(Observer):
 
 def _calls(bucket: AnyBucket) -> Iterator[CodecCall]:
     """Yield the calls of codecs in an all-gather and a reduction of ``bucket``. Some may be equal."""
-    scatter = bucket.scatter
     if isinstance(bucket, EncodedBucket):
         yield from bucket.codec_calls()
-    for stage, encoder in scatter.encoders.items():
-        yield from encoder.calls(scatter.num_replicas if stage == "sums" else encoder.num_rows)
+    for stage, encoder in encoders_of(bucket).items():
+        yield from encoder.calls(bucket.pgs.replicate.size if stage == "sums" else encoder.num_rows)

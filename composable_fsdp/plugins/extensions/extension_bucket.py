@@ -19,7 +19,6 @@ from composable_fsdp._layout.plan import BucketPlan, GatherClaim
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._memory.buffers import allocate_storage
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers
-from composable_fsdp._runtime.collectives.grad_extension import GradientExtension
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.groups.param_group_buckets import GatherKind
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
@@ -73,10 +72,9 @@ class Extensions(GatherKind):
     def make(self, plan: BucketPlan) -> ExtendedBucket:
         group = self.group
         members = [group.parameters[i] for i in plan.indices]
-        of_gradients = [group.gradient_extensions[parameter] for parameter in members if plan.gradient_extended]
         found, on_gradient = [self._found[p] for p in members], group.on_gradient(plan.grad_bucket)
         pgs = group.process_groups[plan.axes]
-        return ExtendedBucket(plan, members, found, of_gradients, pgs, group.device, on_gradient)
+        return ExtendedBucket(plan, members, found, pgs, group.device, on_gradient)
 
     def has_changed(self) -> bool:
         return any(hooks_of(p.local) != self._hooks.get(p, frozenset()) for p in self.group.parameters)
@@ -140,7 +138,6 @@ class ExtendedBucket:
         plan: BucketPlan,
         parameters: Sequence[ShardedParameter],
         extensions: Sequence[GatherExtension],
-        gradient_extensions: Sequence[GradientExtension],
         pgs: ProcessGroups,
         device: torch.device,
         on_gradient: Callable[[torch.Tensor], None],
@@ -152,9 +149,7 @@ class ExtendedBucket:
         self._on_gradient = on_gradient
         self._gathered = [_Gathered(each, isinstance(each, Extension) and each.releases_outputs) for each in extensions]
         rest = self.parameters[0].local.device
-        self.scatter = BucketReduceScatter(
-            plan, self.parameters, pgs, device, rest, pin_memory=False, extensions=gradient_extensions
-        )
+        self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, rest, pin_memory=False)
 
     @property
     def versioned(self) -> list[torch.Tensor]:

@@ -19,11 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._memory.buffers import contiguous_strides
-from composable_fsdp._runtime.collectives.grad_extension import check_hooks
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.params.tensor_subclass import is_wrapper, plain_tensors
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.plugins.extensions.tensor_classes import GATHER_HOOKS, VIEW_HOOK, cut_padding, plain_values
+from composable_fsdp.plugins.extensions.tensor_classes import (
+    GATHER_HOOKS,
+    VIEW_HOOK,
+    check_hooks,
+    cut_padding,
+    plain_values,
+)
 from composable_fsdp.policies import MixedPrecisionPolicy
 
 WANTS_PADDING = "fsdp_pads_shards"

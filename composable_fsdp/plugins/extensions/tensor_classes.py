@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Collection
 from math import prod
@@ -11,9 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._memory.buffers import contiguous_strides
-from composable_fsdp._runtime.params.tensor_subclass import GRADIENT_HOOKS, first_supported
+from composable_fsdp._runtime.params.tensor_subclass import first_supported
+from composable_fsdp.errors import ExtensionError
 
 GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+GRADIENT_HOOKS = ("fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter")
 VIEW_HOOK = "fsdp_get_unsharded_view"
 
 
@@ -24,6 +27,32 @@ class LostExtensionWarning(UserWarning):
 def hooks_of(tensor: torch.Tensor) -> frozenset[str]:
     """Return the names of the hooks that ``tensor`` has, for itself and for its gradient."""
     return frozenset(hook for hook in (*GATHER_HOOKS, *GRADIENT_HOOKS, VIEW_HOOK) if hasattr(tensor, hook))
+
+
+def check_hooks(
+    name: str, local: torch.Tensor, pair: tuple[str, str], arities: Collection[int], what: str, forms: str
+) -> int | None:
+    """Return how many arguments the first hook of ``pair`` takes, or ``None`` if ``local`` has no hooks.
+
+    Raises:
+        ExtensionError: ``local`` has only one of the two, or the number of the first's arguments is not in ``arities``.
+    """
+    found = [hook for hook in pair if hasattr(local, hook)]
+    if not found:
+        return None
+    if len(found) == 1:
+        missing = pair[1] if found[0] == pair[0] else pair[0]
+        raise ExtensionError(
+            f"the local tensor of parameter {name!r} ({type(local).__name__}) defines {found[0]} but not {missing}: "
+            f"a tensor that decides {what} needs both."
+        )
+    arity = len(inspect.signature(getattr(local, pair[0])).parameters)
+    if arity not in arities:
+        raise ExtensionError(
+            f"{pair[0]} of parameter {name!r} ({type(local).__name__}) takes {arity} arguments beside self; expected "
+            f"{forms}."
+        )
+    return arity
 
 
 def keeps_class(tensor: torch.Tensor) -> bool:
