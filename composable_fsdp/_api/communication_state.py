@@ -15,7 +15,7 @@ from composable_fsdp.codecs._encoder import Encoder
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plugins.codecs.encoded_reduce import encoders_of
-from composable_fsdp.plugins.codecs.residuals import commit_residuals
+from composable_fsdp.plugins.codecs.residuals import Residuals
 
 __all__ = ["CommunicationState"]
 
@@ -83,9 +83,10 @@ class CommunicationState:
     def _encoders(self) -> Iterator[tuple[str, AnyBucket, Encoder]]:
         module_names = {module: name for name, module in self._model.named_modules()}
         for state_name, state in states_of(self._model):
-            iteration = state.iteration
-            if iteration is not None:
-                commit_residuals(iteration)
+            root = state.iteration
+            for observer in () if root is None else root.events.observers:
+                if isinstance(observer, Residuals):
+                    observer.commit(root)
             for bucket in state.group.buckets:
                 name = _name(bucket, module_names) or state_name
                 for stage, encoder in encoders_of(bucket).items():

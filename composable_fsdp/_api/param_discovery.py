@@ -104,11 +104,12 @@ class ParamDiscovery:
                 parameter,
                 tuple(owners),
                 self._sharding(name, parameter, module_name),
-                self.communication_of(parameter) or CommunicationPolicy(),
+                None if policy == CommunicationPolicy() else policy,
                 offloads[name],
                 precisions[name],
             )
             for name, module_name, parameter, owners in found.values()
+            for policy in (self.communication_of(parameter),)
         ]
 
     def _check_devices(self, parameters: Mapping[str, nn.Parameter], modules: Sequence[nn.Module]) -> None:

@@ -87,7 +87,6 @@ class ParameterSpec:
         axes: index of the data-parallel axes that shard it, among those of the group.
         gather_claim: that of a gather kind, or ``None`` for a plain bucket.
         reduce_kind: the ``ReduceKind`` of its gradient, which then is summed in fp32; ``None``: the communicator sums.
-        alone: nothing else may be encoded together with it.
         summed_before: its gradient may already be a sum over model-parallel ranks, made in ``reduce_dtype``, which a
             narrower dtype on the wire would round.
         offload: the policy of its shard. ``OffloadPolicy()`` if the device of the modules is the host.
@@ -105,7 +104,6 @@ class ParameterSpec:
     axes: int = 0
     gather_claim: GatherClaim | None = None
     reduce_kind: Hashable | None = None
-    alone: bool = False
     summed_before: bool = False
     offload: OffloadPolicy = OffloadPolicy()  # noqa: RUF009 (frozen)
     autograd_dtype: torch.dtype | None = None
@@ -132,7 +130,6 @@ class ParameterSpec:
             self.gradient_dtype,
             self.arriving_dtype,
             self.offload,
-            self.name if self.alone else "",
         )
 
 

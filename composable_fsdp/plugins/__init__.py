@@ -26,9 +26,9 @@ Plugin                  Does                                             On by d
 ``forward_order``       warns of a changed order of modules              all devices
 ``version_check``       finds parameters changed before their backward   all devices
 ``torch_views``         shows states to clients of torch's own FSDP2     all devices
+``encoded_reduce``      sends gradients encoded, by their codecs         all devices
+``gradients``           reduces gradients of tensors with FSDP hooks     all devices
 ``residuals``           commits and restores those of error feedback     all devices
-``codecs``              sends gradients encoded, by comm_policy          all devices
-``extensions``          calls a tensor's own hooks of its gradient       all devices
 ``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
 ``compiled_codecs``     compiles codecs before the first step            accelerators
 ``explain_errors``      names the sharded parameter in torch's errors    all devices

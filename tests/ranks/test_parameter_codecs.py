@@ -133,7 +133,7 @@ def choose() -> None:
     chosen = CommunicationPolicy(all_gather=Int8(), min_numel=1)
     fully_shard(model, comm_policy=lambda p: chosen if p.ndim == 2 else None)
     claims = [bucket.gather_claim for bucket in state_of(model).group.plan.buckets]
-    assert [claim and claim.key for claim in claims] == [Int8(), None]
+    assert [claim and claim.key for claim in claims] == [(Int8(), ""), None]
     for nonsense in (Int8(), "int8"):
         with pytest.raises(
             ConfigurationError, match="comm_policy must be a CommunicationPolicy, or a function of a par"

@@ -64,7 +64,7 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
             *(bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype),
             *(bucket.gradient_dtype, bucket.arriving_dtype),
         )
-        assert key[:-1] == (*found, bucket.offload)
+        assert key == (*found, bucket.offload)
 
 
 @FEWER

@@ -44,13 +44,8 @@ def launch_reduction(
 ) -> InFlight[list[ReducedBucket]]:
     """Launch a reduction over the shard axis, then over the replicate axis; the result is the sharded gradients.
 
-    Args:
-        streams: where each collective runs.
-        reductions: buckets of one or several groups, in the same order on every rank.
-        device: where modules compute.
-        name: the name in errors, the same on every rank.
-        partial: reduce over the shard axis only. The buckets keep their sums for a later reduction; the result is
-            empty.
+    ``reductions`` and ``name`` are the same on every rank. A partial one is over the shard axis only. The buckets keep
+    its sums for a later reduction, and its result is empty.
     """
     reduce = _HybridReduce(reductions, device, name)
     if partial:
@@ -106,7 +101,7 @@ class _HybridReduce:
         label = f"all-reduce of {self._name}"
         for scatter, reduction, buffers, *_ in self._reductions:
             scatter.add_partial(buffers)
-            own = scatter.own_all_reduce(buffers)
+            own = None if scatter.own is None else scatter.own.all_reduce(scatter, buffers)
             if own is None:
                 transfers = [Transfer(buffers.output, buffers.output)]
                 works.append(scatter.pgs.replicate.launch(Collective.ALL_REDUCE, transfers, label, reduction.op))
@@ -177,5 +172,5 @@ class Exchange:
 
 
 def _exchanges(messages: Sequence[tuple[Communicator, Message]], device: torch.device) -> list[Exchange]:
-    grouped = group_by_key([communicator for communicator, _ in messages], [message for _, message in messages])
-    return [Exchange(members, communicator, device) for communicator, members in grouped]
+    by_communicator = group_by_key([c for c, _ in messages], [message for _, message in messages])
+    return [Exchange(members, communicator, device) for communicator, members in by_communicator]

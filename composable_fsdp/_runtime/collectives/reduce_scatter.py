@@ -87,9 +87,6 @@ class BucketReduceScatter:
     """Reduces the gradients of one bucket.
 
     Args:
-        plan: the bucket's plan.
-        parameters: the bucket's parameters, in order.
-        pgs: the process groups to reduce over.
         device: where modules compute.
         rest: the device of the reduced gradients, which is that of the shards.
         pin_memory: True if reduced gradients are page-locked there.
@@ -288,10 +285,6 @@ class BucketReduceScatter:
     @property
     def has_own_all_reduce(self) -> bool:
         return self.own is not None and self.own.all_reduce_bytes is not None
-
-    def own_all_reduce(self, scatter: ReduceScatterBuffers) -> OwnAllReduce | None:
-        """Return the kind's all-reduce over the replicate axis, or ``None`` for one of the communicator."""
-        return None if self.own is None else self.own.all_reduce(self, scatter)
 
     def add_partial(self, scatter: ReduceScatterBuffers) -> None:
         """Add the result of earlier partial reductions to one that is reduced over the shard axis."""

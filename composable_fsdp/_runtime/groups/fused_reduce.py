@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.plan import plan_group
@@ -14,12 +13,6 @@ from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBucket
 __all__ = ["FusedBuckets"]
 
 
-class _Fused(NamedTuple):
-    made_of: list[object]
-    """The groups, their plans and their communicators when the buckets were made."""
-    buckets: tuple[BucketReduceScatter, ...]
-
-
 class FusedBuckets:
     """Creates and caches the fused buckets of groups.
 
@@ -27,8 +20,8 @@ class FusedBuckets:
     """
 
     def __init__(self) -> None:
-        self._known: dict[ParamGroupBuckets, _Fused] = {}
-        """The cached buckets, by the first group."""
+        self._known: dict[ParamGroupBuckets, tuple[list[object], tuple[BucketReduceScatter, ...]]] = {}
+        """The groups, plans and communicators of which buckets are made, and these, by the first group."""
 
     def fuse(self, members: Sequence[ParamGroupBuckets]) -> Sequence[BucketReduceScatter]:
         """Return fused buckets for all parameters of ``members``, or none if these cannot share messages.
@@ -38,9 +31,9 @@ class FusedBuckets:
         """
         made_of: list[object] = [each for t in members for each in (t, t.plan, t.process_groups[0].scatter)]
         known = self._known.get(members[0])
-        if known is None or known.made_of != made_of:
-            known = self._known[members[0]] = _Fused(made_of, _fuse(members))
-        return known.buckets
+        if known is None or known[0] != made_of:
+            known = self._known[members[0]] = (made_of, _fuse(members))
+        return known[1]
 
 
 def _has_same_route(first: ParamGroupBuckets, other: ParamGroupBuckets) -> bool:

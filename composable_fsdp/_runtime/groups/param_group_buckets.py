@@ -278,7 +278,6 @@ class ParamGroupBuckets:
         return plan_group(self.plan.specs, tuple(pgs.plan_options(sizes) for pgs in self.process_groups))
 
     def _make_plan(self) -> GroupPlan:
-        encodable = self.encodable()
         self._compute_dtypes = [p.compute_dtype for p in self.parameters]
         specs = []
         for p, compute_dtype in zip(self.parameters, self._compute_dtypes, strict=True):
@@ -298,7 +297,6 @@ class ParamGroupBuckets:
                     axes=self._axes.index(p.sharding.axes),
                     gather_claim=self.claim(p),
                     reduce_kind=self._reduce_kinds.get(p),
-                    alone=p in encodable and p.needs_own_bucket,
                     summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
                     offload=p.offload if self.rest_device_of(p) != self.device else OffloadPolicy(),
                     autograd_dtype=p.grad_dtype or reduce_dtype if p.has_grad_dtype else None,
@@ -306,15 +304,6 @@ class ParamGroupBuckets:
             )
         specs = _promoted(specs) if all(p.precision.promotes for p in self.parameters) else specs
         return plan_group(tuple(specs), tuple(pgs.plan_options() for pgs in self.process_groups))
-
-    def encodable(self) -> set[ShardedParameter]:
-        """Return the parameters that are sharded over every model-parallel axis that shards any of the group.
-
-        A codec rounds neighbouring values together. Ranks with replicas of one parameter but different shards of its
-        neighbours would round the replicas differently, and these would drift apart.
-        """
-        model_parallel_axes = frozenset[str | int]().union(*(p.model_parallel_axes for p in self.parameters))
-        return {p for p in self.parameters if p.model_parallel_axes == model_parallel_axes}
 
     def refresh(self, before_build: Callable[[], None]) -> None:
         """Update after changes of the sharded parameters. To be called if the registration is no longer current.

@@ -15,9 +15,8 @@ The tensors of one parameter of shape ``(S0, S1, ...)`` in a step, in order (doc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, cast
 from weakref import WeakValueDictionary, ref
@@ -29,14 +28,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
-from composable_fsdp._layout.bucket_layout import ALIGNMENT_BYTES
-from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
 from composable_fsdp._sharding.param_sharding import ParameterSharding, as_dtensor, as_dtensor_at_zero
 from composable_fsdp._sharding.typed_params import ATTRIBUTES
-from composable_fsdp.codecs.communication_policy import CommunicationPolicy
-from composable_fsdp.codecs.error_feedback import without_feedback
-from composable_fsdp.codecs.protocol import Codec, CodecPerParameter, resolve_codec
 from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
@@ -66,7 +60,7 @@ class ParameterSource:
     tensor: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
     sharding: ParameterSharding
-    communication: CommunicationPolicy = field(default_factory=CommunicationPolicy)
+    communication: Hashable | None = None
     offload: OffloadPolicy = OffloadPolicy()  # noqa: RUF009 (frozen)
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
 
@@ -108,7 +102,7 @@ class ShardedParameter:
         self._attributes = {name: value for name, value in vars(tensor).items() if name not in ATTRIBUTES}
         self.kind = parameter_class(tensor)
         """The class of the original parameter. Modules may check it, e.g. for bitsandbytes' ``Params4bit``."""
-        self._is_packed = self.kind is not nn.Parameter and not tensor.requires_grad
+        self.is_packed = self.kind is not nn.Parameter and not tensor.requires_grad
         """True if the bytes may be packed values, as in bitsandbytes' ``Params4bit``, whatever the dtype."""
         grad_dtype = source.precision.grad_dtype
         default = _SAME_DTYPE if grad_dtype is None or not tensor.is_floating_point() else grad_dtype
@@ -135,7 +129,7 @@ class ShardedParameter:
         copy.name, copy.sharding, copy.shape = self.name, self.sharding, self.shape
         copy.communication, copy.offload, copy.precision = self.communication, self.offload, self.precision
         copy._attributes, copy._gradient_dtype = dict(self._attributes), self._gradient_dtype
-        copy.kind, copy._is_packed = self.kind, self._is_packed
+        copy.kind, copy.is_packed = self.kind, self.is_packed
         copy.owners = owners
         copy.sharded = copy.unsharded = sharded
         copy.local = copy.full = cast(Any, sharded)._local_tensor
@@ -163,7 +157,7 @@ class ShardedParameter:
             "" if kind == "Tensor" else f"a {kind}",
             "" if self.sharded.requires_grad else "frozen",
             "" if self.sharding.axes.divide is None else f"divided by {self.sharding.axes.divide}",
-            "" if self.communication == CommunicationPolicy() else str(self.communication),
+            "" if self.communication is None else str(self.communication),
             "" if self.offload == OffloadPolicy() else str(self.offload),
             "" if self.precision == MixedPrecisionPolicy() else str(self.precision),
         ]
@@ -180,43 +174,6 @@ class ShardedParameter:
         return self.sharding.dim
 
     @property
-    def model_parallel_axes(self) -> frozenset[str | int]:
-        """The model-parallel mesh axes that shard the parameter too. On the other axes ranks hold replicas."""
-        inner = self.sharding.inner
-        if inner is None:
-            return frozenset()
-        names: Sequence[str | int] = inner.mesh.mesh_dim_names or range(inner.mesh.ndim)
-        axes = zip(names, inner.mesh.shape, inner.placements, strict=True)
-        return frozenset(name for name, size, placement in axes if size > 1 and not placement.is_replicate())
-
-    @property
-    def gather_codec(self) -> Codec | None:
-        """The codec of the all-gather, or ``None`` for one rank or a small or not encodable parameter."""
-        codec = self.communication.all_gather
-        if codec is None or not self.is_encoded or self.sharding.axes.shard.size == 1:
-            return None
-        return resolve_codec(codec, self.padded_shard_shape)
-
-    @property
-    def needs_own_bucket(self) -> bool:
-        """True if padding in a shared message would shift the rows that a row-wise codec counts."""
-        chosen = self.communication
-        codecs = (chosen.all_gather, *map(without_feedback, (chosen.reduce_scatter, chosen.all_reduce)))
-        chosen_ones = [codec for codec in codecs if codec is not None]
-        if not chosen_ones or not self.is_encoded or not any(isinstance(c, CodecPerParameter) for c in chosen_ones):
-            return False
-        return prod(self.padded_shard_shape) % ALIGNMENT_BYTES != 0
-
-    @property
-    def padded_shard_shape(self) -> tuple[int, ...]:
-        return TensorShards(self.shape, self.dim, self.sharding.axes.shard.size).padded_shape
-
-    @property
-    def is_encoded(self) -> bool:
-        is_number = self.dtype.is_floating_point and not self._is_packed
-        return is_number and prod(self.shape) >= self.communication.min_numel
-
-    @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the all-gather and of the unsharded parameter.
 
@@ -224,7 +181,7 @@ class ShardedParameter:
         with running statistics get the dtype of the statistics if it is wider: torch's kernels take 16-bit inputs with
         fp32 parameters and statistics, but no 16-bit parameters with fp32 statistics.
         """
-        if self._is_packed:
+        if self.is_packed:
             return self.dtype
         dtype = self.precision.compute_dtype(self.dtype)
         if self.precision.param_dtype is not None and dtype.is_floating_point:

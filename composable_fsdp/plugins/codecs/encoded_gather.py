@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 
@@ -13,19 +13,20 @@ from composable_fsdp._runtime.groups.param_group_buckets import GatherKind
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp.codecs._encoder import CodecCall, encode_rows, row_runs
 from composable_fsdp.codecs.protocol import Codec
+from composable_fsdp.plugins.codecs.chosen_codecs import encodable_among, name_of_own_bucket, policy_of, resolved
 
 
 class EncodedParameters(GatherKind):
     """Gathers parameters with the codec that the ``CommunicationPolicy`` has for them."""
 
     def find(self) -> None:
-        self._encodable = self.group.encodable()
+        self._encodable = encodable_among(self.group.parameters)
 
     def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
-        codec = parameter.gather_codec
-        if codec is None or parameter not in self._encodable:
+        codec = policy_of(parameter).all_gather
+        if codec is None or parameter not in self._encodable or parameter.sharding.axes.shard.size == 1:
             return None
-        return GatherClaim(EncodedParameters, cast(Hashable, codec))
+        return GatherClaim(EncodedParameters, (resolved(codec, parameter), name_of_own_bucket(parameter)))
 
     def make(self, plan: BucketPlan) -> AnyBucket:
         return self.group.make_plain(plan, EncodedBucket)
@@ -42,7 +43,8 @@ class EncodedBucket(Bucket):
 
     @property
     def _codec(self) -> Codec:
-        return cast(Codec, cast(GatherClaim, self.plan.gather_claim).key)
+        codec, _ = cast(Any, self.plan.gather_claim).key
+        return cast(Codec, codec)
 
     def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
         packed_numel = self.plan.gather.packed_numel

@@ -23,7 +23,7 @@ from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp.codecs._encoder import Encoder, GradientCodec
 from composable_fsdp.codecs.cast import Cast
-from composable_fsdp.codecs.protocol import resolve_codec
+from composable_fsdp.plugins.codecs.chosen_codecs import encodable_among, name_of_own_bucket, policy_of, resolved
 
 Absent: TypeAlias = Callable[[], torch.Tensor | None]
 
@@ -69,11 +69,7 @@ class EncodedAllReduce:
 
     Every rank decodes the same bytes, its own included, so the result is bitwise the same on all ranks.
 
-    Args:
-        encoders: ``"pieces"`` encodes one chunk per rank, ``"sums"`` the sum of one chunk.
-        values: ``(numel,)`` fp32; holds the result after :meth:`finish`.
-        flags: as for :class:`CodecMessage`.
-        absent: the same, for ``values``.
+    ``values``, ``(numel,)`` fp32, hold the result after :meth:`finish`. The rest is as for :class:`CodecMessage`.
     """
 
     def __init__(
@@ -97,7 +93,6 @@ class EncodedAllReduce:
         return None if absent is None else self._pieces(absent)
 
     def gather(self, communicator: Communicator) -> Transfer:
-        """Encode this rank's sum and return the transfer of the all-gather."""
         device, nbytes = self._values.device, self._sums.row_bytes
         sent = communicator.allocate(nbytes, torch.uint8, device)
         absent = self._absent_pieces()
@@ -107,7 +102,6 @@ class EncodedAllReduce:
         return Transfer(self._received, sent)
 
     def finish(self) -> None:
-        """Decode the gathered sums into the values."""
         received, self._received = self._received, None
         assert received is not None
         rows = received.view(self._shape[0], self._sums.row_bytes)
@@ -123,10 +117,8 @@ class EncodedReduce:
 
     def __init__(self, kind: EncodedGradients, bucket: BucketReduceScatter, former: EncodedReduce | None) -> None:
         self._layout, self._pgs, self._parameters = bucket.plan.reduce, bucket.pgs, bucket.parameters
-        self._wrapped: OwnReduce | None = None
-        """Reduces over the shard axis, in place of a codec."""
-        if kind.wrapped is not None:
-            self._wrapped = kind.wrapped.make(bucket, None if former is None else former._wrapped)
+        wrapped = None if former is None else former._wrapped
+        self._wrapped: OwnReduce | None = kind.wrapped.make(bucket, wrapped) if kind.wrapped is not None else None
         self._version_before: int | None = None if former is None else former._version_before
         """The version of the shards before the first reduction of the step, if that has changed residuals."""
         self.encoders: dict[str, Encoder] = {}
@@ -203,13 +195,11 @@ class EncodedReduce:
         return self._version != self._version_before
 
     def commit(self) -> None:
-        """Make the residuals of this step final."""
         self._version_before = None
         for encoder in self.encoders.values():
             encoder.commit()
 
     def roll_back(self) -> None:
-        """Restore the residuals from before this step, which failed."""
         self._version_before = None
         for encoder in self.encoders.values():
             encoder.roll_back()
@@ -270,23 +260,11 @@ EXACT = Cast(torch.float32)
 
 
 def _chosen_for(parameter: ShardedParameter) -> EncodedGradients:
-    """Return the user's codecs: none on an axis of one rank, or for a parameter that is not encodable."""
-    chosen, axes = parameter.communication, parameter.sharding.axes
-    if not parameter.is_encoded or (chosen.reduce_scatter is None and chosen.all_reduce is None):
-        return EncodedGradients()
-    shape = parameter.padded_shard_shape
+    """Return the user's codecs, but none on an axis of one rank."""
+    chosen, axes = policy_of(parameter), parameter.sharding.axes
+    shard, replicate = (resolved(codec, parameter) for codec in (chosen.reduce_scatter, chosen.all_reduce))
     return EncodedGradients(
-        resolve_codec(chosen.reduce_scatter, shape) if axes.shard.size > 1 else None,
-        resolve_codec(chosen.all_reduce, shape) if axes.replicate.size > 1 else None,
-        alone=parameter.name if parameter.needs_own_bucket else "",
+        shard if axes.shard.size > 1 else None,
+        replicate if axes.replicate.size > 1 else None,
+        alone=name_of_own_bucket(parameter),
     )
-
-
-def encodable_among(parameters: Sequence[ShardedParameter]) -> set[ShardedParameter]:
-    """Return the parameters that are sharded over every model-parallel axis that shards any of the group.
-
-    A codec rounds neighbouring values together. Ranks with replicas of one parameter but different shards of its
-    neighbours would round the replicas differently, and these would drift apart.
-    """
-    model_parallel_axes = frozenset[str | int]().union(*(p.model_parallel_axes for p in parameters))
-    return {p for p in parameters if p.model_parallel_axes == model_parallel_axes}

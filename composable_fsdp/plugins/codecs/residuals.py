@@ -7,6 +7,7 @@ from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS
 from composable_fsdp.codecs.error_feedback import ErrorFeedback
+from composable_fsdp.plugins.codecs.chosen_codecs import policy_of
 from composable_fsdp.plugins.codecs.encoded_reduce import EncodedReduce
 
 
@@ -18,7 +19,7 @@ class Residuals(Observer):
         """The number of optimizer steps when the last forward began."""
 
     def for_root(self, root: Root) -> Observer | None:
-        chosen = [p.communication for state in root.states.values() for p in state.group.parameters]
+        chosen = [policy_of(p) for state in root.states.values() for p in state.group.parameters]
         codecs = [codec for each in chosen for codec in (each.reduce_scatter, each.all_reduce)]
         return Residuals() if any(isinstance(codec, ErrorFeedback) for codec in codecs) else None
 
@@ -38,13 +39,6 @@ class Residuals(Observer):
         has_ended = root.plans.steps.number != self._steps or any(own.shards_changed for _, own in changed)
         for _, own in changed if always or has_ended else ():
             own.commit()
-
-
-def commit_residuals(root: Root) -> None:
-    """Commit the residuals of ``root``, if the step that changed them has ended."""
-    for observer in root.events.observers:
-        if isinstance(observer, Residuals):
-            observer.commit(root)
 
 
 def _changed(root: Root) -> list[tuple[ParamGroup, EncodedReduce]]:
