@@ -13,7 +13,6 @@ sharded unless it was asked to stay unsharded.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -146,7 +145,7 @@ class Root:
             for observe in self.events.before_first_hook:
                 observe(self)
         is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
-        return not is_in_context and not self.events.before_hook and "spmd_types" not in sys.modules
+        return not is_in_context and not self.events.before_hook
 
     @runs_outside
     def _observed(self, hook: Hook, work: Callable[[Any], None], subject: Any) -> None:

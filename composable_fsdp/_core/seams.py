@@ -127,6 +127,9 @@ class Observer:
     def enter_forward(self, root: Root, call: ForwardCall) -> None:
         """Note that the parameters of ``call`` are unsharded. Its module computes next."""
 
+    def enter_call(self, root: Root, call: ForwardCall) -> None:
+        """Note that the module of ``call`` computes next, in forward or recomputed."""
+
     def enter_backward(self, root: Root, call: ForwardCall) -> None:
         """Note that a gradient has reached an output of ``call``, before its parameters are unsharded."""
 
@@ -181,6 +184,7 @@ _BEGINNINGS = (
     "begin_pass",
     "begin_forward",
     "enter_forward",
+    "enter_call",
     "enter_backward",
     "before_hook",
     "begin_run",

@@ -206,8 +206,8 @@ class _ModuleHooks:
         state = self._state
         group, watched = state.group, False
         if not call.is_inner:
-            if group.typed:
-                group.restore_types()
+            for observe in call.iteration.events.enter_call:
+                observe(call.iteration, call)
             if group.tensors.registration.keeps_given:
                 call.given = group.tensors.gather_given()
             watched = torch.is_grad_enabled()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
@@ -20,14 +20,15 @@ from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp._sharding.mesh import DataParallelAxes, join_meshes
-from composable_fsdp._sharding.typed_params import SpmdTypes, read_types
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.policies import DataParallelMeshDims
 
 __all__ = [
+    "FORMS",
     "FullMesh",
     "ModelParallel",
     "ParameterSharding",
+    "PlainForm",
     "ShardPlacementResult",
     "as_dtensor",
     "as_dtensor_at_zero",
@@ -67,6 +68,25 @@ class ShardPlacementResult:
 
 
 @dataclass(frozen=True, eq=False)
+class PlainForm:
+    """The layout of a plain tensor that stands for a DTensor. Modules compute with its local tensor.
+
+    Args:
+        placements: the layout of the parameter, one placement for each axis of the mesh of all axes.
+        gradient_placements: the layout of the gradient that a rank computes.
+        shape: the shape of the parameter over all axes.
+        attributes: the attributes of the original tensor that the sharded parameter does not have.
+        restore: prepares the unsharded parameter before modules compute with it.
+    """
+
+    placements: tuple[Placement, ...]
+    gradient_placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    attributes: tuple[str, ...]
+    restore: Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
 class ModelParallel:
     """The DTensor layout of a parameter before ``fully_shard``. Its unsharded form has this layout too.
 
@@ -75,14 +95,14 @@ class ModelParallel:
         placements: one per axis of ``mesh``.
         shape: the global shape of the parameter.
         data_axes: the axes of ``mesh`` that are data-parallel.
-        types: the types of a plain tensor that stands for a DTensor of this layout. It is plain when it is unsharded.
+        form: that of a plain tensor that stands for a DTensor of this layout. It is plain when it is unsharded.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     data_axes: frozenset[int] = frozenset()
-    types: SpmdTypes | None = None
+    form: PlainForm | None = None
 
     @property
     def may_leave_sums(self) -> bool:
@@ -109,12 +129,12 @@ class ModelParallel:
         axis holds the sum of all ranks' gradients. It is gathered, and each rank takes an equal fraction of it.
 
         Args:
-            gradient: the gradient from autograd, a DTensor on :attr:`mesh`, or plain for a parameter with types.
+            gradient: the gradient from autograd, a DTensor on :attr:`mesh`, or plain for a parameter with a ``form``.
             sum_dtype: dtype in which pending sums over model-parallel axes are computed. Such a result has this dtype;
                 any other has the dtype of ``gradient``.
         """
-        if self.types is not None:
-            gradient = as_dtensor(gradient, self.mesh, self.types.gradient_placements, self.shape)
+        if self.form is not None:
+            gradient = as_dtensor(gradient, self.mesh, self.form.gradient_placements, self.shape)
         assert isinstance(gradient, DTensor)
         arrived = gradient.placements
         wanted = tuple(
@@ -209,7 +229,7 @@ class ParameterSharding:
 
     def wrap_full(self, local: torch.Tensor) -> torch.Tensor:
         """Return the parameter that modules compute with, for the all-gathered tensor ``local``."""
-        return local if self.inner is None or self.inner.types is not None else self.inner.wrap(local)
+        return local if self.inner is None or self.inner.form is not None else self.inner.wrap(local)
 
 
 def shard_over_axes(parameter: torch.Tensor, axes: DataParallelAxes, dim: int) -> ParameterSharding:
@@ -235,18 +255,22 @@ class FullMesh:
     axes: DataParallelAxes
 
 
+FORMS: list[Callable[[str, torch.Tensor, FullMesh], PlainForm | None]] = []
+"""Read the form of a parameter, given its name. The first result counts. An error is that the form is wrong."""
+
+
 def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim: int) -> ParameterSharding:
     """Return the sharding of ``parameter``, a DTensor on the full mesh, over its data-parallel axes.
 
-    A plain tensor with types of ``spmd_types`` is sharded as the DTensor that they describe.
+    A plain tensor with a form (:data:`FORMS`) is sharded as the DTensor that it describes.
 
     Raises:
         ParameterError: it is a plain tensor, on another mesh, or not replicated over these axes. The text names it.
     """
-    types = None
-    if getattr(parameter, "_local_type", None) and not isinstance(parameter, DTensor):
-        types = read_types(name, parameter, full.mesh, full.dims)
-        parameter = as_dtensor(parameter.detach(), full.mesh, types.placements, types.shape)
+    forms = (read(name, parameter, full) for read in FORMS) if not isinstance(parameter, DTensor) else ()
+    form = next((each for each in forms if each is not None), None)
+    if form is not None:
+        parameter = as_dtensor(parameter.detach(), full.mesh, form.placements, form.shape)
     if not isinstance(parameter, DTensor) or parameter.device_mesh != full.mesh:
         found = f"on {parameter.device_mesh}" if isinstance(parameter, DTensor) else "a plain tensor"
         raise ParameterError(
@@ -262,7 +286,7 @@ def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim
                 f"parameter {name!r} is placed {placements[axis]} on the data-parallel mesh dim {names[axis]!r}; it "
                 "must be Replicate() there, so that fully_shard can shard it."
             )
-    inner = ModelParallel(full.mesh, tuple(placements), tuple(parameter.shape), data_axes, types)
+    inner = ModelParallel(full.mesh, tuple(placements), tuple(parameter.shape), data_axes, form)
     shard_axes = [names.index(n) for n in full.dims.shard_names]
     if shard_axes:
         first = shard_axes[0]

@@ -31,6 +31,7 @@ Plugin                  Does                                             On by d
 ``residuals``           commits and restores those of error feedback     all devices
 ``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
 ``compiled_codecs``     compiles codecs before the first step            accelerators
+``spmd_types``          types of the package, on full meshes             all devices
 ``explain_errors``      names the sharded parameter in torch's errors    all devices
 ``profiler_labels``     labels hooks in profiles and in torch's log      all devices
 ``tuning``              measures costs, and chooses settings by them     no: opt-in by
@@ -48,7 +49,9 @@ from composable_fsdp._core.seams import OBSERVERS, Observer, Root
 from composable_fsdp._layout.plan import GatherClaim
 from composable_fsdp._runtime.collectives.bucket import Bucket
 from composable_fsdp._runtime.collectives.reduce_scatter import REDUCE_KINDS, ReduceKind
+from composable_fsdp._runtime.groups.callers_context import LEFT_CONTEXTS
 from composable_fsdp._runtime.groups.param_group_buckets import GATHER_KINDS, GatherKind
+from composable_fsdp._sharding.param_sharding import FORMS
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
@@ -69,6 +72,7 @@ from composable_fsdp.plugins.recovery import Recovery
 from composable_fsdp.plugins.shared_memory.shared_parameters import Epochs, SharedParameters
 from composable_fsdp.plugins.shared_memory.shm_communicator import in_shared_memory
 from composable_fsdp.plugins.skipped_modules import SkippedModules
+from composable_fsdp.plugins.spmd_types import SpmdTypes, read_types, without_type_checks
 from composable_fsdp.plugins.torch_views import TorchViews
 from composable_fsdp.plugins.tuning.tuning import Tuning
 from composable_fsdp.plugins.version_check import VersionCheck
@@ -140,6 +144,7 @@ DEFAULT: tuple[type[Observer], ...] = (
     ForwardOrder,
     VersionCheck,
     Residuals,
+    SpmdTypes,
     ExplainedErrors,
     ProfilerLabels,
     Tuning,
@@ -152,4 +157,6 @@ TRANSPORTS[:0] = DEFAULT_TRANSPORTS
 AROUND.extend(DEFAULT_AROUND)
 GATHER_KINDS.extend(DEFAULT_GATHER_KINDS)
 REDUCE_KINDS.extend(kind() for kind in DEFAULT_REDUCE_KINDS)
+FORMS.append(read_types)
+LEFT_CONTEXTS.append(without_type_checks)
 OBSERVERS.extend(plugin() for plugin in DEFAULT)

@@ -22,17 +22,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from composable_fsdp._sharding.typed_params import without_type_checks
+__all__ = [
+    "LEFT_CONTEXTS",
+    "dispatch_modes",
+    "function_modes",
+    "in_autocast",
+    "in_transform",
+    "outside_callers_context",
+    "runs_outside",
+]
 
-__all__ = ["dispatch_modes", "function_modes", "in_autocast", "in_transform", "outside_callers_context", "runs_outside"]
+LEFT_CONTEXTS: list[Callable[[], AbstractContextManager[None]]] = []
+"""Leave contexts of other packages. While a root is in one, an observer of ``before_hook`` must be attached to it."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,8 +67,8 @@ def runs_outside(function: Callable[P, R]) -> Callable[P, R]:
 def outside_callers_context() -> Iterator[None]:
     """Leave the caller's context, in this thread, until the end of the block."""
     with ExitStack() as left:
-        if "spmd_types" in sys.modules:
-            left.enter_context(without_type_checks())
+        for leave in LEFT_CONTEXTS:
+            left.enter_context(leave())
         if in_transform():
             left.enter_context(_C._DisableFuncTorch())
         if in_autocast():

@@ -81,8 +81,6 @@ class ParamGroup:
             is_new=is_new,
         )
         self.gradients = ParamGroupGradients(name, self.tensors)
-        self.typed = [(each, inner.types) for each in parameters if (inner := each.sharding.inner) and inner.types]
-        """The parameters with types of ``spmd_types``, and these."""
         self.rename(name)
         self.parameter_state = ParameterState.SHARDED
         self._pending_gather: InFlight[None] | None = None
@@ -90,11 +88,6 @@ class ParamGroup:
         """True if a failed all-gather may still write to the unsharded memory, which then must not be freed."""
         self._noted_bytes = 0
         """The unsharded bytes that were last reported to the trace."""
-
-    def restore_types(self) -> None:
-        """Give unsharded parameters their types of ``spmd_types``."""
-        for parameter, types in self.typed:
-            types.restore(parameter.unsharded)
 
     def rename(self, name: str) -> None:
         """Set the name, once the module's path in the model is known or has changed."""

@@ -30,7 +30,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
 from composable_fsdp._sharding.param_sharding import ParameterSharding, as_dtensor, as_dtensor_at_zero
-from composable_fsdp._sharding.typed_params import ATTRIBUTES
 from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
@@ -99,7 +98,9 @@ class ShardedParameter:
         self.communication = source.communication
         self.offload, self.precision = source.offload, source.precision
         self.shape = tuple(local_part(tensor).shape)
-        self._attributes = {name: value for name, value in vars(tensor).items() if name not in ATTRIBUTES}
+        inner = self.sharding.inner
+        hidden = inner.form.attributes if inner is not None and inner.form is not None else ()
+        self._attributes = {name: value for name, value in vars(tensor).items() if name not in hidden}
         self.kind = parameter_class(tensor)
         """The class of the original parameter. Modules may check it, e.g. for bitsandbytes' ``Params4bit``."""
         self.is_packed = self.kind is not nn.Parameter and not tensor.requires_grad

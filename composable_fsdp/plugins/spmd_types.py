@@ -11,46 +11,52 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import Shard
 
+from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._runtime.groups.state import ForwardCall
+from composable_fsdp._runtime.schedule.schedule import Hook
+from composable_fsdp._sharding.param_sharding import FullMesh, PlainForm
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.policies import DataParallelMeshDims
 
-__all__ = ["ATTRIBUTES", "SpmdTypes", "read_types", "without_type_checks"]
+__all__ = ["SpmdTypes", "read_types", "without_type_checks"]
 
-ATTRIBUTES = ("_local_type", "_partition_spec")
+_ATTRIBUTES = ("_local_type", "_partition_spec")
 """The attributes in which the package keeps the types of a tensor."""
 
 
-@dataclass(frozen=True, eq=False)
-class SpmdTypes:
-    """The types of one parameter.
+class SpmdTypes(Observer):
+    """Lets hooks leave checks of types, and gives unsharded parameters their types, once the package is imported."""
 
-    Args:
-        placements: the layout of the parameter, one placement for each axis of the mesh of all axes.
-        gradient_placements: the layout of the gradient that a rank computes.
-        shape: the shape of the parameter over all axes.
-        types: the type on each axis of the mesh for which the package checks types.
-        partition_spec: the axes that shard each dim, if the user named them.
-    """
+    def before_first_hook(self, root: Root) -> None:
+        if "spmd_types" in sys.modules:
+            root.events.add(_IMPORTED)
 
-    placements: tuple[Placement, ...]
-    gradient_placements: tuple[Placement, ...]
-    shape: tuple[int, ...]
-    types: Mapping[Any, Any]
-    partition_spec: Any
 
-    def restore(self, unsharded: torch.Tensor) -> None:
-        """Give ``unsharded`` its types, if the package checks types now."""
-        spmd: Any = sys.modules["spmd_types"]
-        if spmd.is_type_checking():
-            spmd.assert_type(unsharded, dict(self.types), partition_spec=self.partition_spec)
+class _Imported(Observer):
+    def before_hook(self, root: Root, hook: Hook, subject: Any) -> None:
+        """Do nothing: the root leaves the caller's context if anything observes its hooks."""
+
+    def enter_call(self, root: Root, call: ForwardCall) -> None:
+        for parameter in call.state.group.parameters:
+            inner = parameter.sharding.inner
+            if inner is not None and inner.form is not None:
+                inner.form.restore(parameter.unsharded)
+
+
+_IMPORTED = _Imported()
+
+
+def _restore(types: Mapping[Any, Any], partition_spec: Any, unsharded: torch.Tensor) -> None:
+    """Give ``unsharded`` its types, if the package checks types now."""
+    spmd: Any = sys.modules["spmd_types"]
+    if spmd.is_type_checking():
+        spmd.assert_type(unsharded, dict(types), partition_spec=partition_spec)
 
 
 def without_type_checks() -> AbstractContextManager[None]:
@@ -59,12 +65,15 @@ def without_type_checks() -> AbstractContextManager[None]:
     return nullcontext() if spmd is None else spmd.no_typecheck()
 
 
-def read_types(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dims: DataParallelMeshDims) -> SpmdTypes:
-    """Return the types of ``parameter`` for ``mesh``, whose data-parallel axes are ``dims``.
+def read_types(name: str, parameter: torch.Tensor, full: FullMesh) -> PlainForm | None:
+    """Return the form of ``parameter`` on the ``full`` mesh by its types, or ``None`` if it has none.
 
     Raises:
-        ParameterError: types are missing on an axis, or contradict ``mesh`` or ``dims``. The text names the parameter.
+        ParameterError: types are missing on an axis, or contradict the mesh. The text names the parameter.
     """
+    if not getattr(parameter, "_local_type", None):
+        return None
+    mesh, dims = full.mesh, full.dims
     spmd: Any = import_module("spmd_types")
     flatten: Any = import_module("spmd_types._mesh_axis").flatten_axes
     own, spec = dict(spmd.get_local_type(parameter)), spmd.get_partition_spec(parameter)
@@ -111,4 +120,5 @@ def read_types(name: str, parameter: torch.Tensor, mesh: DeviceMesh, dims: DataP
         if isinstance(placements[-1], Shard):
             shape[placements[-1].dim] *= mesh.size(list(axes).index(mesh_name))
     restored = {axis: own.get(axis, spmd.R) for axis in checked}
-    return SpmdTypes(tuple(placements), tuple(gradients), tuple(shape), restored, spec)
+    restore = partial(_restore, restored, spec)
+    return PlainForm(tuple(placements), tuple(gradients), tuple(shape), _ATTRIBUTES, restore)
