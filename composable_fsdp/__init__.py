@@ -50,10 +50,10 @@ from composable_fsdp.init.materialize import initialize, to_empty
 from composable_fsdp.init.random_shards import sharded_rng
 from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
 from composable_fsdp.optim.local_optimizer import local_optimizer
+from composable_fsdp.plugins.checks.optimizer_checks import LowPrecisionWarning
+from composable_fsdp.plugins.checks.plain_parameters import PlainParameterWarning
 from composable_fsdp.plugins.extensions.tensor_classes import LostExtensionWarning
 from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
-from composable_fsdp.plugins.optimizer_checks import LowPrecisionWarning
-from composable_fsdp.plugins.plain_parameters import PlainParameterWarning
 from composable_fsdp.plugins.torch_views import client_state
 from composable_fsdp.plugins.tuning.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp.policies import (

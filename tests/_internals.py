@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from composable_fsdp._api.strategy import StrategyName, resolve_strategy
     from composable_fsdp._api.torch_types import as_strategy
     from composable_fsdp._comm import broadcast, c10d, factory
-    from composable_fsdp._comm.c10d import Pooled, ProcessGroupCommunicator
+    from composable_fsdp._comm.c10d import ProcessGroupCommunicator
     from composable_fsdp._comm.communicator import (
         Around,
         Collective,
@@ -191,10 +191,12 @@ if TYPE_CHECKING:
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
+    from composable_fsdp.plugins.checks.forward_order import ExecutionOrderWarning
+    from composable_fsdp.plugins.checks.version_check import reads_shards
     from composable_fsdp.plugins.codecs.encoded_reduce import EncodedReduce
+    from composable_fsdp.plugins.custom_comm import Pooled
     from composable_fsdp.plugins.explain_errors import explanation_of
     from composable_fsdp.plugins.extensions.extension_bucket import ExtendedBucket
-    from composable_fsdp.plugins.forward_order import ExecutionOrderWarning
     from composable_fsdp.plugins.gloo.connection import GlooConnection
     from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
     from composable_fsdp.plugins.recovery import disconnect, reconnect
@@ -217,7 +219,6 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.tuning.group_spec import GroupSpec, Specs
     from composable_fsdp.plugins.tuning.predict import specs_for
     from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
-    from composable_fsdp.plugins.version_check import reads_shards
     from composable_fsdp.plugins.visible_collectives import Visible
     from composable_fsdp.plugins.watchdog.attach import compare, compared
     from composable_fsdp.plugins.watchdog.decorators import OrderChecked, Watched, _WatchedWork, level_through_store

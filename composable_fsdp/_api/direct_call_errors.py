@@ -31,7 +31,6 @@ from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
 from composable_fsdp._runtime.groups.state import state_of
 from composable_fsdp.diagnostics._recording import hook_uncaught
 from composable_fsdp.errors import LifecycleError
-from composable_fsdp.plugins.explain_errors import explain, is_mixed
 
 __all__ = ["explained_methods", "uncaught_errors"]
 
@@ -54,6 +53,8 @@ def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(self, *args, **kwargs)
         except RuntimeError as error:
+            from composable_fsdp.plugins.explain_errors import is_mixed
+
             state = state_of(self)
             if isinstance(error, LifecycleError) or not is_mixed(error) or state.is_running:
                 raise
@@ -72,6 +73,8 @@ def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_and_explain(error: BaseException) -> str | None:
+    from composable_fsdp.plugins.explain_errors import explain
+
     note_end(error)
     return explain(error)
 

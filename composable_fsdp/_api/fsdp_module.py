@@ -6,7 +6,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from weakref import ref
@@ -25,7 +25,7 @@ from composable_fsdp._api.group_setters import (
     set_root_option,
 )
 from composable_fsdp._api.torch_types import TorchFSDPModule, TorchUnshardHandle, find_state
-from composable_fsdp._comm.communicator import Communicator
+from composable_fsdp._comm.communicator import Collective
 from composable_fsdp._core.dry import schedule_of
 from composable_fsdp._core.root import Root
 from composable_fsdp._runtime.groups.callers_context import runs_outside
@@ -117,7 +117,7 @@ class FSDPModule(TorchFSDPModule):
         """
         state = _state(self)
         state.drain_before_changes()
-        with state.group.unshard_async_op(async_op):
+        with _async_op_passed(state, async_op):
             iteration_of(state).unshard_explicitly(state)
         handle = UnshardHandle(state)
         if async_op:
@@ -497,7 +497,7 @@ class FSDPModule(TorchFSDPModule):
                 waits for the result. ``False`` detects no changes.
             recurse: apply the setting to the sharded modules below this one too.
         """
-        from composable_fsdp.plugins.version_check import set_version_check
+        from composable_fsdp.plugins.checks.version_check import set_version_check
 
         for state in _states(self, recurse):
             set_version_check(state, enable)
@@ -519,9 +519,11 @@ class FSDPModule(TorchFSDPModule):
             ArgumentTypeError: ``comm`` has no ``allocate`` or is not callable.
             LifecycleError: a forward has run whose backward may still come.
         """
+        from composable_fsdp.plugins import custom_comm
+
         check_between_steps("set_custom_all_gather", [_state(self)])
-        for pgs in _state(self).group.process_groups:
-            pgs.customize_gather(comm)
+        custom_comm.check_custom(Collective.ALL_GATHER, comm)
+        custom_comm.choose([_state(self)], custom_gather=comm)
         _state(self).group.rebuild()
 
     @runs_outside
@@ -538,9 +540,11 @@ class FSDPModule(TorchFSDPModule):
             ArgumentTypeError: ``comm`` has no ``allocate`` or is not callable.
             LifecycleError: a forward has run whose backward may still come.
         """
+        from composable_fsdp.plugins import custom_comm
+
         check_between_steps("set_custom_reduce_scatter", [_state(self)])
-        for pgs in _state(self).group.process_groups:
-            pgs.customize_scatter(comm)
+        custom_comm.check_custom(Collective.REDUCE_SCATTER, comm)
+        custom_comm.choose([_state(self)], custom_scatter=comm)
         _state(self).group.rebuild()
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
@@ -578,10 +582,9 @@ class FSDPModule(TorchFSDPModule):
 
         Every rank must call it, at the same place.
         """
-        separate: dict[object, Communicator] = {}
-        for state in _states(self, recurse):
-            for pgs in state.group.process_groups:
-                pgs.separate_scatter(separate if enable else None)
+        from composable_fsdp.plugins import custom_comm
+
+        custom_comm.separate_scatter(_states(self, recurse), enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether communication buffers come from the allocator of the backend, if it has one (as NCCL has).
@@ -592,7 +595,7 @@ class FSDPModule(TorchFSDPModule):
             ConflictError: after ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, whose ``allocate`` decides.
         """
         state = _state(self)
-        if any(pgs.is_custom for pgs in state.group.process_groups):
+        if _has_custom_collectives(state):
             raise ConflictError(
                 f"set_allocate_memory_from_process_group_for_comm on {state.name!r}, which has a custom collective: "
                 "its allocate() gives the memory of messages. Allocate there from the process group, or leave this out."
@@ -600,8 +603,9 @@ class FSDPModule(TorchFSDPModule):
         settings: str = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
         if enable and "expandable_segments:true" in settings.lower():
             _note_separate_pool()
-        for pgs in state.group.process_groups:
-            pgs.pool(enable)
+        from composable_fsdp.plugins import custom_comm
+
+        custom_comm.choose([state], pooled=enable)
 
     def set_stable_storage(self, enable: bool = True, *, recurse: bool = True) -> NoReturn:
         """Raise ``UnsupportedError``: parameters and messages are allocated for each use, at changing addresses."""
@@ -639,9 +643,9 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Set the ``async_op`` argument of custom all-gathers. Built-in all-gathers are always asynchronous."""
-        for state in _states(self, recurse=True):
-            for pgs in state.group.process_groups:
-                pgs.unshard_async_op = async_op
+        from composable_fsdp.plugins import custom_comm
+
+        custom_comm.choose(_states(self, recurse=True), async_op=async_op)
 
     def _get_fsdp_state(self) -> Any:
         assert isinstance(self, nn.Module)
@@ -826,6 +830,19 @@ def _note_separate_pool() -> None:
         "the backend's allocator, which has no expandable segments and shares no memory with the rest. Leave out one "
         "of them if memory is short."
     )
+
+
+def _has_custom_collectives(state: FSDPState) -> bool:
+    return not all(pgs.channels.can_be_shared for pgs in state.group.process_groups)
+
+
+def _async_op_passed(state: FSDPState, async_op: bool) -> AbstractContextManager[None]:
+    """Return a context in which custom all-gathers of ``state`` get the argument ``async_op``."""
+    if not _has_custom_collectives(state):
+        return nullcontext()
+    from composable_fsdp.plugins import custom_comm
+
+    return custom_comm.unshard_async_op(state, async_op)
 
 
 def _unsupported(what: str, instead: str) -> NoReturn:

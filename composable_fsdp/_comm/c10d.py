@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import SUM, Around, Collective, GroupReference, Traits, Transfer, Work
+from composable_fsdp._comm.communicator import SUM, Collective, GroupReference, Traits, Transfer, Work
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.device_capabilities import backend_capabilities, device_capabilities
 from composable_fsdp.errors import PeerError
 
-__all__ = ["OPERATIONS", "Pooled", "ProcessGroupCommunicator", "WorkList", "timeout_of_backend"]
+__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "WorkList", "timeout_of_backend"]
 
 logger = logging.getLogger(__name__)
 
@@ -210,16 +210,6 @@ def _in_known_dtype(kind: Collective, output: torch.Tensor, input: torch.Tensor)
     if dtype is torch.uint8 and kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE):
         return Transfer(output, input)  # the backend tells what it cannot add up
     return Transfer(output.view(dtype), input.view(dtype))
-
-
-class Pooled(Around):
-    """Messages are in memory of the backend's own allocator, if it has one (NCCL registers that memory)."""
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        backend = self.group._get_backend(device)
-        if backend.supports_tensor_alloc(device):
-            return cast(torch.Tensor, backend.allocate_tensor(numel, dtype=dtype, device=device))
-        return self.base.allocate(numel, dtype, device)
 
 
 def timeout_of_backend(backend: Any) -> float:

@@ -38,6 +38,7 @@ Plugin                  Does                                             On by d
                                                                          ``calibrate()``,
                                                                          ``set_costs()``
 ``full_params``         registers full parameters for the user           when it is called
+``custom_comm``         custom collectives, allocators, process groups   when it is called
 ======================= ================================================ ==================
 """
 
@@ -53,6 +54,11 @@ from composable_fsdp._runtime.groups.callers_context import LEFT_CONTEXTS
 from composable_fsdp._runtime.groups.param_group_buckets import GATHER_KINDS, GatherKind
 from composable_fsdp._sharding.param_sharding import FORMS
 from composable_fsdp.plugins.captured_passes import CapturedPasses
+from composable_fsdp.plugins.checks.forward_order import ForwardOrder
+from composable_fsdp.plugins.checks.model_check import ModelCheck
+from composable_fsdp.plugins.checks.optimizer_checks import OptimizerChecks
+from composable_fsdp.plugins.checks.plain_parameters import PlainParameters
+from composable_fsdp.plugins.checks.version_check import VersionCheck
 from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
 from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
@@ -60,13 +66,9 @@ from composable_fsdp.plugins.codecs.residuals import Residuals
 from composable_fsdp.plugins.explain_errors import ExplainedErrors
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions
 from composable_fsdp.plugins.extensions.gradients import GradientHooks
-from composable_fsdp.plugins.forward_order import ForwardOrder
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
-from composable_fsdp.plugins.model_check import ModelCheck
-from composable_fsdp.plugins.optimizer_checks import OptimizerChecks
 from composable_fsdp.plugins.pass_reports import ReportedPasses, TracedPasses
-from composable_fsdp.plugins.plain_parameters import PlainParameters
 from composable_fsdp.plugins.profiler_labels import ProfilerLabels
 from composable_fsdp.plugins.recovery import Recovery
 from composable_fsdp.plugins.shared_memory.shared_parameters import Epochs, SharedParameters
@@ -75,7 +77,6 @@ from composable_fsdp.plugins.skipped_modules import SkippedModules
 from composable_fsdp.plugins.spmd_types import SpmdTypes, read_types, without_type_checks
 from composable_fsdp.plugins.torch_views import TorchViews
 from composable_fsdp.plugins.tuning.tuning import Tuning
-from composable_fsdp.plugins.version_check import VersionCheck
 from composable_fsdp.plugins.visible_collectives import Visible
 from composable_fsdp.plugins.watchdog.attach import OrderCheckLevel, order_checked, watched
 

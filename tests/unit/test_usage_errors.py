@@ -591,7 +591,7 @@ def step(module: nn.Module, kind: type[torch.optim.Optimizer], dtype: torch.dtyp
 def test_one_warning_tells_of_an_optimizer_that_updates_parameters_of_low_precision(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("composable_fsdp.plugins.optimizer_checks._has_warned_of_low_precision", False)
+    monkeypatch.setattr("composable_fsdp.plugins.checks.optimizer_checks._has_warned_of_low_precision", False)
     name = str(dtype).removeprefix("torch.")
     silent: list[tuple[nn.Module, type[torch.optim.Optimizer], torch.dtype]] = [
         (fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=dtype)), torch.optim.SGD, dtype),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -241,18 +240,6 @@ class ParamGroup:
     def unshard(self, streams: CommStreams) -> None:
         """Launch the all-gather, unless it is in flight or done."""
         unshard_together(streams, (self,), f"all-gather of {self.name}")
-
-    @contextmanager
-    def unshard_async_op(self, async_op: bool) -> Iterator[None]:
-        """Pass ``async_op`` to the custom all-gathers of the group in this context."""
-        before = [pgs.unshard_async_op for pgs in self.process_groups]
-        for pgs in self.process_groups:
-            pgs.unshard_async_op = async_op
-        try:
-            yield
-        finally:
-            for pgs, usual in zip(self.process_groups, before, strict=True):
-                pgs.unshard_async_op = usual
 
     @property
     def is_gathered(self) -> bool:
