@@ -25,7 +25,6 @@ from composable_fsdp._api.group_setters import (
     set_root_option,
 )
 from composable_fsdp._api.torch_types import TorchFSDPModule, TorchUnshardHandle, find_state
-from composable_fsdp._comm.communicator import Collective
 from composable_fsdp._core.dry import schedule_of
 from composable_fsdp._core.root import Root
 from composable_fsdp._runtime.groups.callers_context import runs_outside
@@ -519,11 +518,8 @@ class FSDPModule(TorchFSDPModule):
             ArgumentTypeError: ``comm`` has no ``allocate`` or is not callable.
             LifecycleError: a forward has run whose backward may still come.
         """
-        from composable_fsdp.plugins import custom_comm
-
         check_between_steps("set_custom_all_gather", [_state(self)])
-        custom_comm.check_custom(Collective.ALL_GATHER, comm)
-        custom_comm.choose([_state(self)], custom_gather=comm)
+        _custom_comm().choose([_state(self)], custom_gather=comm)
         _state(self).group.rebuild()
 
     @runs_outside
@@ -540,11 +536,8 @@ class FSDPModule(TorchFSDPModule):
             ArgumentTypeError: ``comm`` has no ``allocate`` or is not callable.
             LifecycleError: a forward has run whose backward may still come.
         """
-        from composable_fsdp.plugins import custom_comm
-
         check_between_steps("set_custom_reduce_scatter", [_state(self)])
-        custom_comm.check_custom(Collective.REDUCE_SCATTER, comm)
-        custom_comm.choose([_state(self)], custom_scatter=comm)
+        _custom_comm().choose([_state(self)], custom_scatter=comm)
         _state(self).group.rebuild()
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
@@ -582,9 +575,7 @@ class FSDPModule(TorchFSDPModule):
 
         Every rank must call it, at the same place.
         """
-        from composable_fsdp.plugins import custom_comm
-
-        custom_comm.separate_scatter(_states(self, recurse), enable)
+        _custom_comm().separate_scatter(_states(self, recurse), enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether communication buffers come from the allocator of the backend, if it has one (as NCCL has).
@@ -603,9 +594,7 @@ class FSDPModule(TorchFSDPModule):
         settings: str = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
         if enable and "expandable_segments:true" in settings.lower():
             _note_separate_pool()
-        from composable_fsdp.plugins import custom_comm
-
-        custom_comm.choose([state], pooled=enable)
+        _custom_comm().choose([state], pooled=enable)
 
     def set_stable_storage(self, enable: bool = True, *, recurse: bool = True) -> NoReturn:
         """Raise ``UnsupportedError``: parameters and messages are allocated for each use, at changing addresses."""
@@ -643,9 +632,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Set the ``async_op`` argument of custom all-gathers. Built-in all-gathers are always asynchronous."""
-        from composable_fsdp.plugins import custom_comm
-
-        custom_comm.choose(_states(self, recurse=True), async_op=async_op)
+        _custom_comm().choose(_states(self, recurse=True), async_op=async_op)
 
     def _get_fsdp_state(self) -> Any:
         assert isinstance(self, nn.Module)
@@ -840,9 +827,13 @@ def _async_op_passed(state: FSDPState, async_op: bool) -> AbstractContextManager
     """Return a context in which custom all-gathers of ``state`` get the argument ``async_op``."""
     if not _has_custom_collectives(state):
         return nullcontext()
+    return cast("AbstractContextManager[None]", _custom_comm().unshard_async_op(state, async_op))
+
+
+def _custom_comm() -> Any:
     from composable_fsdp.plugins import custom_comm
 
-    return custom_comm.unshard_async_op(state, async_op)
+    return custom_comm
 
 
 def _unsupported(what: str, instead: str) -> NoReturn:

@@ -35,7 +35,7 @@ from composable_fsdp._runtime.groups.callers_context import (
     in_transform,
     runs_outside,
 )
-from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
+from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED
 from composable_fsdp._runtime.groups.param_group_gradients import AutogradRun
 from composable_fsdp._runtime.groups.state import NO_RECORD, Accumulation, ForwardCall, FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import (
@@ -104,7 +104,7 @@ class Root:
     Attributes:
         finalization: the end of the reductions of a step.
         post_optimizer_event: the event after the optimizer's step, for which the next forward's first gather waits.
-        lent: a group in LENT, while there is one: no module of this root may run.
+        refuse: raises an error that says why no module may run now; else ``None``.
         events: the observers.
         tape: the events of the last step.
     """
@@ -121,7 +121,7 @@ class Root:
         self.root, self.states, self.launcher = root, states, launcher
         self.finalization = Finalization()
         self.post_optimizer_event: Any = None
-        self.lent: ParamGroup | None = None
+        self.refuse: Callable[[], None] | None = None
         self.plans = Planner(root, states, launcher)
         self._progress = Progress(states.values(), self.plans.steps, run)
         self.queue = ReductionQueue(launcher, self.plans)
@@ -414,7 +414,7 @@ class Root:
             observe(self, state)
 
     def _begin_backward(self) -> None:
-        self.check_not_lent()
+        self.check_available()
         self._progress.begin(is_in_forward=self._pass is FORWARD)
         self._pass = BACKWARD
         self.tape.bound(len(self.states))
@@ -600,7 +600,7 @@ class Root:
             raise LifecycleError(
                 f"{occasion} was called in {place}, which may still give gradients: call it afterwards."
             )
-        self.check_not_lent()
+        self.check_available()
         self.queue.send_held(states)
 
     def reset(self) -> None:
@@ -663,9 +663,9 @@ class Root:
     # -- checks
 
     def check_thread(self, state: FSDPState) -> None:
-        """Raise a ``LifecycleError`` if another thread is inside a pass, or full parameters are registered."""
-        if self.lent is not None:
-            self.check_not_lent()
+        """Raise a ``LifecycleError`` if another thread is inside a pass, or no module may run."""
+        if self.refuse is not None:
+            self.refuse()
         thread = self._passes.thread
         if self._pass is IDLE or thread is None or thread is threading.current_thread():
             return
@@ -673,10 +673,10 @@ class Root:
         if self._pass is FORWARD or (self._passes.runs_backward and not recomputes):
             raise another_thread(state, thread, self._pass.value, self.root)
 
-    def check_not_lent(self) -> None:
-        """Raise a ``LifecycleError`` if a group is LENT."""
-        if self.lent is not None:
-            self.lent.check_can_unshard()
+    def check_available(self) -> None:
+        """Raise a ``LifecycleError`` if no module may run now."""
+        if self.refuse is not None:
+            self.refuse()
 
     def _check_alive(self, state: FSDPState) -> None:
         """Raise an error if an earlier pass ended in an exception without recovery."""

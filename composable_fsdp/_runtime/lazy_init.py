@@ -48,12 +48,12 @@ def iteration_of(state: FSDPState) -> Root:
     """Return the iteration of ``state``. If there is none, make one with ``state`` as the root.
 
     Raises:
-        LifecycleError: full parameters of the root are registered for the user.
+        LifecycleError: no module of the root may run now.
     """
     iteration: Root | None = state.iteration
     if iteration is None:
         return assemble(state)
-    iteration.check_not_lent()
+    iteration.check_available()
     return iteration
 
 

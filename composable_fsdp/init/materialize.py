@@ -20,7 +20,13 @@ from composable_fsdp._consistency.order_check import OrderCheck, order_check_fro
 from composable_fsdp._consistency.verify_ranks import verify_same
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
-from composable_fsdp._runtime.lend_params import (
+from composable_fsdp._runtime.params.param_places import ParamPlace, registered_buffers, registered_parameters
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._runtime.shard_extent import states_below
+from composable_fsdp._sharding.mesh import data_parallel_axes
+from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.init.random_shards import ShardedRandom, seeded
+from composable_fsdp.plugins.full_params import (
     empty_full_parameter,
     full_parameter,
     lend,
@@ -28,12 +34,6 @@ from composable_fsdp._runtime.lend_params import (
     sharded_places,
     write_shard,
 )
-from composable_fsdp._runtime.params.param_places import ParamPlace, registered_buffers, registered_parameters
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.shard_extent import states_below
-from composable_fsdp._sharding.mesh import data_parallel_axes
-from composable_fsdp.errors import ConfigurationError, ParameterError
-from composable_fsdp.init.random_shards import ShardedRandom, seeded
 
 __all__ = [
     "Ignored",

@@ -38,7 +38,6 @@ __all__ = [
     "CustomCollective",
     "CustomCommunicator",
     "Pooled",
-    "check_custom",
     "choose",
     "separate_scatter",
     "unshard_async_op",
@@ -100,12 +99,7 @@ class Pooled(Around):
         return self.base.allocate(numel, dtype, device)
 
 
-def check_custom(kind: Collective, collective: object) -> None:
-    """Check the argument of ``set_custom_all_gather`` or ``set_custom_reduce_scatter``.
-
-    Raises:
-        ArgumentTypeError: ``collective`` lacks ``allocate`` or cannot be called.
-    """
+def _check(kind: Collective, collective: object) -> None:
     allocate: Callable[..., Any] | None = getattr(collective, "allocate", None)
     if not callable(collective) or not callable(allocate):
         raise ArgumentTypeError(
@@ -156,7 +150,14 @@ class ChosenChannels(Channels):
 
 
 def choose(states: Iterable[FSDPState], **choices: Any) -> None:
-    """Change ``choices`` of all groups of ``states``."""
+    """Change ``choices`` of all groups of ``states``: arguments of :class:`ChosenChannels`.
+
+    Raises:
+        ArgumentTypeError: a custom collective lacks ``allocate`` or cannot be called.
+    """
+    for name, kind in (("custom_gather", Collective.ALL_GATHER), ("custom_scatter", Collective.REDUCE_SCATTER)):
+        if name in choices:
+            _check(kind, choices[name])
     for state in states:
         for pgs in state.group.process_groups:
             pgs.choose(replace(_chosen(pgs), **choices))
