@@ -19,6 +19,7 @@ from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_
 from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._consistency.shutdown import shutdown
 from composable_fsdp._consistency.wait_warning import set_wait_warning
+from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._sharding.mesh import OffloadBackendWarning
 from composable_fsdp._sharding.param_sharding import ShardPlacementResult
 from composable_fsdp.codecs.blockwise import Int4, Int8
@@ -26,6 +27,7 @@ from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.codecs.error_feedback import ErrorFeedback
 from composable_fsdp.codecs.float8 import Float8
+from composable_fsdp.diagnostics._recording import Recorder
 from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow, communication_report
 from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription, describe, describe_groups
 from composable_fsdp.diagnostics.nonfinite import find_nonfinite
@@ -138,6 +140,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+OBSERVERS.append(Recorder())  # diagnostics stand above plugins
 
 _attributes: Any = fully_shard
 _attributes.state = client_state  # as torch's has

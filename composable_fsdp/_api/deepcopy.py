@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._api.direct_call_errors import uncaught_errors
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.param_group_buckets import GATHER_KINDS
@@ -116,6 +115,5 @@ def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
     options = replace(state.options, forward_prefetch=forward, backward_prefetch=backward)
     FSDPState.__init__(clone, [memo[id(m)] for m in state.modules], copied, options, owner_states)
     optimizer_hooks.keep_for(clone)
-    uncaught_errors.keep_for(clone)
     for observer in OBSERVERS:
         observer.after_copy(state, clone)

@@ -16,7 +16,6 @@ from torch import nn
 
 from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._api.deepcopy import copy_sharded
-from composable_fsdp._api.direct_call_errors import explained_methods
 from composable_fsdp._api.group_setters import (
     check_between_steps,
     check_count,
@@ -27,6 +26,7 @@ from composable_fsdp._api.group_setters import (
 from composable_fsdp._api.torch_types import TorchFSDPModule, TorchUnshardHandle, find_state
 from composable_fsdp._core.dry import schedule_of
 from composable_fsdp._core.root import Root
+from composable_fsdp._core.seams import CLASS_MEMBERS
 from composable_fsdp._runtime.groups.callers_context import runs_outside
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, connections, state_of
 from composable_fsdp._runtime.groups.state_machine import GradientState, ParameterState
@@ -746,7 +746,8 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of ``FSDPModule`` and ``original`` for sharded modules of that class, one per class."""
     if original not in _classes:
         body: dict[str, Any] = {"__module__": original.__module__, "__doc__": original.__doc__}
-        body.update(explained_methods(original))
+        for members_of in CLASS_MEMBERS:
+            body.update(members_of(original))
         if original.forward is not nn.Module.forward:
             body["forward"] = hooked_forward(original.forward)
         made = types.new_class(

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp._api.direct_call_errors import uncaught_errors
 from composable_fsdp._api.fsdp_module import sharded_class
 from composable_fsdp._api.ignored import find_ignored
-from composable_fsdp._api.param_discovery import CommunicationFunction, ParamDiscovery, PlacementFunction
+from composable_fsdp._api.param_discovery import ParamDiscovery, PlacementFunction
 from composable_fsdp._api.strategy import ShardingStrategy, StrategyName, resolve_strategy
 from composable_fsdp._api.tied_owners import tied_owner_states
 from composable_fsdp._api.torch_types import (
@@ -38,8 +37,6 @@ from composable_fsdp._sharding.mesh import (
     warn_without_cpu_backend,
 )
 from composable_fsdp._sharding.param_sharding import FullMesh
-from composable_fsdp.codecs.communication_policy import CommunicationPolicy
-from composable_fsdp.diagnostics._recording import enable_from_environment
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
@@ -50,6 +47,7 @@ from composable_fsdp.policies import (
 )
 
 if TYPE_CHECKING:
+    from composable_fsdp.codecs.communication_policy import CommunicationFunction, CommunicationPolicy
     from composable_fsdp.wrap.wrap_policy import PolicyLike
 
 __all__ = ["fully_shard", "register_fsdp_forward_method"]
@@ -172,7 +170,8 @@ def fully_shard(
     modules = _as_modules(module)
     for each in modules:
         _check_module(each)
-    enable_from_environment()
+    for observer in OBSERVERS:
+        observer.before_sharding(modules)
     axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     ignored = find_ignored(modules, ignored_params, ignored_modules)
@@ -188,7 +187,9 @@ def fully_shard(
             axes, full_mesh, shard_placement_fn, ignored.parameters, device is not None, owner_states
         )
         if comm_policy is not None:
-            discovery.communication_of = _as_function(comm_policy)
+            from composable_fsdp.codecs.communication_policy import communication_of
+
+            discovery.communication_of = communication_of(comm_policy)
         discovery.offload, discovery.precision = offload, precision
         sources = discovery.collect(modules)
         if any(isinstance(source.offload, CPUOffloadPolicy) for source in sources):
@@ -210,7 +211,6 @@ def fully_shard(
         state = FSDPState(_outermost(modules), group, Options(reshard, own_precision), owner_states)
         handles = install_hooks(state)
         optimizer_hooks.keep_for(state)
-        uncaught_errors.keep_for(state)
         _move_buffers(below, axes.device, ignored.buffers)
         mark_managed(below)
         for each, its_class in zip(modules, classes, strict=True):
@@ -266,16 +266,6 @@ def _policy_of_module(policies: Mapping[str, MixedPrecisionPolicy]) -> MixedPrec
                 'outputs: pass them in mp_policy[""], the policy of the module.'
             )
     return policies.get("", MixedPrecisionPolicy())
-
-
-def _as_function(policy: CommunicationPolicy | CommunicationFunction) -> CommunicationFunction:
-    if isinstance(policy, CommunicationPolicy):
-        return lambda _: policy
-    if not callable(policy):
-        raise ArgumentTypeError(
-            f"comm_policy must be a CommunicationPolicy, or a function of a parameter that returns one, not {policy!r}."
-        )
-    return policy
 
 
 def _as_model(module: object) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -19,14 +19,12 @@ from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_o
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, find_replaced, local_part
 from composable_fsdp._sharding.mesh import DataParallelAxes, data_parallel_axes, named_data_parallel_axes
 from composable_fsdp._sharding.param_sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
-from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["CommunicationFunction", "ParamDiscovery", "PlacementFunction", "on_other_accelerators"]
+__all__ = ["ParamDiscovery", "PlacementFunction", "on_other_accelerators"]
 
 PlacementFunction = Callable[[nn.Parameter], object]
-CommunicationFunction = Callable[[nn.Parameter], CommunicationPolicy | None]
 
 
 Chosen = TypeVar("Chosen", MixedPrecisionPolicy, OffloadPolicy)
@@ -74,7 +72,7 @@ class ParamDiscovery:
     ignored: Collection[int]
     device_given: bool = False
     owner_states: Sequence[FSDPState] = ()
-    communication_of: CommunicationFunction = _no_codec
+    communication_of: Callable[[nn.Parameter], Hashable | None] = _no_codec
     offload: OffloadPolicy | Mapping[str, OffloadPolicy] = OffloadPolicy()  # noqa: RUF009 (frozen)
     precision: MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] = MixedPrecisionPolicy()  # noqa: RUF009
     _axes_of: dict[tuple[DeviceMesh, str, float | None], DataParallelAxes] = field(default_factory=dict)
@@ -104,12 +102,11 @@ class ParamDiscovery:
                 parameter,
                 tuple(owners),
                 self._sharding(name, parameter, module_name),
-                None if policy == CommunicationPolicy() else policy,
+                self.communication_of(parameter),
                 offloads[name],
                 precisions[name],
             )
             for name, module_name, parameter, owners in found.values()
-            for policy in (self.communication_of(parameter),)
         ]
 
     def _check_devices(self, parameters: Mapping[str, nn.Parameter], modules: Sequence[nn.Module]) -> None:

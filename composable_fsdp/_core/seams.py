@@ -21,7 +21,7 @@ from composable_fsdp._runtime.groups.state_machine import Pass
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._runtime.schedule.schedule import Hook
 
-__all__ = ["OBSERVERS", "Events", "HookHandles", "Observer", "Root"]
+__all__ = ["CLASS_MEMBERS", "OBSERVERS", "Events", "HookHandles", "Observer", "Root"]
 
 
 class HookHandles(NamedTuple):
@@ -81,6 +81,9 @@ class Observer:
     """True if it acts on the root's groups, and on nothing else, so that dry runs need it."""
 
     # Of the process. Only the observers in the list are told.
+
+    def before_sharding(self, modules: Sequence[nn.Module]) -> None:
+        """Note that ``fully_shard`` was called with ``modules``."""
 
     def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
         """Note that ``fully_shard`` has made ``state``. ``modules``: handles of hooks, ``None`` for inner modules."""
@@ -236,6 +239,9 @@ def _overriding(observers: list[Observer], event: str) -> Bound:
     default = getattr(Observer, event)
     return tuple(getattr(each, event) for each in observers if getattr(type(each), event) is not default)
 
+
+CLASS_MEMBERS: list[Callable[[type[nn.Module]], Mapping[str, Callable[..., Any]]]] = []
+"""Functions from a class of modules to further members of its sharded subclass."""
 
 OBSERVERS: list[Observer] = []
 """The observers of all roots that are assembled from now on."""

@@ -8,33 +8,34 @@ import logging
 import os
 import platform
 import socket
-import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
+from torch import nn
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.stacks import Frame, thread_stacks
 from composable_fsdp._consistency.watchdog import known_watchdog
+from composable_fsdp._core.seams import Observer
 from composable_fsdp.diagnostics._records import Dump, Fault, encode, file_name
 from composable_fsdp.diagnostics._signals import SignalWatch
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
+from composable_fsdp.plugins.explain_errors import hook_uncaught
 
 __all__ = [
     "FOLDER_VARIABLE",
     "TIMELINE_VARIABLE",
+    "Recorder",
     "disable",
     "dump",
     "enable",
     "enable_from_environment",
-    "hook_uncaught",
     "versions",
 ]
 
@@ -178,6 +179,13 @@ def disable() -> None:
         _recording = None
 
 
+class Recorder(Observer):
+    """Begins the recordings that environment variables ask for."""
+
+    def before_sharding(self, modules: Sequence[nn.Module]) -> None:
+        enable_from_environment()
+
+
 def enable_from_environment() -> None:
     """Begin the recordings that environment variables ask for."""
     folder = os.environ.get(FOLDER_VARIABLE)
@@ -238,24 +246,3 @@ def _add_path(path: Path, error: BaseException) -> None:
             error.args = (f"{error}\n{note}", *error.args[1:])
     elif hasattr(error, "add_note"):
         error.add_note(note)
-
-
-def hook_uncaught(report: Callable[[BaseException], str | None]) -> Callable[[], None]:
-    """Install a ``sys.excepthook`` that calls ``report`` with uncaught exceptions, and then the hook of before.
-
-    A text that ``report`` returns is printed at the end. Returns a function that restores the hook of before.
-    """
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
-        text = report(error)
-        before(kind, error, stack)
-        if text:
-            sys.stderr.write(f"{text}\n")
-
-    def restore() -> None:
-        if sys.excepthook is hook:  # otherwise another hook may call this one
-            sys.excepthook = before
-
-    sys.excepthook = hook
-    return restore

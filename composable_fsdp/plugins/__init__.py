@@ -46,7 +46,7 @@ from __future__ import annotations
 
 from composable_fsdp._comm.communicator import SUM, Around, Collective, Communicator, Transfer
 from composable_fsdp._comm.factory import AROUND, TRANSPORTS
-from composable_fsdp._core.seams import OBSERVERS, Observer, Root
+from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, Observer, Root
 from composable_fsdp._layout.plan import GatherClaim
 from composable_fsdp._runtime.collectives.bucket import Bucket
 from composable_fsdp._runtime.collectives.reduce_scatter import REDUCE_KINDS, ReduceKind
@@ -63,7 +63,7 @@ from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
 from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
 from composable_fsdp.plugins.codecs.residuals import Residuals
-from composable_fsdp.plugins.explain_errors import ExplainedErrors
+from composable_fsdp.plugins.explain_errors import ExplainedErrors, explained_methods
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions
 from composable_fsdp.plugins.extensions.gradients import GradientHooks
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
@@ -160,4 +160,5 @@ GATHER_KINDS.extend(DEFAULT_GATHER_KINDS)
 REDUCE_KINDS.extend(kind() for kind in DEFAULT_REDUCE_KINDS)
 FORMS.append(read_types)
 LEFT_CONTEXTS.append(without_type_checks)
+CLASS_MEMBERS.append(explained_methods)
 OBSERVERS.extend(plugin() for plugin in DEFAULT)
