@@ -5,7 +5,7 @@
 For each size, eight parameters of that full size are gathered in one message, including the copy out of it, and as
 separate messages. The size at which both take equally long is the threshold in
 ``plugins/shared_memory/shm_communicator.py``, and with ``COMPOSABLE_FSDP_SHARED_MEMORY=0`` the one in
-``_comm/c10d.py``. The same is measured for reduce-scatter, whose single message includes a copy in."""
+``_core/comm.py``. The same is measured for reduce-scatter, whose single message includes a copy in."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from report import interleaved, parser, publish, ratios, timed
 
-from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
-from composable_fsdp._comm.factory import communicator_over
+from composable_fsdp._core.comm import Collective, Communicator, Transfer, communicator_over
 
 TENSORS = 8
 KINDS = ("all-gather", "reduce-scatter")

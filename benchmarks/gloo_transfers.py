@@ -16,9 +16,14 @@ import torch
 import torch.distributed as dist
 from report import interleaved, parser, publish, ratios, timed
 
-from composable_fsdp._comm.c10d import ProcessGroupCommunicator
-from composable_fsdp._comm.communicator import Collective, Communicator, Transfer, find
-from composable_fsdp._comm.factory import communicator_over
+from composable_fsdp._core.comm import (
+    Collective,
+    Communicator,
+    ProcessGroupCommunicator,
+    Transfer,
+    communicator_over,
+    find,
+)
 from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator
 from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
 

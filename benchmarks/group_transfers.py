@@ -22,9 +22,9 @@ from report import interleaved, parser, publish, ratios, sequential, spread, tim
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._memory.streams import CommStreams
-from composable_fsdp._runtime.groups.param_group_gradients import reduce_together
-from composable_fsdp._runtime.groups.state import state_of
+from composable_fsdp._core.gradients import reduce_together
+from composable_fsdp._core.memory import CommStreams
+from composable_fsdp._core.state import state_of
 from composable_fsdp.plugins.gloo import gloo_communicator
 from composable_fsdp.plugins.shared_memory import shm_communicator
 

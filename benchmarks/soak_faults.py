@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import Int8
-from composable_fsdp._comm.communicator import Work
-from composable_fsdp._memory import buffers as storage
+from composable_fsdp._core import memory as storage
+from composable_fsdp._core.memory import Work
 from composable_fsdp.testing import Fault, Raise, inject_faults
 
 __all__ = [

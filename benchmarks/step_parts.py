@@ -24,10 +24,10 @@ from step_time import WARM_UP
 from torch.distributed.device_mesh import init_device_mesh
 from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Task
 
+from composable_fsdp._core.gather import CachedLaunch, _AllGather
+from composable_fsdp._core.gradients import ParamGroupGradients, PendingReduction, ReductionLaunch
+from composable_fsdp._core.hooks import _ModuleHooks
 from composable_fsdp._core.root import Root
-from composable_fsdp._runtime.collectives.all_gather import CachedLaunch, _AllGather
-from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, PendingReduction, ReductionLaunch
-from composable_fsdp._runtime.hooks import _ModuleHooks
 from composable_fsdp.plugins.gloo.gloo_communicator import GlooCommunicator, GlooWork
 from composable_fsdp.plugins.shared_memory.engine import ShmWork
 from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator

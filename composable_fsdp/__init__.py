@@ -19,9 +19,8 @@ from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_
 from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._consistency.shutdown import shutdown
 from composable_fsdp._consistency.wait_warning import set_wait_warning
+from composable_fsdp._core.mesh import OffloadBackendWarning, ShardPlacementResult
 from composable_fsdp._core.seams import OBSERVERS
-from composable_fsdp._sharding.mesh import OffloadBackendWarning
-from composable_fsdp._sharding.param_sharding import ShardPlacementResult
 from composable_fsdp.codecs.blockwise import Int4, Int8
 from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy

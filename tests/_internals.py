@@ -15,22 +15,7 @@ if TYPE_CHECKING:
     from composable_fsdp._api.param_discovery import on_other_accelerators
     from composable_fsdp._api.strategy import StrategyName, resolve_strategy
     from composable_fsdp._api.torch_types import as_strategy
-    from composable_fsdp._comm import broadcast, c10d, factory
-    from composable_fsdp._comm.c10d import ProcessGroupCommunicator
-    from composable_fsdp._comm.communicator import (
-        Around,
-        Collective,
-        Communicator,
-        Traits,
-        Transfer,
-        Work,
-        find,
-        is_over_group,
-    )
-    from composable_fsdp._comm.factory import communicator_over, part_of
-    from composable_fsdp._comm.factory import timeout_of as timeout_of_group
-    from composable_fsdp._comm.loopback import LoopbackCommunicator
-    from composable_fsdp._consistency import interrupt, missing_ranks, watchdog
+    from composable_fsdp._consistency import broadcast, interrupt, missing_ranks, watchdog
     from composable_fsdp._consistency.order_check import (
         CONTEXT,
         MEASUREMENT,
@@ -47,29 +32,69 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
-    from composable_fsdp._core import backward, gather_plan
+    from composable_fsdp._core import backward, mesh
+    from composable_fsdp._core import buckets as param_group_buckets
+    from composable_fsdp._core import comm as c10d
+    from composable_fsdp._core import comm as factory
+    from composable_fsdp._core import events as schedule
+    from composable_fsdp._core import gather as all_gather
+    from composable_fsdp._core import gather as bucket
+    from composable_fsdp._core import group_plan as layout_plan
+    from composable_fsdp._core import hooks as lazy_init
+    from composable_fsdp._core import layout as pinned
+    from composable_fsdp._core import memory as buffers
+    from composable_fsdp._core import mesh as process_groups
+    from composable_fsdp._core import reduce as reduce_scatter
+    from composable_fsdp._core import schedule as gather_plan
+    from composable_fsdp._core import state as groups_state
     from composable_fsdp._core.backward import _MOST_FORWARDS, ReductionQueue
-    from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot, events_of
-    from composable_fsdp._core.gather_plan import Planner, ScheduleSettings
-    from composable_fsdp._core.root import Root
-    from composable_fsdp._core.running_pass import EndOfRun, RunningPass, has_ended
-    from composable_fsdp._layout import pinned
-    from composable_fsdp._layout import plan as layout_plan
-    from composable_fsdp._layout.block import Box, Cut, ShardExtent
-    from composable_fsdp._layout.bucket_layout import (
-        ALIGNMENT_BYTES,
-        NEVER_ZERO_COPY,
-        GatherLayout,
-        ReduceLayout,
-        payload_widths,
-        plan_gather,
-        plan_reduce,
-        split_at,
+    from composable_fsdp._core.comm import (
+        Around,
+        Collective,
+        Communicator,
+        LoopbackCommunicator,
+        ProcessGroupCommunicator,
+        Traits,
+        Transfer,
+        communicator_over,
+        find,
+        is_over_group,
+        part_of,
     )
-    from composable_fsdp._layout.grad_scaling import ReduceOp, Reduction, divide, plan_reduction
-    from composable_fsdp._layout.pack import pack_gradient, take_shard, unpack_parameter
-    from composable_fsdp._layout.pinned import cut_pinned, pinned_bytes
-    from composable_fsdp._layout.plan import (
+    from composable_fsdp._core.comm import timeout_of as timeout_of_group
+    from composable_fsdp._core.context import outside_callers_context
+    from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot, events_of
+    from composable_fsdp._core.events import (
+        GRADIENT_TRANSITIONS,
+        HELD_GRADIENTS,
+        LOCAL_GRADIENTS,
+        PARAMETER_TRANSITIONS,
+        EndOfRun,
+        ForwardRecord,
+        GradientOperation,
+        GradientState,
+        ParameterOperation,
+        ParameterState,
+        Pass,
+        RunningPass,
+        advance,
+        has_ended,
+    )
+    from composable_fsdp._core.extents import Box, Cut, ShardExtent, extent_of, gather, like, shardings_of, states_below
+    from composable_fsdp._core.gather import (
+        AllGatherBuffers,
+        Bucket,
+        CachedLaunch,
+        CachedPart,
+        GatherCache,
+        InPlaceBucket,
+        _runs_of,
+        cached_gather,
+        pack_messages,
+    )
+    from composable_fsdp._core.gradients import ParamGroupGradients, reduce_together
+    from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup, unshard_together
+    from composable_fsdp._core.group_plan import (
         GatherClaim,
         GradientMemory,
         GroupPlan,
@@ -79,73 +104,68 @@ if TYPE_CHECKING:
         plan_group,
         plan_smaller_mesh,
     )
-    from composable_fsdp._layout.shard import ShardLayout, TensorShards, resolve_dim
-    from composable_fsdp._memory import buffers
-    from composable_fsdp._memory.buffers import OwnedBuffer, cast_and_move
-    from composable_fsdp._memory.device_capabilities import (
+    from composable_fsdp._core.hooks import iteration_of
+    from composable_fsdp._core.layout import (
+        ALIGNMENT_BYTES,
+        NEVER_ZERO_COPY,
+        GatherLayout,
+        ReduceLayout,
+        ReduceOp,
+        Reduction,
+        ShardLayout,
+        TensorShards,
+        cut_pinned,
+        divide,
+        pack_gradient,
+        payload_widths,
+        pinned_bytes,
+        plan_gather,
+        plan_reduce,
+        plan_reduction,
+        resolve_dim,
+        split_at,
+        take_shard,
+        unpack_parameter,
+    )
+    from composable_fsdp._core.memory import (
         BackendCapabilities,
+        CommStream,
+        CommStreams,
         DeviceCapabilities,
+        InFlight,
+        OwnedBuffer,
+        Work,
         backend_capabilities,
+        cast_and_move,
         device_capabilities,
+        without_grad,
     )
-    from composable_fsdp._memory.streams import CommStream, CommStreams, InFlight, without_grad
-    from composable_fsdp._runtime import lazy_init
-    from composable_fsdp._runtime.collectives import all_gather, bucket, reduce_scatter
-    from composable_fsdp._runtime.collectives.all_gather import (
-        CachedLaunch,
-        GatherCache,
-        _runs_of,
-        cached_gather,
-        pack_messages,
+    from composable_fsdp._core.mesh import (
+        DataParallelAxes,
+        ModelParallel,
+        ProcessGroups,
+        ShardPlacementResult,
+        cuts,
+        data_parallel_axes,
+        data_parallel_placements,
+        default_mesh,
+        group_by_key,
+        named_data_parallel_axes,
+        shard_over_axes,
+        shard_within,
+        warn_without_cpu_backend,
     )
-    from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket, CachedPart, InPlaceBucket
-    from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter, ReducedBucket
-    from composable_fsdp._runtime.groups import param_group_buckets
-    from composable_fsdp._runtime.groups import state as groups_state
-    from composable_fsdp._runtime.groups.callers_context import outside_callers_context
-    from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup, unshard_together
-    from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
-    from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
-    from composable_fsdp._runtime.groups.state_machine import (
-        GRADIENT_TRANSITIONS,
-        HELD_GRADIENTS,
-        LOCAL_GRADIENTS,
-        PARAMETER_TRANSITIONS,
-        GradientOperation,
-        GradientState,
-        ParameterOperation,
-        ParameterState,
-        Pass,
-        advance,
-    )
-    from composable_fsdp._runtime.lazy_init import iteration_of
-    from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
-    from composable_fsdp._runtime.params.sharded_param import (
+    from composable_fsdp._core.params import (
+        OptimizerSteps,
         ParameterSource,
         ShardedParameter,
         local_part,
         take_gradients,
     )
-    from composable_fsdp._runtime.schedule import schedule
-    from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-    from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
-    from composable_fsdp._sharding import mesh, process_groups
-    from composable_fsdp._sharding.mesh import (
-        DataParallelAxes,
-        data_parallel_axes,
-        default_mesh,
-        named_data_parallel_axes,
-        warn_without_cpu_backend,
-    )
-    from composable_fsdp._sharding.param_sharding import (
-        ModelParallel,
-        ShardPlacementResult,
-        cuts,
-        data_parallel_placements,
-        shard_over_axes,
-        shard_within,
-    )
-    from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
+    from composable_fsdp._core.reduce import BucketReduceScatter, ReducedBucket
+    from composable_fsdp._core.root import Root
+    from composable_fsdp._core.schedule import Planner, ScheduleSettings
+    from composable_fsdp._core.state import Accumulation, FSDPState, find_state, state_of
     from composable_fsdp.checkpoint._coordination import rank_group
     from composable_fsdp.checkpoint._coordination.mismatch import (
         Mismatch,

@@ -60,16 +60,15 @@ NO_STREAMS = {
     "diagnostics/_signals.py": "threads",
     "plugins/gloo/": "blocks the host",
     "plugins/shared_memory/": "blocks the host",
-    "_comm/device_connection.py": "operations between processes: tests/ranks/test_device_faults.py",
     "plugins/visible_collectives.py": "a process group of one rank, for torch's CommDebugMode",
 }
 """Files whose calls order no work of streams."""
 NO_ORDER = {
-    ("_memory/device_capabilities.py", "_capabilities", "record_event"): "asks whether the device has streams",
-    ("_comm/c10d.py", "_launch_coalesced", "wait"): "torch before 2.12, which the tests do not run on",
-    ("_memory/streams.py", "InFlight.start", "wait"): "only where waits block the host: streams order it by `enqueue`",
+    ("_core/memory.py", "_capabilities", "record_event"): "asks whether the device has streams",
+    ("_core/comm.py", "_launch_coalesced", "wait"): "torch before 2.12, which the tests do not run on",
+    ("_core/memory.py", "InFlight.start", "wait"): "only where waits block the host: streams order it by `enqueue`",
     ("checkpoint/_dcp/storage.py", "read", "wait"): "a future of torch's reader of files",
-    ("_runtime/collectives/all_gather.py", "_AllGather._await_readers", "wait"): "memory that ranks of a host share",
+    ("_core/gather.py", "_AllGather._await_readers", "wait"): "memory that ranks of a host share",
 }
 """Sites that order no work of streams, by path, function and method."""
 
@@ -80,14 +79,14 @@ _MOST_SECONDS = 600.0
 
 OWNED = (
     (
-        "_memory/streams.py",
+        "_core/memory.py",
         "InFlight.enqueue",
         "self._event, self._current_stream = ",
         "self._owned = None if self._done else self._owned\nself._event, self._current_stream = ",
     ),
-    ("_runtime/collectives/reduce_scatter.py", "BucketReduceScatter.add_partial", "scatter.added = partial", "pass"),
+    ("_core/reduce.py", "BucketReduceScatter.add_partial", "scatter.added = partial", "pass"),
     (
-        "_runtime/collectives/reduce.py",
+        "_core/reduce.py",
         "Exchange.launch",
         "return self._communicator.launch(Collective.ALL_TO_ALL, [Transfer(self._received, self._sent)], label)",
         "sent, self._sent = self._sent, None\n"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composable_fsdp._runtime.collectives.bucket import AnyBucket
+from composable_fsdp._core.gather import AnyBucket
 from composable_fsdp.codecs._encoder import Encoder
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError

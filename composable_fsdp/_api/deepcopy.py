@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable_fsdp._core.buckets import GATHER_KINDS
+from composable_fsdp._core.extents import states_below
+from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.hooks import optimizer_hooks
+from composable_fsdp._core.params import local_part
 from composable_fsdp._core.seams import OBSERVERS
-from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.param_group_buckets import GATHER_KINDS
-from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, alive
-from composable_fsdp._runtime.lazy_init import optimizer_hooks
-from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp._runtime.shard_extent import states_below
+from composable_fsdp._core.state import ITERATION_ATTRIBUTE, FSDPState, alive
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["copy_sharded"]

@@ -24,17 +24,15 @@ from composable_fsdp._api.group_setters import (
     set_root_option,
 )
 from composable_fsdp._api.torch_types import TorchFSDPModule, TorchUnshardHandle, find_state
+from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.dry import schedule_of
+from composable_fsdp._core.events import GradientState, ParameterState, Schedule
+from composable_fsdp._core.extents import states_below
+from composable_fsdp._core.hooks import hooked_forward, iteration_of, states_by_name
+from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import CLASS_MEMBERS
-from composable_fsdp._runtime.groups.callers_context import runs_outside
-from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, connections, state_of
-from composable_fsdp._runtime.groups.state_machine import GradientState, ParameterState
-from composable_fsdp._runtime.hooks import hooked_forward
-from composable_fsdp._runtime.lazy_init import iteration_of, states_by_name
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.schedule.schedule import Schedule
-from composable_fsdp._runtime.shard_extent import states_below
+from composable_fsdp._core.state import Accumulation, FSDPState, connections, state_of
 from composable_fsdp.errors import (
     ArgumentTypeError,
     ConfigurationError,

@@ -21,22 +21,20 @@ from composable_fsdp._api.torch_types import (
     as_strategy,
     sharded_by_torch,
 )
-from composable_fsdp._core.seams import OBSERVERS
-from composable_fsdp._runtime.compile import mark_managed
-from composable_fsdp._runtime.groups.callers_context import outside_callers_context
-from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.state import FSDPState, Options, find_state, state_of
-from composable_fsdp._runtime.hooks import install_hooks, wrap_forward_method
-from composable_fsdp._runtime.lazy_init import optimizer_hooks
-from composable_fsdp._runtime.params.sharded_param import note_replaced
-from composable_fsdp._sharding.mesh import (
+from composable_fsdp._core.context import outside_callers_context
+from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.hooks import install_hooks, mark_managed, optimizer_hooks, wrap_forward_method
+from composable_fsdp._core.mesh import (
     DataParallelAxes,
+    FullMesh,
     data_parallel_axes,
     default_mesh,
     named_data_parallel_axes,
     warn_without_cpu_backend,
 )
-from composable_fsdp._sharding.param_sharding import FullMesh
+from composable_fsdp._core.params import note_replaced
+from composable_fsdp._core.seams import OBSERVERS
+from composable_fsdp._core.state import FSDPState, Options, find_state, state_of
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
 from composable_fsdp.policies import (
     CPUOffloadPolicy,

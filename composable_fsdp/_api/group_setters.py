@@ -7,9 +7,9 @@ from typing import Any, SupportsFloat, cast
 
 import torch
 
-from composable_fsdp._core.checks import check_settings
-from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp._core.backward import check_settings
+from composable_fsdp._core.hooks import iteration_of
+from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
 
 __all__ = ["check_between_steps", "check_count", "check_factor", "on_stream", "set_root_option"]

@@ -13,12 +13,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp._api.torch_types import ParameterPlacement, as_placement
-from composable_fsdp._layout.shard import resolve_dim
-from composable_fsdp._memory.device_capabilities import is_accelerator
-from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
-from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, find_replaced, local_part
-from composable_fsdp._sharding.mesh import DataParallelAxes, data_parallel_axes, named_data_parallel_axes
-from composable_fsdp._sharding.param_sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
+from composable_fsdp._core.layout import resolve_dim
+from composable_fsdp._core.memory import is_accelerator
+from composable_fsdp._core.mesh import (
+    DataParallelAxes,
+    FullMesh,
+    ParameterSharding,
+    data_parallel_axes,
+    named_data_parallel_axes,
+    shard_over_axes,
+    shard_over_full_mesh,
+)
+from composable_fsdp._core.params import ParameterSource, ShardedParameter, find_replaced, local_part
+from composable_fsdp._core.state import FSDPState, find_state, state_of_parameter
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 

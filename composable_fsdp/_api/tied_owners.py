@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import FSDPState, state_of_parameter
-from composable_fsdp._runtime.params.sharded_param import find_replaced
+from composable_fsdp._core.params import find_replaced
+from composable_fsdp._core.state import FSDPState, state_of_parameter
 
 __all__ = ["TIED_ATTRIBUTE", "holders", "tied_owner_states"]
 

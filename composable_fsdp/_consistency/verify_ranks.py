@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from composable_fsdp._comm.communicator import Collective, Communicator, Transfer, is_over_group
 from composable_fsdp._consistency.rank_report import ranks_text
+from composable_fsdp._core.comm import Collective, Communicator, Transfer, is_over_group
 from composable_fsdp.errors import DivergenceError
 
 __all__ = [

@@ -36,7 +36,7 @@ from composable_fsdp._consistency.stacks import Frame, main_thread_frames, user_
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.wait_warning import WarningTimes, reports_with_places, wait_text, wait_warning
 from composable_fsdp._consistency.world_store import is_simulated, world_store
-from composable_fsdp._core.running_pass import RunningPass, error_summary
+from composable_fsdp._core.events import RunningPass, error_summary
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
 __all__ = ["PATIENCE", "Watchdog", "job_watchdog", "known_watchdog", "note_end"]

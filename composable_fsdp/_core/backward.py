@@ -1,28 +1,88 @@
-"""A backward of one root: its progress through the groups, and the queue of their reductions."""
+"""A root's progress through a backward, its queue of reductions, its passes, and what it refuses."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
-from composable_fsdp._core.checks import unseen_output
-from composable_fsdp._core.gather_plan import Planner
-from composable_fsdp._core.launcher import Launcher
-from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
-from composable_fsdp._runtime.groups.param_group_gradients import (
+from composable_fsdp import trace
+from composable_fsdp._core.events import LOCAL_GRADIENTS, EndOfRun, ForwardRecord, ParameterState, RunningPass
+from composable_fsdp._core.gradients import (
     AutogradRun,
+    FusedBuckets,
     PendingReduction,
     ReductionLaunch,
     reduce_together,
 )
-from composable_fsdp._runtime.groups.state import Accumulation, ForwardCall, FSDPState
-from composable_fsdp._runtime.groups.state_machine import LOCAL_GRADIENTS, ParameterState
-from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
-from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._core.group import Launcher
+from composable_fsdp._core.params import OptimizerSteps
+from composable_fsdp._core.schedule import Planner
+from composable_fsdp._core.seams import Root
+from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, ForwardCall, FSDPState
+from composable_fsdp.errors import ConfigurationError, LifecycleError
 
-__all__ = ["Progress", "ReductionQueue"]
+
+def another_thread(state: FSDPState, thread: threading.Thread, kind: str, root: FSDPState) -> LifecycleError:
+    """Return the error for a forward of ``state`` while ``thread`` is inside a pass of ``kind``."""
+    return LifecycleError(
+        f"thread {threading.current_thread().name!r} began a forward of {state.name!r} while thread "
+        f"{thread.name!r} is inside the {kind} of {root.name!r}. A sharded model is not "
+        "re-entrant: let one thread run it at a time, or give each a copy of its own. If that pass was left by "
+        "an exception, call reset_iter_state() on the root module."
+    )
+
+
+def left_by_an_exception(state: FSDPState, kind: str, root: FSDPState) -> LifecycleError:
+    """Return the error for a forward of ``state`` that begins while a pass of ``kind`` has not ended."""
+    return LifecycleError(
+        f"the forward of {state.name!r} begins while the last {kind} pass under {root.name!r} "
+        "has not ended; it was probably left by an exception. Call reset_iter_state() on the root module "
+        "before the next step."
+    )
+
+
+def unseen_output(state: FSDPState) -> LifecycleError:
+    """Return the error for a backward that used parameters of ``state`` while they were sharded."""
+    return LifecycleError(
+        f"backward reached {state.name!r} through a tensor that its forward did not show, so gradients are wrong. If "
+        f"{state.class_name} returns an object of a class of your own, make it a dataclass or register it with "
+        "torch.utils._pytree.register_pytree_node; if it hands tensors on in another way, shard it with "
+        "reshard_after_forward=False. Then call reset_iter_state() on the root module before the next step."
+    )
+
+
+_REMEDIES = {"device": "Give all of them meshes of one device type."}
+
+
+def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
+    """Check that no state has another value of a root setting than ``root``, except the default, for the root's value.
+
+    Raises:
+        ConfigurationError: a group below ``root`` has another value. The text has both.
+    """
+    of_root = _values(root)
+    for state in states:
+        for name, value in _values(state).items():
+            if value not in (of_root[name], None):
+                remedy = _REMEDIES.get(name, f"Call set_{name.replace(' ', '_')} on the root{_only(name)}.")
+                raise ConfigurationError(
+                    f"the {name} of {state.name!r} ({state.class_name}) is {value}, but that of {root.name!r} "
+                    f"({root.class_name}), which contains it, is {of_root[name]}, and one counts for all. {remedy}"
+                )
+
+
+def _only(name: str) -> str:
+    return "" if name == "order check" else " only"
+
+
+def _values(state: FSDPState) -> dict[str, object]:
+    options = {name: getattr(state.options, name) for name in ROOT_OPTIONS}
+    return {"device": state.group.axes.device, "order check": options.pop("order_check"), **options}
+
 
 _MOST_FORWARDS = 256
 """The maximum number of forwards kept for a later backward. There are more only if no backward is intended."""
@@ -303,3 +363,140 @@ class ReductionQueue:
             reduction = self._in_flight.popleft()
             self._launcher.start(reduction)
             self._in_flight.append(reduction)
+
+
+class PassesUnderway:
+    """The forward, the backward, or one inside the other, of a root. Its observers are told of both. Final."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        """The thread that began the current pass."""
+        self._forward: RunningPass | None = None
+        self._backward: RunningPass | None = None
+
+    def begin_forward(self, root: Root, outermost: ForwardCall) -> None:
+        """Begin the forward of which ``outermost`` is the outermost call, and end passes that an exception left."""
+        self.end(root)
+        self.thread = threading.current_thread()
+        self._forward = _begun(root, RunningPass("forward", outermost.state.name, outermost.caller))
+
+    def begin_backward(self, root: Root) -> EndOfRun:
+        """Begin a backward. Return the callback for autograd, which ends it if the autograd run succeeds."""
+        self.thread = threading.current_thread()
+        self._backward = _begun(root, RunningPass("backward", root.root.name, None))
+        return EndOfRun(root.end_backward, self._backward)
+
+    @property
+    def runs_backward(self) -> bool:
+        """True if autograd still runs the last backward."""
+        return self._backward is not None and not self._backward.run_has_ended
+
+    @property
+    def is_outside_autograd(self) -> bool:
+        """True outside of autograd, where no backward runs."""
+        return torch._C._current_graph_task_id() == -1
+
+    def reach(self, root: Root, state: FSDPState) -> None:
+        """Note that backward has reached ``state``."""
+        if self._backward is not None and state is not root.root:
+            self._backward.module = state.group.name
+
+    def end_backward(self, root: Root) -> None:
+        """End the backward, which succeeded."""
+        running, self._backward = self._backward, None
+        _end(root, running, succeeded=True)
+
+    def end(self, root: Root, *, succeeded: bool = False) -> None:
+        """End all passes. ``succeeded``: the forward has."""
+        running, self._forward, self._backward = (self._forward, self._backward), None, None
+        for each in running:
+            _end(root, each, succeeded=succeeded and each is running[0])
+
+    def note(
+        self, root: Root, error: BaseException, state: FSDPState, *, in_backward: bool, ends_forward: bool
+    ) -> None:
+        """Note that ``error`` came out of ``state``. The caller may still catch it, unless it ends the forward."""
+        running = self._backward if in_backward else self._forward
+        if running is None or isinstance(error, _StopRecomputationError):
+            return  # refused before it began, or a checkpoint stopped its recomputation early
+        running.note(error, state.name)
+        if not in_backward and not ends_forward:
+            return
+        if not in_backward:
+            for observe in root.events.failed:
+                observe(root, running)
+        running.is_reported = True
+        trace.emit_fault(error, f"the {running.kind} of {running.raised_in}")
+
+
+def _begun(root: Root, running: RunningPass) -> RunningPass:
+    for observe in root.events.begin_pass:
+        observe(root, running)
+    return running
+
+
+def _end(root: Root, running: RunningPass | None, *, succeeded: bool) -> None:
+    if running is not None:
+        running.succeeded = succeeded
+        for observe in root.events.end_pass:
+            observe(root, running)
+
+
+class Finalization:
+    """The state of manual finalization of a root's backwards. Final.
+
+    Attributes:
+        is_manual: backwards leave their last reductions in flight.
+        is_last_backward: the next backward is the last one of its step, and waits for the reductions of all.
+    """
+
+    def __init__(self) -> None:
+        self.is_manual = False
+        self.is_last_backward = True
+        self._is_due = False
+        """True if a backward has ended since the last finalization."""
+        self._in_flight: object = None
+        """The token of the finalization whose reductions the user has not waited for."""
+
+    def take_settings(self, former: Finalization) -> None:
+        """Take the settings of ``former``, that of a root which is now inside of this one."""
+        self.is_manual |= former.is_manual
+        self.is_last_backward &= former.is_last_backward
+
+    def set_manual(self, enabled: bool) -> None:
+        """Set :attr:`is_manual`. Raises a ``LifecycleError`` if a backward has not been finalized."""
+        if self._is_due or self._in_flight is not None:
+            raise LifecycleError(
+                "set_manual_backward_finalization was called between a backward and the end of its finalization. Call "
+                "finalize_backward() first, and wait() of its handle."
+            )
+        self.is_manual = enabled
+
+    def end_backward(self) -> None:
+        """Record the end of a backward."""
+        self._is_due = self.is_manual
+
+    def check_due(self) -> None:
+        """Raise a ``LifecycleError`` unless backwards are finalized by hand and the last finalization has ended."""
+        if not self.is_manual:
+            raise LifecycleError(
+                "finalize_backward() was called after a backward that has finalized itself. Call "
+                "set_manual_backward_finalization(True) before the step."
+            )
+        if self._in_flight is not None:
+            raise LifecycleError("finalize_backward() was called again. Call wait() of its last handle first.")
+
+    def begin(self) -> object:
+        """Record that the reductions are launched, and return a token for :meth:`end`."""
+        self._is_due, self._in_flight = False, object()
+        return self._in_flight
+
+    def end(self, token: object) -> None:
+        """Record the end of the wait. Raises a ``LifecycleError`` if :meth:`forget` was called since :meth:`begin`."""
+        if self._in_flight is not token:
+            raise LifecycleError("wait() was called after reset_iter_state() has dropped the reductions of the handle.")
+        self._in_flight = None
+
+    def forget(self) -> None:
+        """Forget backwards and reductions: the iteration was reset."""
+        self._is_due, self._in_flight = False, None

@@ -17,47 +17,35 @@ from weakref import ref
 
 import torch
 
-from composable_fsdp._core.gather_plan import ScheduleSettings
-from composable_fsdp._core.root import Root
-from composable_fsdp._core.seams import OBSERVERS, Observer
-from composable_fsdp._layout.plan import GroupPlan, MessageSizes
-from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED, ParamGroup
-from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, ReductionLaunch
-from composable_fsdp._runtime.groups.state import (
-    Accumulation,
-    ClientBackward,
-    ForwardCall,
-    FSDPState,
-    Kept,
-    Options,
-    alive,
-)
-from composable_fsdp._runtime.groups.state_machine import (
+from composable_fsdp._core.events import (
     HELD_GRADIENTS,
     PARAMETER_TRANSITIONS,
-    GradientState,
-    ParameterOperation,
-    ParameterState,
-    Pass,
-    advance,
-)
-from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-from composable_fsdp._runtime.schedule.schedule import (
     Action,
     Event,
+    ForwardRecord,
     Free,
     Gather,
     GradBucket,
+    GradientState,
     Hook,
+    ParameterOperation,
+    ParameterState,
+    Pass,
     Reduce,
     Schedule,
     Shrink,
     Step,
     Wait,
     WaitReduce,
+    advance,
 )
-
-__all__ = ["Replay", "Snapshot", "events_of", "schedule_of"]
+from composable_fsdp._core.gradients import ParamGroupGradients, ReductionLaunch
+from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup
+from composable_fsdp._core.group_plan import GroupPlan, MessageSizes
+from composable_fsdp._core.root import Root
+from composable_fsdp._core.schedule import ScheduleSettings
+from composable_fsdp._core.seams import OBSERVERS, Observer
+from composable_fsdp._core.state import Accumulation, ClientBackward, ForwardCall, FSDPState, Kept, Options, alive
 
 
 def schedule_of(root: Root, settings: ScheduleSettings | None = None) -> Schedule:

@@ -21,36 +21,34 @@ from weakref import ref
 
 import torch
 
-from composable_fsdp._core.backward import Progress, ReductionQueue
-from composable_fsdp._core.checks import another_thread, check_settings, left_by_an_exception, unseen_output
-from composable_fsdp._core.gather_plan import PlannedRun, Planner
-from composable_fsdp._core.launcher import Launcher
-from composable_fsdp._core.passes_underway import Finalization, PassesUnderway
-from composable_fsdp._core.seams import Events, Observer
-from composable_fsdp._memory.streams import CommStreams
-from composable_fsdp._runtime.groups.callers_context import (
-    dispatch_modes,
-    function_modes,
-    in_autocast,
-    in_transform,
-    runs_outside,
+from composable_fsdp._core.backward import (
+    Finalization,
+    PassesUnderway,
+    Progress,
+    ReductionQueue,
+    another_thread,
+    check_settings,
+    left_by_an_exception,
+    unseen_output,
 )
-from composable_fsdp._runtime.groups.param_group import UNSHARD_STARTED
-from composable_fsdp._runtime.groups.param_group_gradients import AutogradRun
-from composable_fsdp._runtime.groups.state import NO_RECORD, Accumulation, ForwardCall, FSDPState, alive
-from composable_fsdp._runtime.groups.state_machine import (
+from composable_fsdp._core.context import dispatch_modes, function_modes, in_autocast, in_transform, runs_outside
+from composable_fsdp._core.events import (
     HELD_GRADIENTS,
     LOCAL_GRADIENTS,
+    ForwardRecord,
     GradientState,
+    Hook,
     ParameterState,
     Pass,
 )
-from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-from composable_fsdp._runtime.schedule.schedule import Hook
+from composable_fsdp._core.gradients import AutogradRun
+from composable_fsdp._core.group import UNSHARD_STARTED, Launcher
+from composable_fsdp._core.memory import CommStreams
+from composable_fsdp._core.schedule import PlannedRun, Planner
+from composable_fsdp._core.seams import Events, Observer
+from composable_fsdp._core.state import NO_RECORD, Accumulation, ForwardCall, FSDPState, alive
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.policies import ReshardKind
-
-__all__ = ["Root"]
 
 _current_run = torch._C._current_graph_task_id
 

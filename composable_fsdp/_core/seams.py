@@ -13,15 +13,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable_fsdp._core.gather_plan import Planner
-from composable_fsdp._core.running_pass import RunningPass
-from composable_fsdp._memory.streams import CommStreams, Work
-from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
-from composable_fsdp._runtime.groups.state_machine import Pass
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.schedule.schedule import Hook
-
-__all__ = ["CLASS_MEMBERS", "OBSERVERS", "Events", "HookHandles", "Observer", "Root"]
+from composable_fsdp._core.events import Hook, Pass, RunningPass
+from composable_fsdp._core.memory import CommStreams, Work
+from composable_fsdp._core.params import ShardedParameter
+from composable_fsdp._core.schedule import Planner
+from composable_fsdp._core.state import ForwardCall, FSDPState
 
 
 class HookHandles(NamedTuple):

@@ -16,9 +16,9 @@ import typer
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._comm.communicator import Communicator
-from composable_fsdp._memory.device_capabilities import current_accelerator
-from composable_fsdp._sharding.mesh import data_parallel_axes
+from composable_fsdp._core.comm import Communicator
+from composable_fsdp._core.memory import current_accelerator
+from composable_fsdp._core.mesh import data_parallel_axes
 from composable_fsdp.cli.printing import Json, console, print_json, table_of
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plan.simulated_job import mesh_shape

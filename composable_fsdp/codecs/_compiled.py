@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import torch
 from torch.utils._triton import has_triton
 
-from composable_fsdp._memory.device_capabilities import is_accelerator
+from composable_fsdp._core.memory import is_accelerator
 
 __all__ = ["fused", "is_compiled"]
 

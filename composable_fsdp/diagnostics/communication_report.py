@@ -9,16 +9,16 @@ from html import escape
 
 from torch import nn
 
-from composable_fsdp._runtime.collectives.bucket import AnyBucket
-from composable_fsdp._runtime.collectives.wire_bytes import (
+from composable_fsdp._core.gather import AnyBucket
+from composable_fsdp._core.gradients import (
     WireBytes,
     all_gather_wire_bytes,
     all_reduce_wire_bytes,
     reduce_scatter_wire_bytes,
 )
-from composable_fsdp._runtime.groups.state import FSDPState, find_state
-from composable_fsdp._runtime.lazy_init import iteration_of, name_states
-from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
+from composable_fsdp._core.hooks import iteration_of, name_states
+from composable_fsdp._core.mesh import ProcessGroups, group_by_key
+from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.diagnostics._tables import text_table
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policies import ReshardKind

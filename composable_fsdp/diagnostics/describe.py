@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._api.strategy import ShardingStrategy
-from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp._runtime.lazy_init import iteration_of
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._core.hooks import iteration_of
+from composable_fsdp._core.params import ShardedParameter
+from composable_fsdp._core.state import FSDPState
 from composable_fsdp.diagnostics._tables import text_table
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.policies import ReshardKind

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp._core.hooks import iteration_of
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError
 

@@ -15,15 +15,15 @@ from torch.nn.parameter import is_lazy
 
 from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._api.ignored import Ignored
-from composable_fsdp._comm.broadcast import broadcast_
+from composable_fsdp._consistency.broadcast import broadcast_
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.verify_ranks import verify_same
+from composable_fsdp._core.buckets import ParamPlace, registered_buffers, registered_parameters
+from composable_fsdp._core.extents import states_below
+from composable_fsdp._core.mesh import data_parallel_axes
+from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import OBSERVERS
-from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
-from composable_fsdp._runtime.params.param_places import ParamPlace, registered_buffers, registered_parameters
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.shard_extent import states_below
-from composable_fsdp._sharding.mesh import data_parallel_axes
+from composable_fsdp._core.state import FSDPState, find_state, state_of_parameter
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.init.random_shards import ShardedRandom, seeded
 from composable_fsdp.plugins.full_params import (

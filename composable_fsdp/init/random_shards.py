@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composable_fsdp._layout.block import ShardExtent
-from composable_fsdp._memory.device_capabilities import default_generator
-from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
-from composable_fsdp._runtime.shard_extent import extent_of, like, states_below
+from composable_fsdp._core.extents import ShardExtent, extent_of, like, states_below
+from composable_fsdp._core.memory import default_generator
+from composable_fsdp._core.params import ShardedParameter, local_part
+from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import UnsupportedError
 
 __all__ = ["sharded_rng"]

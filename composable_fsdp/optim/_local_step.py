@@ -21,8 +21,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp._memory.device_capabilities import is_host
-from composable_fsdp._runtime.shard_extent import like
+from composable_fsdp._core.extents import like
+from composable_fsdp._core.memory import is_host
 
 __all__ = ["local_copies_of"]
 

@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import fully_shard, to_empty
+from composable_fsdp._core.events import Hook
+from composable_fsdp._core.group_plan import GroupPlan, plan_group
+from composable_fsdp._core.hooks import iteration_of
+from composable_fsdp._core.mesh import ProcessGroups
+from composable_fsdp._core.params import local_part
 from composable_fsdp._core.root import Root
-from composable_fsdp._layout.plan import GroupPlan, plan_group
-from composable_fsdp._runtime.groups.state import FSDPState, find_state
-from composable_fsdp._runtime.lazy_init import iteration_of
-from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp._runtime.schedule.schedule import Hook
-from composable_fsdp._sharding.process_groups import ProcessGroups
+from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.errors import ConfigurationError, FSDPError
 from composable_fsdp.plan.known_accelerators import Accelerator, KnownAccelerator, as_accelerator
 from composable_fsdp.plan.memory_ledger import KINDS, MemoryLedger, peak_of

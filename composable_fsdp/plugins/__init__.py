@@ -44,15 +44,14 @@ Plugin                  Does                                             On by d
 
 from __future__ import annotations
 
-from composable_fsdp._comm.communicator import SUM, Around, Collective, Communicator, Transfer
-from composable_fsdp._comm.factory import AROUND, TRANSPORTS
+from composable_fsdp._core.buckets import GATHER_KINDS, GatherKind
+from composable_fsdp._core.comm import AROUND, SUM, TRANSPORTS, Around, Collective, Communicator, Transfer
+from composable_fsdp._core.context import LEFT_CONTEXTS
+from composable_fsdp._core.gather import Bucket
+from composable_fsdp._core.group_plan import GatherClaim
+from composable_fsdp._core.mesh import FORMS
+from composable_fsdp._core.reduce import REDUCE_KINDS, ReduceKind
 from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, Observer, Root
-from composable_fsdp._layout.plan import GatherClaim
-from composable_fsdp._runtime.collectives.bucket import Bucket
-from composable_fsdp._runtime.collectives.reduce_scatter import REDUCE_KINDS, ReduceKind
-from composable_fsdp._runtime.groups.callers_context import LEFT_CONTEXTS
-from composable_fsdp._runtime.groups.param_group_buckets import GATHER_KINDS, GatherKind
-from composable_fsdp._sharding.param_sharding import FORMS
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.checks.forward_order import ForwardOrder
 from composable_fsdp.plugins.checks.model_check import ModelCheck
@@ -65,7 +64,7 @@ from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
 from composable_fsdp.plugins.codecs.residuals import Residuals
 from composable_fsdp.plugins.explain_errors import ExplainedErrors, explained_methods
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions
-from composable_fsdp.plugins.extensions.gradients import GradientHooks
+from composable_fsdp.plugins.extensions.gradient_hooks import GradientHooks
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
 from composable_fsdp.plugins.pass_reports import ReportedPasses, TracedPasses

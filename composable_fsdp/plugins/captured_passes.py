@@ -6,11 +6,10 @@ with all groups sharded and all earlier gradients reduced, and the host reads no
 
 from __future__ import annotations
 
-from composable_fsdp._core.running_pass import RunningPass
+from composable_fsdp._core.events import HELD_GRADIENTS, ParameterState, RunningPass
+from composable_fsdp._core.memory import capture_error
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._memory.streams import capture_error
-from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, ParameterState
+from composable_fsdp._core.state import FSDPState
 
 __all__ = ["CapturedPasses"]
 

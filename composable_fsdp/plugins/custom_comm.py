@@ -15,8 +15,8 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.c10d import OPERATIONS, WorkList
-from composable_fsdp._comm.communicator import (
+from composable_fsdp._core.comm import (
+    OPERATIONS,
     SUM,
     Around,
     Collective,
@@ -24,14 +24,15 @@ from composable_fsdp._comm.communicator import (
     GroupCommunicator,
     Traits,
     Transfer,
-    Work,
+    WorkList,
+    communicator_over,
     is_over_group,
+    part_of,
 )
-from composable_fsdp._comm.factory import communicator_over, part_of
-from composable_fsdp._layout.grad_scaling import ReduceOp
-from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp._sharding.mesh import DataParallelAxes
-from composable_fsdp._sharding.process_groups import Channels, ProcessGroups
+from composable_fsdp._core.layout import ReduceOp
+from composable_fsdp._core.memory import Work
+from composable_fsdp._core.mesh import Channels, DataParallelAxes, ProcessGroups
+from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import ArgumentTypeError
 
 __all__ = [

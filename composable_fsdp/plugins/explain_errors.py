@@ -29,10 +29,9 @@ import torch
 from torch import nn
 
 from composable_fsdp._consistency.watchdog import note_end
+from composable_fsdp._core.params import find_parameter, in_functional_call
 from composable_fsdp._core.seams import HookHandles, Observer
-from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
-from composable_fsdp._runtime.groups.state import FSDPState, state_of, state_of_parameter
-from composable_fsdp._runtime.params.sharded_param import find_parameter, in_functional_call
+from composable_fsdp._core.state import FSDPState, GlobalHooks, state_of, state_of_parameter
 from composable_fsdp.errors import LifecycleError
 
 __all__ = ["ExplainedErrors", "explain", "explained_methods", "explanation_of", "hook_uncaught", "uncaught_errors"]

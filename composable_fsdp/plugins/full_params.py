@@ -19,14 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._comm.broadcast import broadcast_
-from composable_fsdp._runtime.groups.state import FSDPState, find_state
-from composable_fsdp._runtime.groups.state_machine import ParameterOperation, ParameterState
-from composable_fsdp._runtime.hooks import is_being_called
-from composable_fsdp._runtime.params.param_places import ParamPlace, registered_parameters
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.params.tensor_subclass import as_parameter
-from composable_fsdp._runtime.shard_extent import assemble_full, extent_of, states_below
+from composable_fsdp._consistency.broadcast import broadcast_
+from composable_fsdp._core.buckets import ParamPlace, registered_parameters
+from composable_fsdp._core.events import ParameterOperation, ParameterState
+from composable_fsdp._core.extents import assemble_full, extent_of, states_below
+from composable_fsdp._core.hooks import is_being_called
+from composable_fsdp._core.params import ShardedParameter, as_parameter
+from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 
 __all__ = [

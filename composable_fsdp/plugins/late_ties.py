@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import Observer
-from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._core.state import FSDPState
 
 __all__ = ["LateTies"]
 

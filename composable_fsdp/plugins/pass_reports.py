@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.watchdog import Watchdog, job_watchdog
-from composable_fsdp._core.running_pass import RunningPass
+from composable_fsdp._core.events import RunningPass
 from composable_fsdp._core.seams import Observer, Root
 
 __all__ = ["ReportedPasses", "TracedPasses"]

@@ -12,10 +12,9 @@ from typing import Any, cast
 
 from torch.autograd import profiler
 
+from composable_fsdp._core.events import Hook, ParameterState, describe_groups
+from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.state_machine import ParameterState
-from composable_fsdp._runtime.schedule.schedule import Hook, describe_groups
 
 __all__ = ["ProfilerLabels"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from composable_fsdp._comm.factory import abandon, position, reopen, timeout_of
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._core.comm import abandon, position, reopen, timeout_of
+from composable_fsdp._core.params import sharded_steps
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.state import FSDPState, connections
-from composable_fsdp._runtime.params.optimizer_steps import sharded_steps
+from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.errors import DivergenceError, PeerError
 
 __all__ = ["Recovery", "Rendezvous", "disconnect", "has_failed", "reconnect", "rendezvous"]

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from composable_fsdp._core import root as core
+from composable_fsdp._core.events import ForwardRecord, ParameterState, Pass
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, find_state
-from composable_fsdp._runtime.groups.state_machine import ParameterState, Pass
-from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._core.state import ForwardCall, FSDPState, find_state
 from composable_fsdp.errors import LifecycleError
 
 __all__ = ["SkippedModules", "UnusedGroups"]

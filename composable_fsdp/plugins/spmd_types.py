@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Shard
 
+from composable_fsdp._core.events import Hook
+from composable_fsdp._core.mesh import FullMesh, PlainForm
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.state import ForwardCall
-from composable_fsdp._runtime.schedule.schedule import Hook
-from composable_fsdp._sharding.param_sharding import FullMesh, PlainForm
+from composable_fsdp._core.state import ForwardCall
 from composable_fsdp.errors import ParameterError
 
 __all__ = ["SpmdTypes", "read_types", "without_type_checks"]

@@ -19,12 +19,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFS
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._api.torch_types import find_state, register_state, set_torch_state
+from composable_fsdp._core.events import HELD_GRADIENTS, Pass
+from composable_fsdp._core.hooks import hooks_for_clients, iteration_of
+from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import HookHandles, Observer
-from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, ModuleReference
-from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
-from composable_fsdp._runtime.hooks import hooks_for_clients
-from composable_fsdp._runtime.lazy_init import iteration_of
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._core.state import ForwardCall, FSDPState, ModuleReference
 from composable_fsdp.errors import UnsupportedError
 from composable_fsdp.policies import Reshard, ReshardKind
 

@@ -13,8 +13,9 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 
 from composable_fsdp import trace
-from composable_fsdp._comm.communicator import SUM, Around, Collective, Transfer, Work, is_over_group, trace_position
-from composable_fsdp._layout.grad_scaling import ReduceOp
+from composable_fsdp._core.comm import SUM, Around, Collective, Transfer, is_over_group, trace_position
+from composable_fsdp._core.layout import ReduceOp
+from composable_fsdp._core.memory import Work
 
 __all__ = ["Visible"]
 

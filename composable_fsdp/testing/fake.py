@@ -13,9 +13,9 @@ from operator import attrgetter
 
 import torch
 
-from composable_fsdp._comm.communicator import SUM, Collective, Traits, Transfer
 from composable_fsdp._consistency.rank_report import format_ranks
-from composable_fsdp._layout.grad_scaling import ReduceOp
+from composable_fsdp._core.comm import SUM, Collective, Traits, Transfer
+from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 
 __all__ = ["DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"]

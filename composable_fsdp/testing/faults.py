@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._comm.communicator import SUM, Around, Collective, Communicator, Transfer, Work
-from composable_fsdp._layout.grad_scaling import ReduceOp
-from composable_fsdp._runtime.groups.state import find_state
-from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp._core.comm import SUM, Around, Collective, Communicator, Transfer
+from composable_fsdp._core.hooks import iteration_of
+from composable_fsdp._core.layout import ReduceOp
+from composable_fsdp._core.memory import Work
+from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import find_state
+from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["READ_WITHOUT_CALLS", "Group", "Policy", "Scope", "plan_groups"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import find_state
+from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap._plan import READ_WITHOUT_CALLS, Group, Policy, Scope
 

@@ -38,7 +38,7 @@ class Size(NamedTuple):
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Return the syntax tree of each file by its path below the package, such as ``_comm/c10d.py``."""
+    """Return the syntax tree of each file by its path below the package, such as ``_core/comm.py``."""
     files = sorted(PACKAGE.rglob("*.py"))
     return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in files}
 

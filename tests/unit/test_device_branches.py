@@ -11,7 +11,7 @@ import pytest
 import composable_fsdp
 
 ROOT = Path(composable_fsdp.__file__).parent
-HOME = "_memory/device_capabilities.py"
+HOME = "_core/memory.py"
 ELSEWHERE = {
     "_consistency/shutdown.py": "lets threads of gloo end, after the last step",
     "plan/memory_ledger.py": "leaves out tensors on the meta device, in a plan without a device",

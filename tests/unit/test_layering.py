@@ -21,20 +21,12 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # Files and folders without the package prefix. A folder includes all of its files that have no row of their own. Layers
 # in one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "trace", "_memory.device_capabilities"),
-    ("policies", "codecs"),
-    ("_layout",),
-    ("_runtime.schedule", "_memory"),
-    ("_comm",),
-    ("_sharding",),
-    ("_runtime.params", "_runtime.pytree"),
-    ("_runtime.collectives",),
-    ("_runtime.groups",),
+    ("errors", "trace"),
+    ("policies",),
+    ("_core",),
+    ("codecs", "_consistency"),
     ("_api.strategy", "_api.tied_owners"),
     ("wrap", "_api.torch_types"),
-    ("_core",),
-    ("_runtime",),
-    ("_consistency",),
     ("plugins",),
     ("optim", "testing", "checkpoint._coordination"),
     ("_api.allocate_shards", "_api.ignored"),
@@ -53,7 +45,7 @@ ROW = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 
 # Pure modules use no process groups, streams or modules. Placements are plain values, so layouts may use them.
 PURE = (
-    *("_consistency.rank_report", "_runtime.groups.state_machine", "_layout", "_runtime.schedule"),
+    *("_consistency.rank_report", "_core.events", "_core.layout", "_core.group_plan"),
     *("plugins.tuning.choose", "plugins.tuning.costs", "plugins.tuning.simulate"),
 )
 IMPURE = ("torch.distributed", "torch.nn", "torch.cuda", "torch.accelerator")
@@ -73,7 +65,7 @@ def is_within(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def module_name(path: Path) -> str:
-    """Convert ``_comm/c10d.py`` to ``_comm.c10d``, and ``_comm/__init__.py`` to ``_comm``."""
+    """Convert ``_core/comm.py`` to ``_core.comm``, and ``codecs/__init__.py`` to ``codecs``."""
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or PACKAGE
 
@@ -248,17 +240,17 @@ def test_no_folder_has_too_many_files() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("_layout/plan.py", "from composable_fsdp._layout import bucket_layout, shard"),
-        ("_layout/plan.py", "from .bucket_layout import Bucket\nfrom ..errors import PlanError"),
-        ("_layout/__init__.py", "from .plan import GroupPlan"),
-        ("plugins/gloo/connection.py", "from composable_fsdp._comm.communicator import Communicator"),
+        ("_core/group_plan.py", "from composable_fsdp._core import layout"),
+        ("_core/group_plan.py", "from .layout import Bucket\nfrom ..errors import PlanError"),
+        ("codecs/__init__.py", "from .cast import Cast"),
+        ("plugins/gloo/connection.py", "from composable_fsdp._core.comm import Communicator"),
         (
-            "_layout/shard.py",
+            "_core/layout.py",
             "from torch.distributed.tensor.placement_types import Shard\nimport torch\ntorch.nonzero",
         ),
         (
-            "_runtime/groups/param_group.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from composable_fsdp._sharding.mesh import Axis",
+            "_core/group.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from composable_fsdp._core.mesh import Axis",
         ),
         ("_api/torch_types.py", "from torch.distributed.fsdp import FSDPModule"),
         (
@@ -275,18 +267,16 @@ def test_imports_from_above_are_accepted(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source", "message"),
     [
-        pytest.param("_layout/shard.py", "import composable_fsdp._memory.streams", "imports _memory.streams", id="up"),
-        pytest.param("_layout/shard.py", "from .._comm.c10d import x", "imports _comm.c10d", id="up, relative"),
+        pytest.param("_core/memory.py", "import composable_fsdp.codecs.cast", "imports codecs.cast", id="up"),
+        pytest.param("_core/memory.py", "from ..wrap._plan import x", "imports wrap._plan", id="up, relative"),
+        pytest.param("_core/comm.py", "from ..wrap import _plan", "imports wrap._plan", id="up, module by name"),
         pytest.param(
-            "_comm/c10d.py", "from .._sharding import mesh", "imports _sharding.mesh", id="up, module by name"
-        ),
-        pytest.param(
-            "_sharding/mesh.py", "from composable_fsdp import fully_shard", "imports composable_fsdp", id="the top"
+            "_core/mesh.py", "from composable_fsdp import fully_shard", "imports composable_fsdp", id="the top"
         ),
         pytest.param(
             "codecs/cast.py",
-            "def f():\n    from composable_fsdp.policies import MixedPrecisionPolicy",
-            ":2 imports policies",
+            "def f():\n    from composable_fsdp._consistency.stacks import user_line",
+            ":2 imports _consistency.stacks",
             id="peer, in a function",
         ),
         pytest.param(
@@ -327,14 +317,12 @@ def test_an_upward_import_is_found(path: str, source: str, message: str) -> None
     ],
 )
 def test_only_three_files_import_torchs_fsdp(source: str) -> None:
-    (found,) = violations(source, "_runtime/hooks.py")
+    (found,) = violations(source, "_core/hooks.py")
     assert "which only" in found
     assert violations(source, "_api/torch_types.py") == []
 
 
-@pytest.mark.parametrize(
-    "path", ["_layout/shard.py", "_runtime/groups/state_machine.py", "_runtime/schedule/schedule.py"]
-)
+@pytest.mark.parametrize("path", ["_core/layout.py", "_core/events.py", "_core/group_plan.py"])
 @pytest.mark.parametrize(
     "source",
     [
@@ -348,7 +336,7 @@ def test_only_three_files_import_torchs_fsdp(source: str) -> None:
 )
 def test_pure_modules_stay_pure(path: str, source: str) -> None:
     assert any("is pure" in line for line in violations(source, path))
-    assert violations(source, "_runtime/groups/param_group.py") == []
+    assert violations(source, "_core/group.py") == []
 
 
 def test_a_new_top_level_file_must_have_a_layer() -> None:

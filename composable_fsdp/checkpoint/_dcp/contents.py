@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._api.communication_state import CommunicationState
-from composable_fsdp._memory.device_capabilities import current_accelerator
-from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
-from composable_fsdp._runtime.shard_extent import states_below
+from composable_fsdp._core.extents import states_below
+from composable_fsdp._core.memory import current_accelerator
+from composable_fsdp._core.params import alias_of, local_part
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParams, has_shards_shape, is_plain, merge_flags

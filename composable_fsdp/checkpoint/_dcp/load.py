@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._api.communication_state import CommunicationState
-from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
-from composable_fsdp._runtime.shard_extent import like
+from composable_fsdp._core.extents import like
+from composable_fsdp._core.params import alias_of, local_part
 from composable_fsdp.checkpoint._coordination.mismatch import (
     Mismatch,
     check_arguments,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp._layout.block import Box
+from composable_fsdp._core.extents import Box
 from composable_fsdp.checkpoint._coordination.mismatch import (
     Mismatch,
     differ,

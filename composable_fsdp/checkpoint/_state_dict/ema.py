@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp._runtime.shard_extent import like, shardings_of, states_below
+from composable_fsdp._core.extents import like, shardings_of, states_below
+from composable_fsdp._core.params import local_part
 from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks, StateDictLoader
 from composable_fsdp.checkpoint._state_dict.tensors import Entry, on_meta, plain_name, prepare_for_access
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError

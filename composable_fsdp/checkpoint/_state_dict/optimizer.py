@@ -15,10 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from composable_fsdp._layout.block import Cut, ShardExtent
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_replaced, local_part
-from composable_fsdp._runtime.shard_extent import like, shardings_of, states_below
-from composable_fsdp._sharding.param_sharding import ParameterSharding, as_dtensor
+from composable_fsdp._core.extents import Cut, ShardExtent, like, shardings_of, states_below
+from composable_fsdp._core.mesh import ParameterSharding, as_dtensor
+from composable_fsdp._core.params import ShardedParameter, find_replaced, local_part
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch
 from composable_fsdp.checkpoint._state_dict.forms import Form, Local, compare, fill, shard_for, to_form
 from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks, StateDictLoader, digest

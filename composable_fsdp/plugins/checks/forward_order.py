@@ -12,7 +12,7 @@ from itertools import zip_longest
 import torch.distributed as dist
 
 from composable_fsdp._consistency.order_check import OrderCheck
-from composable_fsdp._core.running_pass import RunningPass
+from composable_fsdp._core.events import RunningPass
 from composable_fsdp._core.seams import Observer, Root
 
 __all__ = ["ExecutionOrderWarning", "ForwardOrder"]

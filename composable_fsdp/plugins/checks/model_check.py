@@ -26,10 +26,10 @@ from composable_fsdp._consistency.starting_values import (
     start_details,
 )
 from composable_fsdp._consistency.verify_ranks import SHOWN_RANKS, gather_texts, verify_same
+from composable_fsdp._core.mesh import DataParallelAxes
+from composable_fsdp._core.params import ShardedParameter, local_part
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.state import FSDPState, state_of_parameter
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
-from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp._core.state import FSDPState, state_of_parameter
 from composable_fsdp.errors import DivergenceError, ParameterError
 
 __all__ = ["ModelCheck"]

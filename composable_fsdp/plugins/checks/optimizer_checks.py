@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from composable_fsdp._core.hooks import sharded_parameters
+from composable_fsdp._core.params import find_parameter, find_replaced, find_unsharded
 from composable_fsdp._core.seams import Observer
-from composable_fsdp._runtime.lazy_init import sharded_parameters
-from composable_fsdp._runtime.params.sharded_param import find_parameter, find_replaced, find_unsharded
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 
 __all__ = ["LowPrecisionWarning", "OptimizerChecks"]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._core.seams import HookHandles, Observer
-from composable_fsdp._runtime.groups.state import FSDPState, find_state
+from composable_fsdp._core.state import FSDPState, find_state
 
 __all__ = ["PlainParameterWarning", "PlainParameters"]
 

@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from composable_fsdp._core.buckets import Registration
+from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
-from composable_fsdp._runtime.params.registration import Registration
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._core.state import ForwardCall, FSDPState
 from composable_fsdp.errors import LifecycleError
 
 __all__ = ["VersionCheck", "reads_shards", "set_version_check"]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import TypeVar, cast
 
-from composable_fsdp._layout.bucket_layout import ALIGNMENT_BYTES
-from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._core.layout import ALIGNMENT_BYTES, TensorShards
+from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.codecs.error_feedback import without_feedback
 from composable_fsdp.codecs.protocol import CodecPerParameter, resolve_codec

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from composable_fsdp._core.gather import AnyBucket
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp.codecs._compiled import is_compiled
 from composable_fsdp.codecs._encoder import CodecCall
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedBucket

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import torch
 
-from composable_fsdp._layout.plan import BucketPlan, GatherClaim
-from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, Bucket
-from composable_fsdp._runtime.groups.param_group_buckets import GatherKind
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._core.buckets import GatherKind
+from composable_fsdp._core.gather import AllGatherBuffers, AnyBucket, Bucket
+from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
+from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp.codecs._encoder import CodecCall, encode_rows, row_runs
 from composable_fsdp.codecs.protocol import Codec
 from composable_fsdp.plugins.codecs.chosen_codecs import encodable_among, name_of_own_bucket, policy_of, resolved

@@ -9,18 +9,12 @@ from typing import TypeAlias
 
 import torch
 
-from composable_fsdp._comm.communicator import Communicator, Transfer
-from composable_fsdp._layout.bucket_layout import aligned_bytes
-from composable_fsdp._runtime.collectives.bucket import AnyBucket
-from composable_fsdp._runtime.collectives.reduce_scatter import (
-    BucketReduceScatter,
-    Message,
-    OwnReduce,
-    ReduceKind,
-    ReduceScatterBuffers,
-)
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp._core.comm import Communicator, Transfer
+from composable_fsdp._core.gather import AnyBucket
+from composable_fsdp._core.layout import aligned_bytes
+from composable_fsdp._core.mesh import DataParallelAxes
+from composable_fsdp._core.params import ShardedParameter
+from composable_fsdp._core.reduce import BucketReduceScatter, Message, OwnReduce, ReduceKind, ReduceScatterBuffers
 from composable_fsdp.codecs._encoder import Encoder, GradientCodec
 from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.plugins.codecs.chosen_codecs import encodable_among, name_of_own_bucket, policy_of, resolved

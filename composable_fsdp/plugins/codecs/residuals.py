@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from composable_fsdp._core.events import HELD_GRADIENTS
+from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS
+from composable_fsdp._core.state import FSDPState
 from composable_fsdp.codecs.error_feedback import ErrorFeedback
 from composable_fsdp.plugins.codecs.chosen_codecs import policy_of
 from composable_fsdp.plugins.codecs.encoded_reduce import EncodedReduce

@@ -13,17 +13,16 @@ from math import prod
 
 import torch
 
-from composable_fsdp._comm.broadcast import gather_objects
-from composable_fsdp._comm.communicator import Communicator
-from composable_fsdp._layout.plan import BucketPlan, GatherClaim
-from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp._memory.buffers import allocate_storage
-from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers
-from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
-from composable_fsdp._runtime.groups.param_group_buckets import GatherKind
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
-from composable_fsdp._runtime.params.tensor_subclass import is_wrapper, plain_tensors
-from composable_fsdp._sharding.process_groups import ProcessGroups
+from composable_fsdp._consistency.broadcast import gather_objects
+from composable_fsdp._core.buckets import GatherKind
+from composable_fsdp._core.comm import Communicator
+from composable_fsdp._core.gather import AllGatherBuffers
+from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
+from composable_fsdp._core.layout import TensorShards
+from composable_fsdp._core.memory import allocate_storage
+from composable_fsdp._core.mesh import ProcessGroups
+from composable_fsdp._core.params import ShardedParameter, is_wrapper, local_part, plain_tensors
+from composable_fsdp._core.reduce import BucketReduceScatter
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.plugins.extensions.gather_hooks import (
     RELEASE_HOOK,

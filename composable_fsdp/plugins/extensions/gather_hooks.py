@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp._memory.buffers import contiguous_strides
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.params.tensor_subclass import is_wrapper, plain_tensors
+from composable_fsdp._core.layout import TensorShards
+from composable_fsdp._core.memory import contiguous_strides
+from composable_fsdp._core.params import ShardedParameter, is_wrapper, plain_tensors
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.plugins.extensions.tensor_classes import (
     GATHER_HOOKS,

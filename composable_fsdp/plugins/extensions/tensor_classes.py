@@ -10,9 +10,9 @@ from math import prod
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp._memory.buffers import contiguous_strides
-from composable_fsdp._runtime.params.tensor_subclass import first_supported
+from composable_fsdp._core.layout import TensorShards
+from composable_fsdp._core.memory import contiguous_strides
+from composable_fsdp._core.params import first_supported
 from composable_fsdp.errors import ExtensionError
 
 GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")

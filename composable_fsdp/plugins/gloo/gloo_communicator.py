@@ -15,18 +15,18 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import (
+from composable_fsdp._consistency.order_check import OrderCheck
+from composable_fsdp._core.comm import (
     SUM,
     Collective,
     GroupCommunicator,
     GroupReference,
     Traits,
     Transfer,
-    Work,
+    has_own_transports,
 )
-from composable_fsdp._comm.factory import has_own_transports
-from composable_fsdp._consistency.order_check import OrderCheck
-from composable_fsdp._layout.grad_scaling import ReduceOp, add_up
+from composable_fsdp._core.layout import ReduceOp, add_up
+from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import UnsupportedError
 from composable_fsdp.plugins.gloo.connection import DATA, DATA_TAGS, GlooConnection
 

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from composable_fsdp._comm.communicator import Collective, Transfer
-from composable_fsdp._layout.grad_scaling import add_up
+from composable_fsdp._core.comm import Collective, Transfer
+from composable_fsdp._core.layout import add_up
 from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES, Segment
 
 __all__ = ["Barrier", "Operation", "StagedCollective", "StagedRange", "collective", "plan_rounds"]

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.broadcast import gather_objects
+from composable_fsdp._consistency.broadcast import gather_objects
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp.errors import ConfigurationError, PeerError
 from composable_fsdp.plugins.shared_memory.engine import ShmEngine

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from composable_fsdp._consistency.rank_report import RankReport, order_text, reports_text
-from composable_fsdp._core.running_pass import error_summary
+from composable_fsdp._core.events import error_summary
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
 __all__ = ["Peers"]

@@ -25,22 +25,19 @@ from weakref import ref
 import torch
 
 from composable_fsdp import trace
-from composable_fsdp._comm.communicator import Collective, Communicator
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.verify_ranks import verify_same
+from composable_fsdp._core.buckets import GatherKind, ParamGroupBuckets
+from composable_fsdp._core.comm import Collective, Communicator
+from composable_fsdp._core.events import ParameterState, Pass
+from composable_fsdp._core.gather import AllGatherBuffers, InPlaceBucket
+from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
+from composable_fsdp._core.layout import TensorShards
+from composable_fsdp._core.memory import ShardStore, Work, contiguous_strides, is_host, view_at
+from composable_fsdp._core.mesh import ProcessGroups
+from composable_fsdp._core.params import ShardedParameter, optimizer_steps
 from composable_fsdp._core.seams import OBSERVERS, Observer, Root
-from composable_fsdp._layout.plan import BucketPlan, GatherClaim
-from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp._memory.buffers import ShardStore, contiguous_strides, view_at
-from composable_fsdp._memory.device_capabilities import is_host
-from composable_fsdp._memory.streams import Work
-from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, InPlaceBucket
-from composable_fsdp._runtime.groups.param_group_buckets import GatherKind, ParamGroupBuckets
-from composable_fsdp._runtime.groups.state import FSDPState, state_of_parameter
-from composable_fsdp._runtime.groups.state_machine import ParameterState, Pass
-from composable_fsdp._runtime.params.optimizer_steps import optimizer_steps
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._sharding.process_groups import ProcessGroups
+from composable_fsdp._core.state import FSDPState, state_of_parameter
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
 

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import (
+from composable_fsdp._core.comm import (
+    DONE,
     SUM,
     Collective,
     GroupCommunicator,
     GroupReference,
     Traits,
     Transfer,
-    Work,
+    has_own_transports,
 )
-from composable_fsdp._comm.factory import has_own_transports
-from composable_fsdp._comm.loopback import DONE
-from composable_fsdp._layout.grad_scaling import ReduceOp
+from composable_fsdp._core.layout import ReduceOp
+from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import PeerError, UnsupportedError
 from composable_fsdp.plugins.shared_memory.collective import Barrier, collective
 from composable_fsdp.plugins.shared_memory.connect import connect, reconnect

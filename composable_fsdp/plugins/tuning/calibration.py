@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.communicator import Collective, Communicator, Transfer
 from composable_fsdp._consistency.order_check import MEASUREMENT
 from composable_fsdp._consistency.verify_ranks import gather_rows, multi_rank_axes
-from composable_fsdp._runtime.groups.param_group import ParamGroup
-from composable_fsdp._runtime.schedule.schedule import Hook
-from composable_fsdp._sharding.mesh import DataParallelAxes, axis_names
+from composable_fsdp._core.comm import Collective, Communicator, Transfer
+from composable_fsdp._core.events import Hook
+from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.mesh import DataParallelAxes, axis_names
 from composable_fsdp.plugins.tuning.clock import Clock, Mark
 from composable_fsdp.plugins.tuning.costs import AxisCosts, CollectiveCost, Costs
 

@@ -8,7 +8,7 @@ from functools import cache
 from html import escape
 from typing import Any
 
-from composable_fsdp._core.gather_plan import ScheduleSettings
+from composable_fsdp._core.schedule import ScheduleSettings
 from composable_fsdp.plugins.tuning.simulate import Timeline
 
 __all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "choose"]

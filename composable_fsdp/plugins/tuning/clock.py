@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from composable_fsdp._memory.device_capabilities import device_capabilities
-from composable_fsdp._memory.streams import capture_error
+from composable_fsdp._core.memory import capture_error, device_capabilities
 
 __all__ = ["Clock", "Mark"]
 

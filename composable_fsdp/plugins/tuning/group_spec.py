@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from composable_fsdp._layout.plan import GradientMemory, GroupPlan, MessageSizes
-from composable_fsdp._runtime.groups.state import FSDPState
-from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp._core.group_plan import GradientMemory, GroupPlan, MessageSizes
+from composable_fsdp._core.mesh import DataParallelAxes
+from composable_fsdp._core.state import FSDPState
 from composable_fsdp.policies import AUTO_RESHARD, Reshard
 
 __all__ = ["GroupSpec", "Specs", "spec_of"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 from composable_fsdp._core.dry import schedule_of
-from composable_fsdp._core.gather_plan import ScheduleSettings
+from composable_fsdp._core.events import Event, Hook, Pass, Schedule, Step
+from composable_fsdp._core.mesh import axis_names
+from composable_fsdp._core.schedule import ScheduleSettings
 from composable_fsdp._core.seams import Root
-from composable_fsdp._runtime.groups.state_machine import Pass
-from composable_fsdp._runtime.schedule.schedule import Event, Hook, Schedule, Step
-from composable_fsdp._sharding.mesh import axis_names
 from composable_fsdp.plugins.tuning.costs import Costs
 from composable_fsdp.plugins.tuning.group_spec import GroupSpec, spec_of
 from composable_fsdp.plugins.tuning.simulate import Timeline, simulate

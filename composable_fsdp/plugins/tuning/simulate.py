@@ -11,19 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
-from composable_fsdp._layout.plan import GradientMemory
-from composable_fsdp._runtime.schedule.schedule import (
-    Action,
-    Event,
-    Free,
-    Gather,
-    Hook,
-    Reduce,
-    Schedule,
-    Shrink,
-    Wait,
-    WaitReduce,
-)
+from composable_fsdp._core.events import Action, Event, Free, Gather, Hook, Reduce, Schedule, Shrink, Wait, WaitReduce
+from composable_fsdp._core.group_plan import GradientMemory
 from composable_fsdp.plugins.tuning.costs import CollectiveCost, Costs
 from composable_fsdp.plugins.tuning.group_spec import GroupSpec, Specs
 

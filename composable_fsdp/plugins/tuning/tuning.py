@@ -11,14 +11,12 @@ import torch
 from torch.profiler import record_function
 
 from composable_fsdp import trace
-from composable_fsdp._comm.communicator import Communicator
-from composable_fsdp._comm.factory import abandon
-from composable_fsdp._core.gather_plan import ScheduleSettings, set_by_user
+from composable_fsdp._core.comm import Communicator, abandon
+from composable_fsdp._core.events import HELD_GRADIENTS, Hook, Pass
+from composable_fsdp._core.mesh import DataParallelAxes
+from composable_fsdp._core.schedule import ScheduleSettings, set_by_user
 from composable_fsdp._core.seams import Observer, Root
-from composable_fsdp._runtime.groups.state import FSDPState, connections
-from composable_fsdp._runtime.groups.state_machine import HELD_GRADIENTS, Pass
-from composable_fsdp._runtime.schedule.schedule import Hook
-from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.plugins.tuning.calibration import Calibration, StepObserver
 from composable_fsdp.plugins.tuning.choose import Choice, choose
 from composable_fsdp.plugins.tuning.clock import Clock

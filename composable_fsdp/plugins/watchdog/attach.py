@@ -8,13 +8,12 @@ from typing import cast
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, find
-from composable_fsdp._comm.factory import communicators, timeout_of
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.wait_warning import ENDED_AT, REPORTED_AT
 from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicators, find, timeout_of
 from composable_fsdp._core.seams import HookHandles, Observer, Root
-from composable_fsdp._runtime.groups.state import FSDPState, connections
+from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.plugins.watchdog.decorators import Exchange, OrderChecked, StoreExchange, Watched
 
 __all__ = ["OrderCheckLevel", "compare", "compared", "order_checked", "watched"]

@@ -9,21 +9,13 @@ from typing import Generic, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 import torch.distributed as dist
 
 from composable_fsdp import trace
-from composable_fsdp._comm.communicator import (
-    SUM,
-    Around,
-    Collective,
-    GroupCommunicator,
-    LostError,
-    Transfer,
-    Work,
-    trace_position,
-)
 from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.watchdog import Watchdog
-from composable_fsdp._layout.grad_scaling import ReduceOp
+from composable_fsdp._core.comm import SUM, Around, Collective, GroupCommunicator, LostError, Transfer, trace_position
+from composable_fsdp._core.layout import ReduceOp
+from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
 __all__ = ["Exchange", "OrderChecked", "StoreExchange", "Watched", "level_through_store"]

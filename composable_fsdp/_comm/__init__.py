@@ -1,1 +1,0 @@
-"""Communicators: the collectives of one mesh axis, launched without waiting, for several transports."""

@@ -1,0 +1,593 @@
+"""Communicators: the collectives of one mesh axis, their decorators, and how they are found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp import trace
+from composable_fsdp._core.layout import NEVER_ZERO_COPY, ReduceOp
+from composable_fsdp._core.memory import Work, backend_capabilities, device_capabilities, is_host
+from composable_fsdp.errors import PeerError
+
+T = TypeVar("T")
+
+SUM = ReduceOp.SUM
+
+
+class LostError(PeerError):
+    """An operation failed in the backend, for a reason that other ranks know.
+
+    Args:
+        text: what the backend says.
+        timed_out: the timeout of the process group is over.
+    """
+
+    def __init__(self, text: str, *, timed_out: bool) -> None:
+        super().__init__(text)
+        self.timed_out = timed_out
+
+
+class Collective(Enum):
+    """The kind of a collective."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    ALL_REDUCE = "all_reduce"
+    BARRIER = "barrier"
+    """Done when all ranks have launched it. Only communicators with ``aliases`` have it."""
+
+    @property
+    def label(self) -> str:
+        """The name in errors of an operation without a label."""
+        return self.value.replace("_", "-")
+
+
+class Transfer(NamedTuple):
+    """The output and input of one tensor in a coalesced collective. Both are contiguous and 1-d.
+
+    - All-gather: ``output`` has ``size`` times the elements of ``input``, in rank order.
+    - Reduce-scatter: ``input`` has ``size`` times the elements of ``output``, and rank r receives the r-th part. If the
+      communicator widens, ``input`` may have a narrower dtype.
+    - All-to-all: both have the same number of elements, in ``size`` parts.
+    - All-reduce: both are the same tensor.
+    """
+
+    output: torch.Tensor
+    input: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """The abilities of a communicator, and the sizes from which a choice between two ways pays off.
+
+    Args:
+        averages: ``ReduceOp.AVERAGE`` is supported.
+        widens: a reduce-scatter accepts 16-bit floats for an fp32 output and accumulates in fp32.
+        aliases: ranks can share memory, or one rank has all, so that an all-gather need not copy.
+        coalesces: all transfers of a launch are one message with one latency.
+        dispatches: collectives pass torch's dispatcher, so torch's profiler and dispatch modes see them by themselves.
+        checks: the communicator itself compares operations between ranks, and reports waits.
+        zero_copy_min_bytes: unsharded bytes from which a zero-copy transfer of a tensor is faster than copying it into
+            a packed one.
+        grad_bucket_bytes: bytes of a group's ready gradients from which they are worth a separate reduction, ahead of
+            the rest.
+    """
+
+    averages: bool = False
+    widens: bool = False
+    aliases: bool = False
+    coalesces: bool = False
+    dispatches: bool = False
+    checks: bool = False
+    zero_copy_min_bytes: int = NEVER_ZERO_COPY
+    grad_bucket_bytes: int = NEVER_ZERO_COPY
+
+
+class Communicator(Protocol):
+    """Collectives over the ranks of one mesh axis.
+
+    Communicators that are equal can share one launch.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's index on the axis."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks on the axis."""
+        ...
+
+    @property
+    def traits(self) -> Traits: ...
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate an uninitialized 1-d message buffer."""
+        ...
+
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
+        """Launch one collective for all ``transfers`` at once.
+
+        Every rank of the axis must make the same calls in the same order. The caller must not touch the tensors until
+        it has waited for the work. An empty list transfers nothing.
+
+        Args:
+            kind: the collective.
+            transfers: its tensors.
+            label: the name of the operation in errors, the same on every rank.
+            op: the operation of a reduce-scatter or an all-reduce.
+        """
+        ...
+
+
+class GroupCommunicator(Communicator, Protocol):
+    """A communicator over the ranks of a ``torch.distributed`` process group.
+
+    All code that communicates over a group shares one, so its state is that of the connection between the ranks.
+    """
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    @property
+    def name(self) -> str:
+        """The name of the group."""
+        ...
+
+    ranks: tuple[int, ...]
+    """The global ranks of the group."""
+
+    @property
+    def generation(self) -> int:
+        """The number of times that the ranks have reconnected."""
+        ...
+
+    @property
+    def launched(self) -> int:
+        """The number of collectives launched since then."""
+        ...
+
+    @property
+    def is_broken(self) -> bool:
+        """True after a failure, until the ranks have reconnected."""
+        ...
+
+    def check(self) -> None:
+        """Raise a ``PeerError`` if it is broken."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """End all waits, and let later launches raise a ``PeerError``. Any thread may call it."""
+        ...
+
+    def abandon(self) -> None:
+        """Abort operations in flight, before their memory is freed and :meth:`reopen` is called."""
+        ...
+
+    def reopen(self) -> None:
+        """Connect anew. All ranks must call it together.
+
+        Raises:
+            PeerError: some rank cannot connect.
+        """
+        ...
+
+
+class Around:
+    """A communicator that does what ``base`` does. A decorator derives from it, and defines ``launch`` or ``allocate``.
+
+    Decorators are equal if their types, ``base`` and ``settings`` are.
+    """
+
+    def __init__(self, base: Communicator, *settings: object) -> None:
+        self.base, self.settings = base, settings
+        self.rank, self.size, self.traits = base.rank, base.size, base.traits
+        for method in ("allocate", "launch"):
+            if not hasattr(type(self), method):
+                setattr(self, method, getattr(base, method))
+
+    if TYPE_CHECKING:
+        allocate = Communicator.allocate
+        launch = Communicator.launch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base":  # not set yet, as in a copy
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether collectives of both can share one launch."""
+        if not isinstance(other, Around):
+            return False
+        return self is other or (type(self), self.base, self.settings) == (type(other), other.base, other.settings)
+
+    def __hash__(self) -> int:
+        return hash(self.base)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.base!r})"
+
+
+class GroupReference:
+    """A weak reference to a process group. Torch owns the group, until the program destroys it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks = ref(group), dist.get_process_group_ranks(group)
+
+    def __call__(self) -> dist.ProcessGroup:
+        """Return the process group.
+
+        Raises:
+            PeerError: it was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise PeerError(f"the process group of ranks {self._ranks} was destroyed, so nothing can be sent over it.")
+        return group
+
+
+def is_over_group(communicator: object) -> TypeGuard[GroupCommunicator]:
+    """Return whether ``communicator``, or what it is around, communicates over a process group."""
+    return hasattr(communicator, "ranks")
+
+
+def trace_position(communicator: GroupCommunicator, number: int) -> trace.Position:
+    """Return the position of the ``number``-th collective since the ranks have connected, from 1."""
+    return trace.Position(communicator.name, communicator.ranks, communicator.generation, number)
+
+
+def find(communicator: object, kind: type[T]) -> T | None:
+    """Return the first object of type ``kind`` among ``communicator`` and what it is around, or ``None``."""
+    while not isinstance(communicator, kind):
+        if not isinstance(communicator, Around):
+            return None
+        communicator = communicator.base
+    return communicator
+
+
+logger = logging.getLogger(__name__)
+
+_COLLECTIVES: dict[Collective, Callable[..., Any]] = {
+    Collective.ALL_GATHER: getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+    Collective.REDUCE_SCATTER: getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
+    Collective.ALL_TO_ALL: dist.all_to_all_single,
+}
+_COALESCED: dict[Collective, tuple[str, type[Any]]] = {
+    Collective.ALL_GATHER: ("allgather_into_tensor_coalesced", dist.distributed_c10d.AllgatherOptions),
+    Collective.REDUCE_SCATTER: ("reduce_scatter_tensor_coalesced", dist.distributed_c10d.ReduceScatterOptions),
+}
+"""The method of process groups that launches several at once, and the class of its options. c10d's context manager for
+that leaves its process group open if it ends with an exception: nothing that is launched later starts.
+"""
+
+OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
+
+_DTYPES = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
+)
+"""The dtypes that NCCL and gloo both have. Others are sent as bytes, at the cost of a view."""
+
+_ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES = 1 << 17, 3 << 20
+"""For unknown backends: with gloo's own collectives, zero-copy and copied-in transfers cost the same at these sizes."""
+
+_COALESCED_LAUNCH_BYTES = 1 << 19
+"""The cost of a launch in bytes, for backends that coalesce transfers into one launch. Estimated, not measured."""
+
+_GRAD_BUCKET_BYTES_ON_STREAMS, _GRAD_BUCKET_PART_BYTES_ON_STREAMS = 1 << 27, 1 << 15
+_GRAD_BUCKET_BYTES_ON_HOST = 1 << 19
+"""On streams, only large groups with a large part per rank are split into gradient buckets. Their time is proportional
+to their bytes, split or not, and the first gradient bucket does not wait for the last gradient. Estimated, not
+measured.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """Several works that are waited for as one."""
+
+    works: tuple[Work, ...]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+_ENQUEUED = WorkList(())
+"""The work of a collective on the current stream: what comes after it there runs after it."""
+
+
+class ProcessGroupCommunicator:
+    """Collectives of ``group`` for tensors on ``device_type``. Final."""
+
+    generation = 0
+    """Always the first connection: only the owner of a process group can connect it anew."""
+
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+        self._group, self.name = GroupReference(group), group.group_name
+        self._has_streams = device_capabilities(torch.device(device_type)).has_streams
+        self._backend = backend_capabilities(group, device_type)
+        self._async_op = not (self._has_streams and self._backend.is_native)
+        """False if a collective runs on the stream that launches it, with that stream's priority, as from FSDP2."""
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.traits = Traits(
+            averages=self._backend.averages,
+            coalesces=self._backend.coalesces,
+            dispatches=True,
+            checks=self.size == 1 or not self._backend.is_watchable,
+            zero_copy_min_bytes=self._zero_copy_bytes(),
+            grad_bucket_bytes=self._grad_bucket_bytes(),
+        )
+        self.launched = 0
+        self._broken = ""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group()
+
+    def _zero_copy_bytes(self) -> int:
+        if self._backend.coalesces:
+            return _COALESCED_LAUNCH_BYTES
+        return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
+
+    def _grad_bucket_bytes(self) -> int:
+        if self._has_streams:
+            return max(_GRAD_BUCKET_BYTES_ON_STREAMS, self.size * _GRAD_BUCKET_PART_BYTES_ON_STREAMS)
+        return _GRAD_BUCKET_BYTES_ON_HOST
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._backend.name}, rank {self.rank} of {self.size})"
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
+        self.check()
+        self.launched, group, async_op = self.launched + 1, self._group(), self._async_op
+        pairs = [pair if pair[1].dtype in _DTYPES else _in_known_dtype(kind, *pair) for pair in transfers]
+        started: list[Any] = []
+        if kind is Collective.ALL_REDUCE:
+            for output, _ in pairs:
+                started.append(dist.all_reduce(output, op=OPERATIONS[op], group=group, async_op=async_op))
+        elif len(pairs) > 1 and self._backend.coalesces and kind in _COALESCED:
+            by_dtype: dict[torch.dtype, list[Transfer]] = {}  # NCCL coalesces only tensors of one dtype
+            for pair in pairs:
+                by_dtype.setdefault(pair[1].dtype, []).append(pair)
+            started = [_launch_coalesced(group, kind, same, op, async_op) for same in by_dtype.values()]
+        else:
+            collective = _COLLECTIVES[kind]
+            options = {"op": OPERATIONS[op]} if kind is Collective.REDUCE_SCATTER else {}
+            for output, input in pairs:
+                started.append(collective(output, input, group=group, async_op=async_op, **options))
+        if not async_op:
+            return _ENQUEUED
+        return started[0] if len(started) == 1 else WorkList(tuple(started))
+
+    @property
+    def is_broken(self) -> bool:
+        return bool(self._broken)
+
+    def check(self) -> None:
+        """Raise a ``PeerError`` if operations were aborted."""
+        if self._broken:
+            raise PeerError(
+                f"ranks {list(self.ranks)} cannot go on together, since {self._broken}\nOperations were aborted, so "
+                "their results are undefined, and this process group cannot be used any more. End the job, and restart "
+                "it from a checkpoint."
+            )
+
+    def give_up(self, reason: str) -> None:
+        """Let later launches raise a ``PeerError``, and end a wait of the host by aborting operations in flight.
+
+        On streams, waits do not block the host, and only threads of the program may touch the device: nothing is
+        aborted before :meth:`abandon`.
+        """
+        self._broken = self._broken or reason
+        if not self._has_streams:
+            self._abort()
+
+    def abandon(self) -> None:
+        """Abort operations in flight, before their memory is freed."""
+        self._broken = self._broken or "operations were given up after a failed pass."
+        self._abort()
+
+    def _abort(self) -> None:
+        group: Any = self.group
+        try:
+            if hasattr(group, "abort"):
+                group.abort()
+            else:  # torch has it from 2.6, but a backend in Python need not
+                group.shutdown()
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            logger.warning("the process group of ranks %s cannot be aborted: %s", list(self.ranks), error)
+
+    def reopen(self) -> None:
+        """Refuse to connect again, which only the owner of the process group can do.
+
+        Raises:
+            PeerError: always.
+        """
+        raise PeerError(
+            f"ranks {list(self.ranks)} cannot connect again over the backend of their process group after they failed "
+            "at different operations. End the job, and restart it from a checkpoint."
+        )
+
+
+def _launch_coalesced(
+    group: dist.ProcessGroup, kind: Collective, pairs: Sequence[Transfer], op: ReduceOp, async_op: bool
+) -> Work | None:
+    method, options_class = _COALESCED[kind]
+    options = options_class()
+    options.asyncOp = async_op
+    if kind is Collective.REDUCE_SCATTER:
+        options.reduceOp = OPERATIONS[op]
+    work: Work | None = getattr(group, method)(*map(list, zip(*pairs, strict=True)), options)
+    if work is not None and not async_op:  # torch before 2.12 takes no note of asyncOp here
+        work.wait()
+    return work
+
+
+def _in_known_dtype(kind: Collective, output: torch.Tensor, input: torch.Tensor) -> Transfer:
+    """Return views of a transfer, in bytes or in the parts of complex numbers."""
+    dtype = input.dtype.to_real() if input.dtype.is_complex else torch.uint8
+    if dtype is torch.uint8 and kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE):
+        return Transfer(output, input)  # the backend tells what it cannot add up
+    return Transfer(output.view(dtype), input.view(dtype))
+
+
+def timeout_of_backend(backend: Any) -> float:
+    """Return the timeout of a backend in seconds; the default one if it does not tell."""
+    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.distributed_c10d.default_pg_timeout)
+    return cast(timedelta, timeout).total_seconds()
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+DONE = _Done()
+"""The work of an operation that is done."""
+
+_TRAITS = Traits(
+    averages=True,
+    widens=True,
+    aliases=True,
+    coalesces=True,
+    checks=True,
+    zero_copy_min_bytes=0,
+    grad_bucket_bytes=1 << 19,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopbackCommunicator:
+    """Collectives of one rank: copies. The sum or average of one summand is that summand."""
+
+    rank: int = 0
+    size: int = 1
+    traits: Traits = _TRAITS
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> _Done:
+        if kind is not Collective.ALL_REDUCE:
+            for transfer in transfers:
+                transfer.output.copy_(transfer.input)
+        return DONE
+
+
+TRANSPORTS: list[Callable[[dist.ProcessGroup, str], GroupCommunicator | None]] = [ProcessGroupCommunicator]
+"""Each makes the communicator of a process group for a type of device, or returns ``None``. The first answer counts."""
+
+AROUND: list[Callable[[Communicator], Communicator]] = []
+"""Each decorates a new communicator or returns it unchanged. The last is the outermost."""
+
+
+def has_own_transports(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether plugins may send tensors of ``device_type`` over ``group`` without its own collectives."""
+    return dist.get_world_size(group) > 1 and backend_capabilities(group, device_type).has_own_transports
+
+
+def communicators(groups: Collection[dist.ProcessGroup]) -> Iterator[GroupCommunicator]:
+    """Yield the communicators over ``groups`` that exist."""
+    for group in groups:
+        yield from _known.get(group, {}).values()
+
+
+def _decorated(communicator: Communicator) -> Communicator:
+    for around in AROUND:
+        communicator = around(communicator)
+    return communicator
+
+
+# Communicators do not keep their process group alive, so an entry is freed with it. Never iterate over these: another
+# thread may be adding a group.
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupCommunicator]] = WeakKeyDictionary()
+"""The communicator of each process group for each type of device: ``"cpu:gloo,cuda:nccl"`` has two."""
+_creation_order: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Process groups in the order in which this rank first requested them."""
+_next_index = count()
+
+
+def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator:
+    """Return the communicator of ``group`` for tensors on ``device_type``, decorated.
+
+    All ranks must make the first call for a group together. The communicator is cached.
+    """
+    known = _known.setdefault(group, {}).get(device_type)
+    if known is None:
+        _creation_order.setdefault(group, next(_next_index))
+        made = (transport(group, device_type) for transport in TRANSPORTS)
+        known = cast(GroupCommunicator, _decorated(next(each for each in made if each is not None)))
+        _known[group][device_type] = known
+    return known
+
+
+def loopback() -> Communicator:
+    """Return the communicator of an axis with one rank."""
+    return _decorated(LoopbackCommunicator())
+
+
+def position(group: dist.ProcessGroup) -> str:
+    """Return this rank's position in the sequence of operations over ``group``, or ``"broken"`` if one has failed."""
+    known = list(communicators([group]))
+    return "broken" if any(each.is_broken for each in known) else ",".join(str(each.launched) for each in known)
+
+
+def abandon(groups: Collection[dist.ProcessGroup]) -> None:
+    """Abort operations in flight over ``groups``, before their memory is freed and :func:`reopen` is called."""
+    for known in communicators(groups):
+        known.abandon()
+
+
+def reopen(groups: Collection[dist.ProcessGroup]) -> None:
+    """Reconnect all communicators over ``groups``. All ranks of each group must call it together.
+
+    Raises:
+        PeerError: some rank cannot connect.
+    """
+    # The order is the same on all ranks.
+    for group in sorted((group for group in groups if group in _known), key=_creation_order.__getitem__):
+        for known in communicators([group]):
+            known.reopen()
+
+
+def part_of(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """Return a new process group of ``size`` neighbouring ranks of ``group``, this one among them.
+
+    ``size`` divides the number of ranks. All ranks of ``group`` must call it together, and no other rank of the job.
+    ``new_group`` would wait for those where a device is bound to the default group; torchcomms has no other way.
+    """
+    world, known = cast(Any, dist.group.WORLD), cast(Any, group)
+    bound, number = world.bound_device_id, dist.get_world_size(group)
+    is_bound = bound is not None and torch.device(bound.type) in known._device_types
+    is_torchcomms = getattr(getattr(dist, "config", None), "use_torchcomms", False)
+    if is_torchcomms or (is_bound and known._get_backend(bound).supports_splitting):
+        parts = [list(range(first, first + size)) for first in range(0, number, size)]
+        return cast(dist.ProcessGroup, cast(Any, dist).split_group(group, parts))
+    first = dist.get_rank(group) // size * size
+    ranks = dist.get_process_group_ranks(group)[first : first + size]
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return the timeout of ``group`` in seconds, that of its CPU backend if it has one."""
+    if type(group) is not dist.ProcessGroup:
+        return timeout_of_backend(group)
+    device = min(group._device_types, key=lambda device: not is_host(device))
+    return timeout_of_backend(group._get_backend(device))

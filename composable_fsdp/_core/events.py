@@ -1,0 +1,446 @@
+"""The hooks, passes and states of a step, the record of a forward, and a schedule as text."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from html import escape
+from types import FrameType
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from composable_fsdp.errors import LifecycleError
+
+
+class RunningPass:
+    """A forward or backward pass of a root. Final.
+
+    Args:
+        kind: ``"forward"`` or ``"backward"``.
+        module: the root module of a forward; the current module of a backward.
+        caller: the Python frame that runs a forward; ``None`` for a backward, which has an :class:`EndOfRun`.
+    """
+
+    __slots__ = (
+        "_caller",
+        "_raised",
+        "_summary",
+        "began",
+        "is_reported",
+        "kind",
+        "module",
+        "raised_in",
+        "run_has_ended",
+        "succeeded",
+    )
+
+    def __init__(self, kind: str, module: str, caller: FrameType | None) -> None:
+        self.kind = kind
+        self.module = module
+        self.raised_in = module
+        """The module in which the last exception was raised."""
+        self.is_reported = False
+        """True if fault listeners have been notified of its failure."""
+        self.run_has_ended = False
+        """True if autograd's run of a backward is over. Set by :class:`EndOfRun`."""
+        self.succeeded = False
+        """True if it has ended without an exception."""
+        self.began: float | None = None
+        """The time at which it began, for traces."""
+        self._caller = caller
+        self._raised = 0
+        self._summary = ""
+
+    def note(self, error: BaseException, module: str) -> None:
+        """Note that ``error`` left ``module``. It ends the pass unless it is caught further up."""
+        if self._raised != id(error):
+            self._raised, self._summary, self.raised_in = id(error), error_summary(error), module
+
+    @property
+    def failure(self) -> str:
+        """The text that reports the last noted exception as the end of the pass."""
+        return f"raised {self._summary} in the {self.kind} of {self.raised_in}"
+
+    @property
+    def left(self) -> str:
+        """The report of an unexpected end, for other ranks; empty while the pass runs. Any thread may read it."""
+        if self._caller is not None:
+            return f"was interrupted in the {self.kind} of {self.module}" if has_ended(self._caller) else ""
+        if not self.run_has_ended:
+            return ""
+        return self.failure if self._summary else f"raised in the {self.kind} of {self.module}"
+
+
+class EndOfRun:
+    """The callback that autograd calls when its run of the backward ``running`` succeeds. Final.
+
+    Only autograd may hold a reference. Then it is deleted when the run ends, before the exception of a failed run is
+    raised in the thread that called autograd.
+    """
+
+    __slots__ = ("_end", "_running")
+
+    def __init__(self, end: Callable[[], None], running: RunningPass) -> None:
+        self._end, self._running = end, running
+
+    def __call__(self) -> None:
+        try:
+            self._end()
+        except BaseException:  # its traceback may keep this object alive for long
+            self._running.run_has_ended = True
+            raise
+
+    def __del__(self) -> None:
+        self._running.run_has_ended = True
+
+
+def error_summary(error: BaseException) -> str:
+    """Return the type of ``error`` and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def has_ended(frame: FrameType) -> bool:
+    """Return whether ``frame``, of any thread, has returned or raised. If so, its locals are released.
+
+    ``frame.clear()`` is Python's only test for it: it raises for a frame that executes. Frames of generators and
+    coroutines count as running, because it would close a suspended one.
+    """
+    if frame.f_code.co_flags & _MAY_BE_SUSPENDED:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:  # the frame executes
+        return False
+    return True
+
+
+_MAY_BE_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class Key(Enum):
+    """An ``Enum`` hashed by identity, which is faster: ``Enum`` hashes member names in Python."""
+
+    __hash__ = object.__hash__
+
+
+class Pass(Key):
+    """The pass that an iteration is in."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class ParameterState(Key):
+    """The state of a group's parameters."""
+
+    SHARDED = "SHARDED"
+    UNSHARDING = "UNSHARDING"
+    UNSHARDED = "UNSHARDED"
+    SHRUNK = "SHRUNK"
+    """Resharded after forward to a smaller mesh: the sharded parameters are registered, and a larger slice is kept."""
+    LENT = "LENT"
+    """Full parameters are registered for the user, as inside ``unsharded_params``, on some or all ranks."""
+
+
+class ParameterOperation(Key):
+    """The operations on a group's parameters."""
+
+    UNSHARD = "UNSHARD"
+    WAIT = "WAIT"
+    RESHARD = "RESHARD"
+    SHRINK = "SHRINK"
+    LEND = "LEND"
+    RETURN = "RETURN"
+
+
+class GradientState(Key):
+    """The state of a group's gradients."""
+
+    NONE = "NONE"
+    ARRIVING = "ARRIVING"
+    """Some gradients, but not all, have arrived in this backward. They are not yet reduced."""
+    LOCAL = "LOCAL"
+    """All gradients that this backward gives have arrived, or earlier ones are held. They are not yet reduced."""
+    REDUCING = "REDUCING"
+    PARTIAL = "PARTIAL"
+    """Reduced over the shard axis and kept for a later reduction."""
+    REDUCED = "REDUCED"
+
+
+class GradientOperation(Key):
+    """The operations on a group's gradients."""
+
+    ACCUMULATE = "ACCUMULATE"
+    """A gradient arrived."""
+    READY = "READY"
+    """All gradients have arrived, or this rank contributes or holds those that it has."""
+    REDUCE = "REDUCE"
+    KEEP = "KEEP"
+    COMPLETE = "COMPLETE"
+    DROP = "DROP"
+
+
+_P, _PO = ParameterState, ParameterOperation
+PARAMETER_TRANSITIONS: Mapping[tuple[ParameterState, ParameterOperation], ParameterState] = {
+    (_P.SHARDED, _PO.UNSHARD): _P.UNSHARDING,
+    (_P.SHARDED, _PO.RESHARD): _P.SHARDED,
+    (_P.SHARDED, _PO.LEND): _P.LENT,
+    (_P.UNSHARDING, _PO.UNSHARD): _P.UNSHARDING,  # already prefetched
+    (_P.UNSHARDING, _PO.WAIT): _P.UNSHARDED,
+    (_P.UNSHARDING, _PO.RESHARD): _P.SHARDED,  # prefetched, never used
+    (_P.UNSHARDED, _PO.UNSHARD): _P.UNSHARDED,
+    (_P.UNSHARDED, _PO.WAIT): _P.UNSHARDED,
+    (_P.UNSHARDED, _PO.RESHARD): _P.SHARDED,
+    (_P.UNSHARDED, _PO.SHRINK): _P.SHRUNK,
+    (_P.SHRUNK, _PO.UNSHARD): _P.UNSHARDING,  # from the smaller mesh
+    (_P.SHRUNK, _PO.RESHARD): _P.SHARDED,
+    (_P.LENT, _PO.RESHARD): _P.LENT,  # a state dict reshards first, and shows what is registered
+    (_P.LENT, _PO.RETURN): _P.SHARDED,
+}
+
+_G, _GO = GradientState, GradientOperation
+GRADIENT_TRANSITIONS: Mapping[tuple[GradientState, GradientOperation], GradientState] = {
+    **{(state, _GO.ACCUMULATE): _G.ARRIVING for state in _G},
+    **{(state, _GO.READY): _G.LOCAL for state in _G},
+    (_G.NONE, _GO.REDUCE): _G.NONE,  # not used in this backward
+    (_G.ARRIVING, _GO.REDUCE): _G.REDUCING,  # the other gradients do not come in this backward
+    (_G.ARRIVING, _GO.COMPLETE): _G.ARRIVING,  # an earlier reduction ended after new gradients arrived
+    (_G.ARRIVING, _GO.KEEP): _G.ARRIVING,
+    (_G.LOCAL, _GO.REDUCE): _G.REDUCING,
+    (_G.LOCAL, _GO.COMPLETE): _G.LOCAL,
+    (_G.LOCAL, _GO.KEEP): _G.LOCAL,
+    (_G.REDUCING, _GO.REDUCE): _G.REDUCING,
+    (_G.REDUCING, _GO.COMPLETE): _G.REDUCED,
+    (_G.REDUCING, _GO.KEEP): _G.PARTIAL,
+    (_G.PARTIAL, _GO.REDUCE): _G.REDUCING,  # used in an earlier backward, but not in the last
+    (_G.PARTIAL, _GO.KEEP): _G.PARTIAL,  # the earlier of two reductions in flight
+    (_G.PARTIAL, _GO.COMPLETE): _G.PARTIAL,
+    (_G.REDUCED, _GO.REDUCE): _G.REDUCED,
+    (_G.REDUCED, _GO.COMPLETE): _G.REDUCED,  # the earlier of two reductions in flight
+    (_G.REDUCED, _GO.KEEP): _G.PARTIAL,  # this reduction is partial, an earlier one was not
+    **{(state, _GO.DROP): _G.NONE for state in _G},
+}
+
+LOCAL_GRADIENTS = frozenset({_G.ARRIVING, _G.LOCAL})
+"""The states with gradients that are not yet reduced."""
+HELD_GRADIENTS = LOCAL_GRADIENTS | {_G.PARTIAL}
+"""The states with gradients that are not yet in the sharded ones."""
+
+_REMEDIES: Mapping[Key, str] = {
+    _P.LENT: "A forward, unshard() or another operation of a sharded module came inside unsharded_params, where "
+    "parameters of its root are full, or inside a function that initialize called. Leave it first.",
+}
+_REMEDY = "After an exception in forward or backward, call reset_iter_state() on the root module."
+
+S = TypeVar("S", bound=Key)
+Op = TypeVar("Op", bound=Key)
+
+
+def after(table: Mapping[tuple[S, Op], S], operation: Op) -> Mapping[S, S]:
+    """Return the states after ``operation`` by those before it. Hot code uses them, and :func:`advance` to raise."""
+    return {state: table[state, op] for state, op in table if op is operation}
+
+
+def advance(table: Mapping[tuple[S, Op], S], state: S, operation: Op, group: str) -> S:
+    """Return the state after ``operation``, or raise a ``LifecycleError`` with the legal operations of ``group``."""
+    try:
+        return table[state, operation]
+    except KeyError:
+        legal = ", ".join(o.name for s, o in table if s is state)
+        raise LifecycleError(
+            f"group {group!r} is {state.name}: {operation.name} is not legal here (legal: {legal}). "
+            f"{_REMEDIES.get(state, _REMEDY)}"
+        ) from None
+
+
+def describe_groups(names: Sequence[str]) -> str:
+    """Return the name in errors of several groups that share a collective."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} groups)"
+
+
+class Hook(Enum):
+    """A hook of the runtime that fires for a group, for a bucket of it, or for the whole iteration."""
+
+    PRE_FORWARD = "pre-forward"
+    POST_FORWARD = "post-forward"
+    END_FORWARD = "end of forward"
+    PRE_BACKWARD = "pre-backward"
+    GRAD_READY = "gradients ready"
+    POST_BACKWARD = "post-backward"
+    END_BACKWARD = "end of backward"
+
+    __hash__ = object.__hash__  # by identity: ``Enum`` hashes member names in Python
+
+
+class Event(NamedTuple):
+    """One firing of a hook. ``group`` is empty for the ends of passes; ``bucket`` is that of ``GRAD_READY``."""
+
+    hook: Hook
+    group: str = ""
+    bucket: int = -1
+
+    def __str__(self) -> str:
+        bucket = f" bucket {self.bucket}" if self.bucket >= 0 else ""
+        return f"{self.hook.value} {self.group}{bucket}".rstrip()
+
+
+class GradBucket(NamedTuple):
+    """A bucket of gradients: ``number`` counts the buckets of ``group`` in the order of their reduction."""
+
+    group: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.group}[{self.number}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Launch one all-gather of ``groups``. Groups that are unsharded or in flight already are left out."""
+
+    groups: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"gather {', '.join(self.groups)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _OnGroup:
+    """An action on one group."""
+
+    group: str
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()} {self.group}"
+
+
+class Wait(_OnGroup):
+    """Wait for the all-gather of ``group`` and register its unsharded parameters."""
+
+    __slots__ = ()
+
+
+class Free(_OnGroup):
+    """Register the sharded parameters of ``group`` and free the unsharded ones."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """Free ``group`` except for a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
+
+    group: str
+    mesh_size: int
+
+    def __str__(self) -> str:
+        return f"shrink {self.group} to {self.mesh_size} ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Launch one reduction of ``buckets``; a partial one ends after the shard axis, and its sums are kept."""
+
+    buckets: tuple[GradBucket, ...]
+    partial: bool = False
+
+    def __str__(self) -> str:
+        where = " over the shard axis" if self.partial else ""
+        return f"reduce {', '.join(map(str, self.buckets))}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReduce:
+    """Complete the oldest ``count`` reductions in flight and set their gradients."""
+
+    count: int
+
+    def __str__(self) -> str:
+        return f"wait for {self.count} reduction{'s' if self.count > 1 else ''}"
+
+
+Action: TypeAlias = Gather | Wait | Free | Shrink | Reduce | WaitReduce
+
+
+class Step(NamedTuple):
+    """An event and the actions that it triggers, in order."""
+
+    event: Event
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions at each event of a forward and its backward, as this rank performs them.
+
+    Invariants: a group is waited for before its modules compute, and freed or kept after. Every bucket is reduced once.
+    A schedule without its prefetches computes the same values. ``print`` shows it as a table.
+    """
+
+    steps: tuple[Step, ...]
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def at(self, hook: Hook) -> list[Step]:
+        """Return the steps of ``hook``, in order."""
+        return [step for step in self.steps if step.event.hook is hook]
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "(no forward has run yet, so the order of the groups is unknown)"
+        width = max(len(str(step.event)) for step in self.steps)
+        return "\n".join(
+            f"{step.event!s:<{width}} | {'; '.join(map(str, step.actions))}".rstrip(" |") for step in self.steps
+        )
+
+
+class ForwardRecord:
+    """The events of one forward. The autograd graph of that forward keeps it alive.
+
+    Attributes:
+        events: the pre-forward events, which the planner appends, and the post-forward events, in order.
+        ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
+        fused: the fusions of groups in this forward and its backward.
+        unseen: the positions of runs whose inputs needed no gradient, so that no hook shows the end of their backward.
+    """
+
+    def __init__(self, fused: Mapping[str, tuple[str, ...]] | None = None) -> None:
+        self.events: list[Event] = []
+        self.ended: list[str] = []
+        self.fused = fused or {}
+        self.unseen: set[int] = set()
+        self._backward = -1
+        self._lowest = 0
+
+    def end(self, event: Event, *, leads_to_backward: bool) -> int:
+        """Append the post-forward event of a group. Return its position, or -1 if no backward comes back to it."""
+        self.events.append(event)
+        if not leads_to_backward:
+            return -1
+        self.ended.append(event.group)
+        return len(self.ended) - 1
+
+    def abort(self, event: Event) -> None:
+        """Remove the last ``event``, the pre-forward of a group whose forward raised an error."""
+        index = len(self.events) - 1 - self.events[::-1].index(event)
+        del self.events[index]
+
+    def reach(self, position: int, backward: int) -> range:
+        """Return the later positions that backward number ``backward`` has not reached yet, last first.
+
+        ``position`` itself comes last, unless this backward has reached it or an earlier one.
+        """
+        if backward != self._backward:
+            self._backward, self._lowest = backward, len(self.ended)
+        reached = range(self._lowest - 1, position - 1, -1)
+        self._lowest = min(self._lowest, position)
+        return reached

@@ -1,0 +1,608 @@
+"""A bucket of parameters, and the all-gather of the buckets of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+
+from composable_fsdp._core.comm import Collective, Communicator, Transfer, WorkList
+from composable_fsdp._core.group_plan import BucketPlan, plan_smaller_mesh
+from composable_fsdp._core.layout import GatherLayout, payload_widths, take_shard, unpack_parameter
+from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, is_host, view_at
+from composable_fsdp._core.mesh import ProcessGroups, group_by_key
+from composable_fsdp._core.params import ShardedParameter
+from composable_fsdp._core.reduce import BucketReduceScatter
+
+
+@dataclass(slots=True)
+class AllGatherBuffers:
+    """The buffers of one bucket in an all-gather.
+
+    ``zero_copy`` are transfers into the unsharded buffer. ``payloads``, 1-d and contiguous, of any dtypes, are packed
+    into one message of the group. Its received rows are in ``rows``: per payload ``(num_shards, numel)``, contiguous
+    along the last dim only. Both keep the memory of the message alive.
+    """
+
+    zero_copy: list[Transfer]
+    payloads: list[torch.Tensor]
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPart:
+    """One bucket of a cached all-gather: ``packed``, 1-d, is cast to ``dtype`` and gathered, one row per rank.
+
+    ``places``, each ``(num_shards, padded_numel)``, begin at ``begins`` of each row, in order.
+    """
+
+    packed: torch.Tensor
+    dtype: torch.dtype
+    buffer: OwnedBuffer
+    places: Sequence[torch.Tensor]
+    begins: Sequence[int]
+
+
+class AnyBucket(Protocol):
+    """The interface of a bucket that a parameter group uses."""
+
+    plan: BucketPlan
+    parameters: list[ShardedParameter]
+    pgs: ProcessGroups
+    scatter: BucketReduceScatter
+
+    @property
+    def creates_parameters(self) -> bool:
+        """True if an all-gather may make new unsharded parameters."""
+        ...
+
+    @property
+    def versioned(self) -> Sequence[torch.Tensor]:
+        """The tensors whose version counters together count the in-place changes of the shards that torch sees."""
+        ...
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """The memory in bytes that the full parameters take now, beside the shards."""
+        ...
+
+    def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
+        """Return the bytes of each payload, and of its elements, in an all-gather, and the zero-copy bytes besides.
+
+        ``num_shards`` is the size of a smaller mesh, where nothing is encoded. Payloads of hooks are known after the
+        first all-gather.
+        """
+        ...
+
+    @property
+    def needs_barrier(self) -> bool:
+        """True if all ranks must have come to the all-gather before its inputs are prepared. All ranks agree on it."""
+        ...
+
+    @property
+    def cached_part(self) -> CachedPart | None:
+        """The inputs and outputs of an all-gather that never changes, or ``None`` if it takes other work."""
+        ...
+
+    def update_plan(self, plan: BucketPlan) -> None:
+        """Adopt a plan that differs only in which parameters are trainable."""
+
+    def allocate_gather(self) -> torch.Tensor | None:
+        """Allocate the memory that the all-gather writes to directly. Return memory for a cast, if shards need one."""
+        ...
+
+    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
+        """Return the inputs of the all-gather. ``cast`` is the result of :meth:`allocate_gather`; ``None`` if that was
+        not called.
+        """
+        ...
+
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
+        """Allocate the rest of the unsharded memory and copy the received rows into it."""
+        ...
+
+    def free(self) -> None:
+        """Free the unsharded parameters. Does nothing if they are free."""
+        ...
+
+    def keep_slice(self, smaller: Communicator) -> None:
+        """Keep this rank's slice on a smaller mesh, the input of the all-gather in backward."""
+
+    def drop_slice(self) -> None: ...
+
+
+class Bucket:
+    """The parameters of one group with the same axes and dtypes.
+
+    Invariant: the local tensor of every parameter is one of ``store``, its unsharded tensor a view of ``buffer``.
+
+    Args:
+        plan: which of the group's ``parameters`` are in the bucket, and their offsets.
+        store: the shards at rest.
+        device: where modules compute.
+    """
+
+    needs_barrier = creates_parameters = False
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[ShardedParameter],
+        pgs: ProcessGroups,
+        store: ShardStore,
+        device: torch.device,
+    ) -> None:
+        self.parameters = [parameters[i] for i in plan.indices]
+        self.store = store
+        self.pgs = pgs
+        self._shard = pgs.axes.shard
+        self._device = device
+        self.buffer = OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
+        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed]
+        self._slice: tuple[torch.Tensor, GatherLayout] | None = None
+        self._layout = plan.gather
+        """Layout of the all-gather in flight."""
+        self.plan = plan
+        rest, pinned = store.flat.device, store.flat.is_pinned()
+        self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
+
+    def replace_store(self, store: ShardStore) -> None:
+        """Use ``store`` in place of one on the meta device."""
+        self.store = store
+        self.scatter.rest, self.scatter.pin_memory = store.flat.device, store.flat.is_pinned()
+        for parameter, local in zip(self.parameters, store.locals, strict=True):
+            parameter.allocate(local)
+
+    @property
+    def versioned(self) -> Sequence[torch.Tensor]:
+        return [self.store.flat]
+
+    @property
+    def unsharded_bytes(self) -> int:
+        return self.buffer.nbytes
+
+    def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
+        layout, itemsize = self.plan.gather, self.plan.compute_dtype.itemsize
+        if num_shards is not None:
+            layout = plan_smaller_mesh(self.plan, num_shards, self._shard.traits.zero_copy_min_bytes)
+        zero_copy = sum(layout.shards[i].padded_numel for i in layout.zero_copy) * itemsize
+        return [(layout.packed_numel * itemsize, itemsize)] if layout.packed_numel else [], zero_copy
+
+    @property
+    def cached_part(self) -> CachedPart | None:
+        plan, layout, flat = self.plan, self.plan.gather, self.store.flat
+        if not layout.packed_numel or layout.zero_copy or flat.device != self._device:
+            return None
+        if not all(layout.shards[i].concatenates for i in layout.packed):
+            return None
+        begins = [layout.store.offsets[i] for i in layout.packed]
+        return CachedPart(flat[: layout.packed_numel], plan.compute_dtype, self.buffer, self._row_places, begins)
+
+    def update_plan(self, plan: BucketPlan) -> None:
+        self.plan = plan
+        self.scatter.update_plan(plan)
+
+    def free(self) -> None:
+        self.buffer.free()
+
+    def parameter_data(self, k: int) -> torch.Tensor:
+        """Return the view of the unsharded buffer for the ``k``-th parameter."""
+        return self.buffer.parameter_data(self.plan.gather.places.offsets[k], self.parameters[k].shape)
+
+    # -- shards to full parameters
+
+    def allocate_gather(self) -> torch.Tensor | None:
+        layout = self.plan.gather if self._slice is None else self._slice[1]
+        if layout.zero_copy:
+            self.buffer.allocate()
+        flat, dtype = self.store.flat, self.plan.compute_dtype
+        if self._slice is not None or flat.dtype == dtype or flat.device != self._device:
+            return None
+        return torch.empty(flat.numel(), dtype=dtype, device=self._device)
+
+    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
+        if self._slice is not None:
+            wire, self._layout = self._slice
+        else:
+            flat, dtype = self.store.flat, self.plan.compute_dtype
+            wire = cast_and_move(flat, dtype, self._device) if cast is None else cast.copy_(flat)
+            self._layout = self.plan.gather
+        layout, gather = self._layout, AllGatherBuffers([], [])
+        if layout.zero_copy:
+            self.buffer.allocate()
+        for i in layout.zero_copy:
+            length, offset = layout.shards[i].padded_numel, layout.store.offsets[i]
+            place = self.buffer.region(layout.places.offsets[i], length * layout.num_shards)
+            gather.zero_copy.append(Transfer(place, wire[offset : offset + length]))
+        if layout.packed_numel:
+            gather.payloads.append(wire[: layout.packed_numel])
+        return gather
+
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
+        if gather.payloads:
+            self.buffer.allocate()
+            self._unpack(gather.rows[0], slice(0, self._layout.num_shards))
+
+    def _unpack(self, received: torch.Tensor, ranks: slice) -> None:
+        """Copy the rows received from ``ranks`` to their places."""
+        layout = self._layout
+        is_full_mesh = layout.num_shards == self._shard.size
+        rows = received.split_with_sizes(layout.packed_widths, dim=1)
+        places, sources = [], []
+        for position, (i, row) in enumerate(zip(layout.packed, rows, strict=True)):
+            shards = layout.shards[i]
+            source = row if row.size(1) == shards.padded_numel else row[:, : shards.padded_numel]
+            if shards.concatenates:
+                place = self._row_places[position] if is_full_mesh else self._row_place(layout, i)
+                places.append(place if source.size(0) == layout.num_shards else place[ranks])
+                sources.append(source)
+            else:
+                unpack_parameter(shards, source, self._row_place(layout, i))
+        if places:
+            torch._foreach_copy_(places, sources)
+
+    def _row_place(self, layout: GatherLayout, i: int) -> torch.Tensor:
+        """Return the memory of the full parameter, as one row per rank if it is the concatenation of its shards."""
+        shards = layout.shards[i]
+        place = self.buffer.region(layout.places.offsets[i], shards.full_numel)
+        return place.view(layout.num_shards, shards.padded_numel) if shards.concatenates else place
+
+    def keep_slice(self, smaller: Communicator) -> None:
+        layout = plan_smaller_mesh(self.plan, smaller.size, smaller.traits.zero_copy_min_bytes)
+        kept = torch.empty(layout.store.numel, dtype=self.plan.compute_dtype, device=self._device)
+        for shards, start, parameter in zip(layout.shards, layout.store.offsets, self.parameters, strict=True):
+            take_shard(shards, parameter.full, smaller.rank, kept[start : start + shards.padded_numel])
+        self._slice = (kept, layout)
+
+    def drop_slice(self) -> None:
+        self._slice = None
+
+
+class InPlaceBucket:
+    """A bucket whose full parameters are the shards, because one rank holds all: nothing is gathered or freed.
+
+    A derived class may have the shards elsewhere, and no ``store``.
+    """
+
+    creates_parameters = False
+    cached_part = None
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[ShardedParameter],
+        pgs: ProcessGroups,
+        store: ShardStore | None,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.parameters = [parameters[i] for i in plan.indices]
+        self.pgs = pgs
+        self.store = store
+        self.versioned: Sequence[torch.Tensor] = [] if store is None else [store.flat]
+        self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, device, pin_memory=False)
+
+    @property
+    def needs_barrier(self) -> bool:
+        return False
+
+    @property
+    def unsharded_bytes(self) -> int:
+        return 0
+
+    def parameter_data(self, k: int) -> torch.Tensor:
+        assert self.store is not None
+        return view_at(self.store.flat.data, self.plan.gather.places.offsets[k], self.parameters[k].shape)
+
+    def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
+        return [], 0
+
+    def update_plan(self, plan: BucketPlan) -> None:
+        self.plan = plan
+        self.scatter.update_plan(plan)
+
+    def allocate_gather(self) -> None: ...
+
+    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
+        return AllGatherBuffers([], [])
+
+    def finish_gather(self, gather: AllGatherBuffers) -> None: ...
+
+    def free(self) -> None: ...
+
+    def keep_slice(self, smaller: Communicator) -> None: ...
+
+    def drop_slice(self) -> None: ...
+
+
+class GatherCache:
+    """The most recent all-gather, launched again by the next step if that gathers the same buckets. Final.
+
+    Keeps its buckets alive until then, even one that its group has replaced.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: Sequence[AnyBucket] = ()
+        self._communicators: Sequence[Communicator] = ()
+        self._gather: CachedGather | None = None
+
+    def of(self, buckets: Sequence[AnyBucket]) -> CachedGather | None:
+        """Return the cached all-gather of all ``buckets``, or ``None`` if their shards cannot be sent unchanged."""
+        if buckets and buckets[0].pgs.smaller is not None:
+            return None  # the smaller mesh sends slices that forward has kept
+        communicators = [bucket.pgs.gather for bucket in buckets]
+        if buckets != self._buckets or communicators != self._communicators:
+            self._gather = None
+            self._buckets, self._communicators = buckets, communicators
+            self._gather = cached_gather([bucket.cached_part for bucket in buckets], communicators)
+        return self._gather
+
+
+def all_gather_of(
+    buckets: Sequence[AnyBucket], device: torch.device, label: str, last: GatherCache
+) -> _AllGather | CachedLaunch:
+    """Return the all-gather of ``buckets``, which is one collective per communicator, to be launched once.
+
+    Args:
+        buckets: in the same order on every rank.
+        device: where modules compute.
+        label: the name in errors, the same on every rank.
+        last: the cached all-gather of the same buckets, if any.
+    """
+    cached = last.of(buckets)
+    return _AllGather(buckets, device, label) if cached is None else CachedLaunch(cached, label)
+
+
+class _AllGather:
+    """One all-gather in flight. Owns the messages until they are no longer read."""
+
+    def __init__(self, buckets: Sequence[AnyBucket], device: torch.device, label: str) -> None:
+        self._buckets = buckets
+        self._label = label
+        self._device = device
+        self._casts: list[torch.Tensor | None] = [None] * len(buckets)
+        self._gathers: list[AllGatherBuffers] = []
+        self._messages: list[tuple[Communicator, list[Transfer], list[Transfer]]] = []
+        """The zero-copy and the packed transfers over each communicator."""
+        self.writes_to_places = False
+        """True while collectives in flight write directly into the unsharded memory."""
+
+    def allocate(self) -> None:
+        """Allocate all but packed messages, which are small, or of a size that is not known yet."""
+        self._casts = [bucket.allocate_gather() for bucket in self._buckets]
+
+    def prepare(self) -> None:
+        """Pack the messages."""
+        self._await_ranks()
+        self._gathers = [bucket.prepare_gather(cast) for bucket, cast in zip(self._buckets, self._casts, strict=True)]
+        self._casts = []
+        communicators = [bucket.pgs.smaller or bucket.pgs.gather for bucket in self._buckets]
+        for communicator, gathers in group_by_key(communicators, self._gathers):
+            zero_copy = [transfer for gather in gathers for transfer in gather.zero_copy]
+            self._messages.append((communicator, zero_copy, pack_messages(gathers, communicator, self._device)))
+
+    def launch(self) -> Work:
+        if not self._messages:
+            self.prepare()
+        works, messages, self._messages = list[Work](), self._messages, []  # ``finish`` may free what was received
+        for communicator, zero_copy, packed in messages:
+            if communicator.traits.aliases and not zero_copy and not packed:
+                # Shards are in place once all ranks reach the barrier.
+                works.append(communicator.launch(Collective.BARRIER, (), self._label))
+            else:
+                works.append(communicator.launch(Collective.ALL_GATHER, zero_copy + packed, self._label))
+            self.writes_to_places = self.writes_to_places or bool(zero_copy)
+        return works[0] if len(works) == 1 else WorkList(tuple(works))
+
+    def _await_ranks(self) -> None:
+        """Block until all ranks have come here, if a bucket needs that."""
+        awaited = [bucket.pgs.axes.shard for bucket in self._buckets if bucket.needs_barrier]
+        if awaited:
+            label, axes = "release before an all-gather", dict.fromkeys(awaited)
+            for work in [axis.launch(Collective.BARRIER, (), label) for axis in axes]:
+                work.wait()
+
+    def finish(self) -> None:
+        self.writes_to_places = False
+        for bucket, gather in zip(self._buckets, self._gathers, strict=True):
+            bucket.finish_gather(gather)
+
+
+def pack_messages(
+    gathers: Sequence[AllGatherBuffers], communicator: Communicator, device: torch.device
+) -> list[Transfer]:
+    """Pack all payloads into one message and return its transfer. Sets the ``rows`` of each gather.
+
+    A single payload is sent without a copy. Several are copied into one message: a copy of packed payloads, which are
+    small, is cheaper than one more launch.
+    """
+    filled = [gather for gather in gathers if gather.payloads]
+    payloads = [payload for gather in filled for payload in gather.payloads]
+    if not payloads:
+        return []
+    dtype, widths = payloads[0].dtype, payload_widths([(p.nbytes, p.itemsize) for p in payloads])
+    if len(payloads) == 1:
+        sent, rows = payloads[0], _allocate_rows(communicator, payloads[0].numel(), dtype, device)
+        places: Sequence[torch.Tensor] = (rows,)
+    elif all(p.dtype == dtype and p.nbytes == width for p, width in zip(payloads, widths, strict=True)):
+        rows = _allocate_rows(communicator, sum(p.numel() for p in payloads), dtype, device)
+        sent = torch.cat(payloads, out=rows[communicator.rank])
+        places = torch.split_with_sizes(rows, [p.numel() for p in payloads], dim=1)
+    else:
+        sent, rows, places = _as_bytes(payloads, widths, communicator, device)
+    remaining = iter(places)
+    for gather in filled:
+        gather.rows = [next(remaining) for _ in gather.payloads]
+    return [Transfer(rows.view(-1), sent)]
+
+
+def _allocate_rows(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate the memory that receives messages of ``numel`` elements, one row per rank.
+
+    A message that is copied together or cast is written to the row of this rank at once, and takes no other memory.
+    """
+    return communicator.allocate(communicator.size * numel, dtype, device).view(communicator.size, numel)
+
+
+def _as_bytes(
+    payloads: Sequence[torch.Tensor], widths: Sequence[int], communicator: Communicator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return the message, the memory for all ranks' messages, and the views of each payload in that."""
+    nbytes = sum(widths)
+    rows = _allocate_rows(communicator, nbytes, torch.uint8, device)
+    sent = rows.view(-1)[nbytes * communicator.rank :][:nbytes]  # also aligned if it is empty
+    places, start = [], 0
+    for payload, width in zip(payloads, widths, strict=True):
+        stop = start + payload.nbytes
+        sent[start:stop].view(payload.dtype).copy_(payload)
+        place = rows[:, start:stop]
+        # Empty rows cannot be viewed: their stride is not a multiple of the itemsize.
+        places.append(place.view(payload.dtype) if payload.numel() else place.to(payload.dtype))
+        start += width
+    return sent, rows, places
+
+
+def cached_gather(parts: Sequence[CachedPart | None], communicators: Sequence[Communicator]) -> CachedGather | None:
+    """Return the all-gather of all ``parts`` in one message, or ``None`` if they cannot share one.
+
+    Args:
+        parts: the part of each bucket; ``None`` for a bucket that cannot be cached.
+        communicators: the communicator of each bucket.
+    """
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts) or any(other != communicators[0] for other in communicators):
+        return None
+    dtype, sizes = known[0].dtype, [part.packed.numel() * part.dtype.itemsize for part in known]
+    if any(part.dtype != dtype for part in known) or payload_widths([(n, dtype.itemsize) for n in sizes]) != sizes:
+        return None
+    return CachedGather(known, communicators[0])
+
+
+class CachedGather:
+    """An all-gather of ``parts`` over ``communicator`` that can be launched any number of times. Final."""
+
+    def __init__(self, parts: Sequence[CachedPart], communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._packed = [part.packed for part in parts]
+        self._numel = sum(packed.numel() for packed in self._packed)
+        self._dtype = parts[0].dtype
+        self._device = self._packed[0].device
+        self._buffers = [part.buffer for part in parts]
+        self._places = [place for part in parts for place in part.places]
+        begins, start = [], 0
+        for part in parts:
+            begins += [start + begin for begin in part.begins]
+            start += part.packed.numel()
+        self._begins = begins
+        """The first element of each parameter in a row."""
+        self._widths = [place.size(1) for place in self._places]
+        self._has_gaps = begins != [0, *accumulate(self._widths)][:-1] or sum(self._widths) != self._numel
+        self._runs: list[_Run] = []
+        """The strided copies that move all parameters, made with the first ones: only then there is memory for them."""
+        self._splits_well = True
+        """True if one split that copies is faster than the runs."""
+
+    def allocate(self) -> torch.Tensor:
+        """Return memory for the rows of a launch."""
+        return _allocate_rows(self.communicator, self._numel, self._dtype, self._device)
+
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the message of this rank: its row of ``rows``, or the shard."""
+        sent = self._packed[0]
+        if len(self._packed) > 1:
+            return torch.cat(self._packed, out=rows[self.communicator.rank])
+        return sent if sent.dtype == self._dtype else rows[self.communicator.rank].copy_(sent)
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Copy ``rows`` to their places, whose memory is allocated only now."""
+        for buffer in self._buffers:
+            buffer.allocate()
+        if not self._runs:
+            self._runs = _runs_of(self._places, self._begins)
+            # An accelerator splits and copies by one kernel.
+            self._splits_well = 2 * len(self._runs) > len(self._places) or not is_host(self._device)
+        if len(self._places) == 1 and not self._has_gaps:
+            self._places[0].copy_(rows)  # half the host time of the operation for several
+        elif self._splits_well and not self._has_gaps:
+            torch.split_with_sizes_copy(rows, self._widths, dim=1, out=self._places)
+        else:
+            at = rows.storage_offset()
+            sources = [
+                rows.as_strided(run.place.shape, (run.step, self._numel, 1), at + run.begin) for run in self._runs
+            ]
+            torch._foreach_copy_([run.place for run in self._runs], sources)
+
+
+class _Run(NamedTuple):
+    """Parameters of one width that one strided copy moves.
+
+    A layer often has several of one shape in a row: scales and shifts, biases, adapters, experts. The host's time of
+    small copies grows with their number.
+
+    Args:
+        place: ``(count, num_shards, padded_numel)``, their unsharded memory.
+        begin: the first element in a row.
+        step: the elements from one to the next in a row.
+    """
+
+    place: torch.Tensor
+    begin: int
+    step: int
+
+
+def _runs_of(places: Sequence[torch.Tensor], begins: Sequence[int]) -> list[_Run]:
+    """Return the runs of ``places``, which have memory now, in order. ``begins``: their first elements in a row."""
+    memory = [(place.untyped_storage()._cdata, place.size(1), int(place.storage_offset())) for place in places]
+    found: list[tuple[int, int, int, int]] = []
+    for k, (*alike, offset) in enumerate(memory):
+        first, count, row_step, step = found[-1] if found else (k, 0, 0, 0)
+        steps = begins[k] - begins[k - 1], offset - memory[k - 1][-1]
+        if count and [*memory[first][:-1]] == alike and (count == 1 or steps == (row_step, step)):
+            found[-1] = first, count + 1, *steps
+        else:
+            found.append((k, 1, 0, 0))
+    return [
+        _Run(
+            places[first].as_strided((count, *places[first].shape), (step, *places[first].stride())),
+            begins[first],
+            row_step,
+        )
+        for first, count, row_step, step in found
+    ]
+
+
+class CachedLaunch:
+    """One launch of ``gather``. Owns the messages until they are no longer read."""
+
+    writes_to_places = False
+    """Always false: the collective writes to a message."""
+
+    def __init__(self, gather: CachedGather, label: str) -> None:
+        self._gather = gather
+        self._label = label
+        self._rows: torch.Tensor | None = None
+        self._sent: torch.Tensor | None = None
+
+    def allocate(self) -> None:
+        """Allocate the rows."""
+        self._rows = self._gather.allocate()
+
+    def prepare(self) -> None:
+        """Pack the message."""
+        assert self._rows is not None
+        self._sent = self._gather.pack(self._rows)
+
+    def launch(self) -> Work:
+        if self._rows is None:
+            self._rows = self._gather.allocate()
+        sent = self._gather.pack(self._rows) if self._sent is None else self._sent
+        return self._gather.communicator.launch(
+            Collective.ALL_GATHER, [Transfer(self._rows.view(-1), sent)], self._label
+        )
+
+    def finish(self) -> None:
+        assert self._rows is not None
+        self._gather.take(self._rows)

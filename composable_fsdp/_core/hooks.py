@@ -1,0 +1,608 @@
+"""The hooks of modules and of autograd, and the root that they call, made in the first forward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from itertools import count
+from types import FrameType, MethodType
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
+from weakref import ref
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from composable_fsdp._core.backward import PassesUnderway
+from composable_fsdp._core.buckets import shard_full_tensor
+from composable_fsdp._core.context import dual_numbers, in_transform, layers_of, outside_callers_context, runs_outside
+from composable_fsdp._core.gradients import AutogradRun
+from composable_fsdp._core.group import StreamLauncher
+from composable_fsdp._core.memory import CommStreams
+from composable_fsdp._core.params import alias_of, local_part, note_optimizer_step, without_torch_function
+from composable_fsdp._core.pytree import CallInputs, InputView, map_tensors, tensors_in
+from composable_fsdp._core.root import Root
+from composable_fsdp._core.seams import OBSERVERS, HookHandles
+from composable_fsdp._core.state import (
+    ITERATION_ATTRIBUTE,
+    ForwardCall,
+    FSDPState,
+    GlobalHooks,
+    ModuleReference,
+    find_state,
+    state_of,
+    state_of_parameter,
+)
+from composable_fsdp.errors import ConfigurationError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DynamoDisabled(Generic[P, R]):
+    """A callable that Dynamo neither traces nor compiles, with all that it calls.
+
+    Dynamo compiles frames only while the interpreter has its callback, e.g. between the graphs of a compiled function.
+    Then the callable is called through ``torch.compiler.disable``, otherwise directly.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        self._disabled: Callable[P, R] | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if get_eval_frame_callback() is None:
+            return self._function(*args, **kwargs)
+        if self._disabled is None:
+            self._disabled = torch.compiler.disable(self._function, recursive=True)
+        return self._disabled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamoDisabled[P, R]:
+        """Copy the function too: the hook of a copied module is a method of the copy."""
+        return DynamoDisabled(copy.deepcopy(self._function, memo))
+
+
+# ``_torchdynamo_disable`` works where Dynamo meets the call in a graph. Between graphs, Dynamo would compile this frame
+# once for all hooks and mistake one hook for another, so it must skip the frame. ``set_code_exec_strategy`` does that
+# without importing Dynamo, which takes seconds.
+cast(Any, DynamoDisabled.__call__)._torchdynamo_disable = True
+_CODE = DynamoDisabled.__call__.__code__
+set_code_exec_strategy(_CODE, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+
+
+def mark_managed(modules: Iterable[nn.Module]) -> None:
+    """Tell Dynamo that the parameters of ``modules`` are swapped between calls."""
+    for module in modules:
+        vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+
+
+def calling_frame(depth: int = 2) -> FrameType:
+    """Return the frame that called the caller's hook, skipping the frames of :class:`DynamoDisabled` and Dynamo."""
+    frame = sys._getframe(depth)
+    while frame.f_back is not None and (frame.f_code is _CODE or "_dynamo" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def frame_of_call(module: nn.Module) -> FrameType:
+    """Return the frame that runs the call of ``module`` to which the current hook belongs.
+
+    Other functions may be in between. If ``module`` is not being called, e.g. because the hook wraps a method, return
+    the frame that called the hook.
+    """
+    caller = frame = calling_frame(3)
+    while frame.f_back is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
+            return frame
+        frame = frame.f_back
+    return caller
+
+
+ROOT_NAME = "root"
+
+_roots: tuple[ref[Root], ...] = ()
+"""All roots, oldest first: in the same order on every rank. Replaced, never changed."""
+_roots_lock = threading.Lock()
+
+
+def _register(root: Root) -> None:
+    global _roots
+    with _roots_lock:
+        _roots = (*(known for known in _roots if known() is not None), ref(root))
+
+
+def iteration_of(state: FSDPState) -> Root:
+    """Return the iteration of ``state``. If there is none, make one with ``state`` as the root.
+
+    Raises:
+        LifecycleError: no module of the root may run now.
+    """
+    iteration: Root | None = state.iteration
+    if iteration is None:
+        return assemble(state)
+    iteration.check_available()
+    return iteration
+
+
+@runs_outside
+def assemble(root: FSDPState) -> Root:
+    """Build the iteration of ``root`` and name the states below it by their qualified names.
+
+    A module that ran on its own before its parent was a root; its states now belong to the new root.
+    """
+    states = states_by_name(root)
+    for state in states.values():
+        state.group.check_can_unshard()
+    for observer in OBSERVERS:
+        observer.before_assembly(root, states)
+    launcher = StreamLauncher(CommStreams(root.group.axes.device))
+    iteration = Root(root, states, launcher, AutogradRun(), PassesUnderway(), OBSERVERS)
+    _register(iteration)
+    for former in {iteration_of(state) for state in states.values() if state.iteration is not None}:
+        former.drain()
+        iteration.finalization.take_settings(former.finalization)
+        iteration.post_optimizer_event = former.post_optimizer_event or iteration.post_optimizer_event
+        for module in former.root.modules:
+            vars(module).pop(ITERATION_ATTRIBUTE, None)
+    for module in root.modules:
+        vars(module)[ITERATION_ATTRIBUTE] = iteration
+    for name, state in states.items():
+        state.group.rename(name)
+        state.group.follow_patches()
+        state.iteration = iteration
+    return iteration
+
+
+def states_by_name(root: FSDPState) -> dict[str, FSDPState]:
+    """Return the states by name, in module order. A state of several modules has all their names."""
+    places: dict[FSDPState, list[str]] = {}
+    for index, top in enumerate(root.modules):
+        prefix = f"{index}." if len(root.modules) > 1 else ""
+        for name, module in top.named_modules():
+            state = find_state(module)
+            if state is not None and module in state.modules:
+                places.setdefault(state, []).append(f"{prefix}{name}" if name else "")
+    return name_states(places)
+
+
+def name_states(places: Mapping[FSDPState, Sequence[str]]) -> dict[str, FSDPState]:
+    """Return states by their modules' names. A state without a name is the root, even if a module is called "root"."""
+    named = {", ".join(filter(None, names)): state for state, names in places.items()}
+    root = ROOT_NAME if ROOT_NAME not in named else f"({ROOT_NAME})"
+    return {name or root: state for name, state in named.items()}
+
+
+def _install_optimizer_hooks() -> Callable[[], None]:
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        with optimizer_hooks, outside_callers_context():
+            for observer in OBSERVERS:
+                observer.before_step(optimizer)
+
+    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        with optimizer_hooks, outside_callers_context():
+            _note_step(optimizer)
+
+    handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+optimizer_hooks = GlobalHooks(_install_optimizer_hooks)
+"""The hooks that tell observers of steps, and count them."""
+
+
+def _note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Record a step for the roots whose parameters ``optimizer`` holds, or their local shards, and for no other root.
+
+    A model of another thread, or one that only some ranks train, must not make kept parameters be gathered again.
+    """
+    sharded = sharded_parameters(optimizer)
+    note_optimizer_step([p for p, _ in sharded])
+    stepped: Iterable[Root] = _iterations_of(sharded)
+    if not sharded:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        storages = {local_part(p).untyped_storage()._cdata for p in parameters}
+        stepped = [iteration for known in _roots if (iteration := known()) and iteration.has_shards_in(storages)]
+    for iteration in stepped:
+        iteration.plans.steps.note()
+
+
+def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, FSDPState]]:
+    """Return the sharded parameters that ``optimizer`` holds, with their states."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [(p, state) for p in parameters if (state := state_of_parameter(p)) is not None]
+
+
+def _iterations_of(sharded: Sequence[tuple[torch.Tensor, FSDPState]]) -> set[Root]:
+    return {iteration_of(state) for state in {state for _, state in sharded} if state.iteration is not None}
+
+
+class ClientHooks(NamedTuple):
+    """The hooks of one module, which a client wraps and registers instead of ours."""
+
+    pre_forward: Callable[..., Any]
+    post_forward: Callable[..., Any]
+
+
+def install_hooks(state: FSDPState) -> dict[nn.Module, HookHandles]:
+    """Register hooks so that the modules of ``state`` unshard before they compute and reshard afterwards."""
+    handles = {}
+    for module in state.modules:
+        hooks = _ModuleHooks(state)
+        handles[module] = HookHandles(
+            module.register_forward_pre_hook(DynamoDisabled(hooks.pre_forward), prepend=True, with_kwargs=True),
+            module.register_forward_hook(DynamoDisabled(hooks.post_forward), always_call=True),
+        )
+        module.register_state_dict_pre_hook(hooks.before_state_dict)
+        module.register_state_dict_post_hook(_make_copyable)
+        module.register_load_state_dict_pre_hook(hooks.before_load_state_dict)
+        module.register_load_state_dict_post_hook(hooks.after_load_state_dict)
+    return handles
+
+
+def hooks_for_clients(state: FSDPState) -> ClientHooks:
+    """Return the forward hooks for a module of ``state``. Functions of a client may call them."""
+    hooks = _ModuleHooks(state)
+    return ClientHooks(DynamoDisabled(hooks.pre_forward_through_others), DynamoDisabled(hooks.post_forward))
+
+
+def wrap_forward_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
+    """Make a method of the module unshard and reshard as ``forward`` does."""
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register.")
+
+    setattr(module, method_name, _ForwardMethod(state, module, method))
+
+
+class _ForwardMethod:
+    """Calls ``method`` with unsharded parameters. A deep copy calls the method of the copied module.
+
+    ``module`` owns this object and not the reverse, so of a bound method only the function is kept.
+    """
+
+    def __init__(self, state: FSDPState, module: nn.Module, method: Callable[..., Any]) -> None:
+        self._state = state
+        self._module = ModuleReference(module)
+        self._is_bound = getattr(method, "__self__", None) is module
+        self._method = cast(MethodType, method).__func__ if self._is_bound else method
+        functools.update_wrapper(self, self._method)
+        with suppress(TypeError, ValueError):  # some builtins have no signature
+            vars(self)["__signature__"] = inspect.signature(method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        method = MethodType(self._method, module) if self._is_bound else self._method
+        return _call_as_forward(self._state, module, method, args, kwargs)
+
+
+def hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``original`` to unshard parameters also when ``forward`` is called directly, without ``__call__``."""
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        state = state_of(self)
+        if not is_being_called(state):
+            return _call_as_forward(state, self, functools.partial(original, self), args, kwargs)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _call_as_forward(
+    state: FSDPState, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return ``method(*args, **kwargs)``, called with unsharded parameters of ``state``, as in a call of ``module``."""
+    hooks = _ModuleHooks(state)
+    call = hooks.begin(sys._getframe())
+    try:
+        if not call.is_inner:
+            call.iteration.pre_forward(state)
+        args, kwargs = hooks.take_inputs(call, args, kwargs)
+        output = method(*args, **kwargs)
+    except BaseException:
+        hooks.abort()
+        raise
+    return hooks.finish(module, output)
+
+
+def is_being_called(state: FSDPState) -> bool:
+    """Return True if a call of this state is on the Python stack. Drop calls that an interrupt left behind."""
+    calls = state.calls_under_way
+    if not calls or calls[-1].thread != threading.get_ident():
+        return False
+    caller = calls[-1].caller
+    running: FrameType | None = sys._getframe(1)
+    while running is not None:
+        if running is caller:
+            return True
+        running = running.f_back
+    while calls:
+        calls.pop().end()
+    return False
+
+
+class _ModuleHooks:
+    """The hooks of the modules of one FSDP state, which keeps the stack of open calls. Final.
+
+    A call inside another call of the same state only casts: the outer one unshards and reshards.
+    """
+
+    def __init__(self, state: FSDPState) -> None:
+        self._state = state
+
+    # -- forward
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        call = self.begin(calling_frame())
+        if not call.is_inner:
+            call.iteration.pre_forward(self._state)
+        return self.take_inputs(call, args, kwargs)
+
+    def pre_forward_through_others(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        call = self.begin(frame_of_call(module))
+        if not call.is_inner:
+            call.iteration.pre_forward(self._state)
+        return self.take_inputs(call, args, kwargs)
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        calls = self._state.calls_under_way
+        if not calls or calls[-1].thread != threading.get_ident():
+            return None  # begin() raised, since another thread runs the model
+        if sys.exc_info()[1] is not calls[-1].handled_exception:
+            self.abort()
+            return None
+        return self.finish(module, output)
+
+    def begin(self, caller: FrameType) -> ForwardCall:
+        """Begin a call that the frame ``caller`` runs."""
+        state = self._state
+        iteration: Root = state._iteration() or assemble(state)
+        iteration.check_thread(state)
+        calls = state.calls_under_way
+        is_inner = bool(calls) and is_being_called(state)
+        call = ForwardCall(state, iteration, caller, sys.exc_info()[1], is_inner)
+        calls.append(call)
+        return call
+
+    def take_inputs(self, call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Move and cast the inputs of ``call``, whose parameters are unsharded."""
+        state = self._state
+        group, watched = state.group, False
+        if not call.is_inner:
+            for observe in call.iteration.events.enter_call:
+                observe(call.iteration, call)
+            if group.tensors.registration.keeps_given:
+                call.given = group.tensors.gather_given()
+            watched = torch.is_grad_enabled()
+        precision = state.options.precision
+        dtype = precision.param_dtype if precision.cast_forward_inputs else None  # input_dtype, without a call
+        device = group.axes.device if state is call.iteration.root else None
+        watches_all = watched and (in_transform() or dual_numbers._current_level >= 0)
+        if watched or dtype is not None or device is not None or precision.output_dtype is not None:
+            take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)
+            args = map_tensors(take, args, take.container)
+            if kwargs:
+                kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def finish(self, module: nn.Module, output: Any) -> Any:
+        """End a call that returned: reshard, and register hooks for backward."""
+        state, call = self._state, self._state.calls_under_way.pop()
+        inputs, dtype = call.end(), state.options.precision.output_dtype
+        if inputs.containers:
+            output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
+        elif dtype is not None:
+            output = map_tensors(_cast_to(dtype), output)
+        if call.is_inner or not call.iteration.post_forward(call, id(module)):
+            return output
+        return _watch_backward(call, inputs, output)
+
+    def abort(self) -> None:
+        """End a call that raised, while its exception is being handled."""
+        call, error = self._state.calls_under_way.pop(), sys.exc_info()[1]
+        call.end()
+        if error is not None:
+            for observer in OBSERVERS:
+                observer.raised(error)
+        if not call.is_inner:
+            call.iteration.abort_forward(call, error)
+
+    # -- state dicts, which hold sharded parameters
+
+    @runs_outside
+    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._state.group.reshard()
+        self._state.group.check_data()
+
+    @runs_outside
+    def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Replace full plain tensors in the state dict by this rank's shards."""
+        self._state.group.reshard()
+        self._state.group.check_grad_dtypes()
+        parameters = {id(p.sharded): p for p in self._state.group.parameters}
+        for name, registered in module.named_parameters(remove_duplicate=False):
+            parameter, value = parameters.get(id(registered)), cast(Any, state_dict.get(prefix + name))
+            if parameter is not None and _is_full_tensor(value, parameter.sharding.shape):
+                state_dict[prefix + name] = shard_full_tensor(parameter, value)
+
+    @runs_outside
+    def after_load_state_dict(self, *_: Any) -> None:
+        self._state.drain_before_changes()
+        self._state.group.refresh()
+
+
+@runs_outside
+def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Make the values of a state dict work with ``copy.deepcopy``, which e.g. weight averaging calls.
+
+    Parameters, which ``keep_vars=True`` gives, stay.
+    """
+    with without_torch_function():
+        for name in reversed(state):
+            if not name.startswith(prefix):  # the values of other modules, which are earlier
+                return
+            value = state[name]
+            if isinstance(value, DTensor) and value.storage_offset() and not isinstance(value, nn.Parameter):
+                state[name] = alias_of(value, local_part(value))
+
+
+def _is_full_tensor(value: Any, shape: tuple[int, ...]) -> bool:
+    """Return True if ``value`` is a plain tensor of this shape, and not on the meta device."""
+    return type(value) in (torch.Tensor, nn.Parameter) and tuple(value.shape) == shape and not value.is_meta
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _watch_backward(call: ForwardCall, inputs: CallInputs, output: Any) -> Any:
+    """Register hooks on the nodes where gradients enter ``call`` and leave it, and return the output to use.
+
+    Gradients also enter through what the module wrote into tensors and containers of the caller. If an input was
+    changed in place, its gradient is ready before the module's backward is done. Then, and for inputs without
+    gradients, no hook shows the end. In a transform none does either: the backwards of its levels end apart. The hooks
+    own the call, and it owns the FSDP state and the iteration, so that backward works after the model was dropped.
+    """
+    views: Sequence[InputView] = inputs.views
+    if inputs.watches_all:
+        for view, _ in views:
+            for layer in layers_of(view):
+                if layer.grad_fn is not None:
+                    layer.grad_fn.register_hook(functools.partial(_enter_by_gradients, call))
+        views = ()
+    input_nodes = [node for view, version in views if view._version == version and (node := view.grad_fn) is not None]
+    if len(input_nodes) < len(views):
+        input_nodes.clear()
+    if inputs.containers:
+        output = inputs.map_output(_with_grad_fn, output, and_written=True)
+        nodes, bases = _nodes_of(inputs.outputs(output), in_transform=inputs.watches_all)
+    else:
+        nodes, bases = _nodes_of(output, in_transform=inputs.watches_all)
+        if None in nodes:
+            output = map_tensors(_with_grad_fn, output)
+            nodes, bases = _nodes_of(output, in_transform=inputs.watches_all)
+    if len(inputs.mapped) != len(input_nodes) and (written := inputs.written()):
+        more, bases_of_more = _nodes_of(written, in_transform=inputs.watches_all)
+        nodes, bases = nodes | more, bases | bases_of_more
+    if not nodes and not input_nodes:
+        return output
+
+    if not input_nodes:
+        call.end_unseen()
+    elif len(input_nodes) == 1:
+        call.await_inputs()
+        input_nodes[0].register_hook(call.on_last_input_gradient)
+    else:
+        call.await_inputs()
+        counter = _InputGradientCounter(len(input_nodes), call)
+        for node in input_nodes:
+            node.register_hook(counter.on_input)
+        for node in nodes.difference(input_nodes, bases):
+            node.register_prehook(counter.expecting(input_nodes))
+    for node in nodes | bases if bases else nodes:
+        node.register_prehook(call.on_output_gradient)
+    return output
+
+
+def _enter_by_gradients(call: ForwardCall, gradients: Sequence[torch.Tensor | None], _: object) -> None:
+    """Let a later backward enter ``call`` by ``gradients`` of its inputs, in all levels; a hook for input nodes."""
+    call.enter_by([layer for gradient in gradients if gradient is not None for layer in layers_of(gradient)])
+
+
+_NO_NODES: frozenset[Any] = frozenset()
+
+
+class _InputGradientCounter:
+    """Calls ``call.on_last_input_gradient`` when the gradients of all inputs of ``call`` are ready. Final.
+
+    ``torch.autograd.graph.register_multi_grad_hook`` does this too, but its hooks own the nodes that own the hooks, and
+    only Python's garbage collector can free such a graph. Here only hooks of later nodes, which own the inputs' nodes
+    anyway, have references to these.
+
+    Args:
+        number: the number of inputs.
+        call: the call.
+    """
+
+    __slots__ = ("_awaited", "_call", "_counter", "_number", "_run")
+
+    def __init__(self, number: int, call: ForwardCall) -> None:
+        self._number = number
+        self._call = call
+        self._run = -1
+        """The autograd run that ``_awaited`` and ``_counter`` belong to."""
+        self._awaited = 0
+        self._counter = count(1)
+
+    def expecting(self, input_nodes: Sequence[Any]) -> Callable[[Any], None]:
+        """Return the hook for output nodes: it counts the ``input_nodes`` that this autograd run will execute."""
+
+        def on_output_gradient(_: Any) -> None:
+            self._begin()
+            self._awaited = sum(map(torch._C._will_engine_execute_node, input_nodes))
+
+        return on_output_gradient
+
+    def on_input(self, gradients: Sequence[torch.Tensor | None], _: object) -> None:
+        """Count one input; the hook for input nodes."""
+        self._begin()
+        if next(self._counter) == self._awaited:
+            self._call.on_last_input_gradient(gradients)
+        elif torch.is_grad_enabled():
+            self._call.enter_by(gradients)
+
+    def _begin(self) -> None:
+        run = torch._C._current_graph_task_id()
+        if run != self._run:
+            self._run, self._awaited, self._counter = run, self._number, count(1)
+
+
+def _nodes_of(output: Any, *, in_transform: bool) -> tuple[set[Any], AbstractSet[Any]]:
+    """Return the nodes of the tensors in ``output``, with ``None`` for leaves, and the nodes of the bases of views.
+
+    The node of a base may be older than the call, if the call returns a view of an input.
+    """
+    nodes: set[Any] = set()
+    bases: AbstractSet[Any] = _NO_NODES
+    tensors: Sequence[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+    if in_transform:
+        tensors = [layer for tensor in tensors for layer in layers_of(tensor)]
+    for tensor in tensors:
+        if tensor.requires_grad:
+            nodes.add(tensor.grad_fn)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                bases = bases | {base.grad_fn}
+    return nodes, bases
+
+
+def _with_grad_fn(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a leaf that needs a gradient, else ``tensor``. Hooks on the leaf would outlive the call."""
+    is_leaf = any(layer.requires_grad and layer.grad_fn is None for layer in layers_of(tensor))
+    return tensor.view_as(tensor) if is_leaf else tensor

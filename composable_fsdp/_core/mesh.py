@@ -1,0 +1,688 @@
+"""Mesh axes, how each parameter is sharded over them, and the communicators of a group."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+
+from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicator_over, loopback, part_of
+from composable_fsdp._core.group_plan import MessageSizes, PlanOptions
+from composable_fsdp._core.layout import NEVER_ZERO_COPY
+from composable_fsdp._core.memory import (
+    backend_capabilities,
+    contiguous_strides,
+    current_accelerator,
+    current_device,
+    device_capabilities,
+    is_accelerator,
+)
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, MeshError, ParameterError
+from composable_fsdp.policies import DataParallelMeshDims
+
+HOW_TO_START = (
+    "Start one process per device with `torchrun --nproc-per-node N script.py`, or call "
+    "`torch.distributed.init_process_group()` before fully_shard, or build a mesh with "
+    "`torch.distributed.device_mesh.init_device_mesh` and pass it as mesh=."
+)
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The environment variables from which torch starts a process group."""
+
+
+@dataclass(frozen=True)
+class DataParallelAxes:
+    """The shard axis and the replicate axis of ``mesh``. An axis that the mesh lacks has one rank.
+
+    Args:
+        mesh: the data-parallel mesh. Its last axis is the shard axis, if that has more than one rank.
+        device: the device on which this rank computes.
+        shard: communicator of the ranks that parameters are sharded over.
+        replicate: communicator of the ranks that hold the same shard.
+        divide: the divisor of sums of gradients. ``None`` is the number of ranks, or the factor of the group.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    shard: Communicator
+    replicate: Communicator = field(default_factory=loopback)
+    divide: float | None = None
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """The number of data-parallel ranks, by which the mean of gradients divides."""
+        return self.shard.size * self.replicate.size
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of the shard axis and of the replicate axis in the mesh. See also :func:`axis_names`."""
+        known = self.mesh.mesh_dim_names or ()
+        return known[-1] if known else "shard", known[0] if len(known) > 1 else "replicate"
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis as a 1-d mesh."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        names = self.mesh.mesh_dim_names
+        if names is not None:
+            return self.mesh[names[-1]]
+        group = self.mesh.get_group(self.mesh.ndim - 1)
+        known, kind = _shard_meshes.setdefault(group, {}), self.mesh.device_type
+        if kind not in known:
+            known[kind] = DeviceMesh.from_group(group, kind)
+        return known[kind]
+
+    def on(self, device: torch.device | str | int) -> DataParallelAxes:
+        """Return these axes for a rank that computes on ``device``; an int is a device index of the mesh's device type.
+
+        Raises:
+            MeshError: ``device`` has another type than the mesh.
+        """
+        kind = self.mesh.device_type
+        chosen = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
+        if chosen.type != kind:
+            raise MeshError(
+                f"device={str(chosen)!r} contradicts the mesh, whose ranks compute on {kind}. Leave device out, or "
+                f"build the mesh with init_device_mesh({chosen.type!r}, ...)."
+            )
+        return self if chosen == torch.device(kind) else replace(self, device=chosen)
+
+    def smaller_shard_axis(self, size: int) -> Communicator:
+        """Return the communicator of the ``size`` neighbouring shard ranks around this one, or of the shard axis.
+
+        The shard axis is returned if it has no more than ``size`` ranks. All shard ranks must call it together.
+
+        Raises:
+            MeshError: ``size`` does not divide the shard axis.
+        """
+        if size >= self.shard.size:
+            return self.shard
+        if self.shard.size % size:
+            raise MeshError(
+                f"reshard_after_forward={size} does not divide the {self.shard.size} shard ranks of {self.mesh}, over "
+                "which some parameters of the group are sharded."
+            )
+        shard_group = self.mesh.get_group(self.mesh.ndim - 1)
+        known = _smaller_axes.setdefault(shard_group, {})
+        key = self.mesh.device_type, size
+        if key not in known:
+            known[key] = part_of(shard_group, size)
+        return communicator_over(known[key], self.mesh.device_type)
+
+
+# Keyed by process group, because every slice of a mesh is a new object; then by type of device, because a process group
+# can have a backend for each.
+_shard_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
+_smaller_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], dist.ProcessGroup]] = WeakKeyDictionary()
+_default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+
+
+class OffloadBackendWarning(UserWarning):
+    """Shards are on CPU, and a process group of their mesh has no backend for CPU tensors."""
+
+
+def axis_names(meshes: Iterable[DataParallelAxes]) -> dict[DataParallelAxes, tuple[str, str]]:
+    """Return the names of the shard axis and of the replicate axis of each mesh, for tables of costs.
+
+    Axes with one name and different process groups are numbered in the order of ``meshes``: "shard", "shard 2".
+    """
+    known: dict[str, list[Communicator]] = {}
+    found = {}
+    for mesh in meshes:
+        names = []
+        for name, communicator in zip(mesh.names, (mesh.shard, mesh.replicate), strict=True):
+            same = known.setdefault(name, [])
+            if communicator.size > 1 and communicator not in same:
+                same.append(communicator)
+            number = same.index(communicator) if communicator.size > 1 else 0
+            names.append(f"{name} {number + 1}" if number else name)
+        found[mesh] = names[0], names[1]
+    return found
+
+
+def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
+    """Warn which operations fail on CPU-offloaded shards if a process group has no backend for CPU tensors.
+
+    Training needs none: parameters and gradients are communicated on the device where modules compute.
+
+    Warns:
+        OffloadBackendWarning: a process group of the mesh has none.
+    """
+    device = axes.device.type
+    for dim in range(axes.mesh.ndim):
+        group = axes.mesh.get_group(dim)
+        if is_accelerator(axes.device) and torch.device("cpu") not in cast(Any, group)._device_types:
+            warnings.warn(
+                f"CPUOffloadPolicy keeps shards on CPU, but the process group of dim {dim} of {axes.mesh} has no "
+                f"backend for CPU tensors ({dist.get_backend_config(group)}). Training works. Operations that "
+                "communicate the shards themselves fail: full_tensor(), GradScaler, and torch's clip_grad_norm_, "
+                "instead of which composable_fsdp.clip_grad_norm_ works. For these call init_process_group with both "
+                f'backends, such as "cpu:gloo,{device}:nccl". Else filter this composable_fsdp.OffloadBackendWarning.',
+                OffloadBackendWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def default_mesh() -> DeviceMesh:
+    """Return a 1-d mesh over the default process group, on its accelerator if it serves one, else on CPU.
+
+    The group is started from the environment, such as that of torchrun, if there is none. The mesh has no dim names,
+    because peft and others take any name but ``fsdp`` for tensor parallelism.
+
+    Raises:
+        MeshError: there is no process group, and the environment lacks a variable to start one.
+    """
+    if not dist.is_initialized():
+        missing = [name for name in _RENDEZVOUS if name not in os.environ]
+        if missing:
+            raise MeshError(
+                "fully_shard was given no mesh and there is no default process group, nor can one be started from the "
+                f"environment, which lacks {', '.join(missing)}. {HOW_TO_START}"
+            )
+        dist.init_process_group()
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _default_meshes:
+        _default_meshes[world] = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
+    return _default_meshes[world]
+
+
+def _default_device_type() -> str:
+    """Return the accelerator's type if the default process group has a native backend for it, else ``"cpu"``.
+
+    gloo is not native: it stages through the host.
+    """
+    accelerator, world = current_accelerator(), dist.group.WORLD
+    assert world is not None
+    is_served = accelerator is not None and backend_capabilities(world, accelerator.type).is_native
+    return accelerator.type if accelerator is not None and is_served else "cpu"
+
+
+def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
+    """Return the axes of a 1-d mesh (shard) or of a 2-d mesh (replicate, shard).
+
+    Raises:
+        ArgumentTypeError: ``mesh`` is not a ``DeviceMesh``.
+        MeshError: the mesh has another number of dims, or this rank is not in it.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(
+            f"mesh must be a torch.distributed.DeviceMesh, not {type(mesh).__name__}. {HOW_TO_START}"
+        )
+    if mesh.ndim not in (1, 2):
+        raise MeshError(
+            f"mesh must be 1-d (shard) or 2-d (replicate, shard), not {mesh.ndim}-d {tuple(mesh.shape)}. "
+            "Slice the data-parallel dims out of it, for example mesh['dp'] or mesh['replicate', 'shard']."
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}: only ranks of the mesh may call "
+            "fully_shard with it."
+        )
+    shard = _communicator(mesh, mesh.ndim - 1)
+    replicate = _communicator(mesh, 0) if mesh.ndim == 2 else loopback()
+    return DataParallelAxes(mesh, current_device(mesh.device_type), shard, replicate)
+
+
+def named_data_parallel_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelAxes:
+    """Return the axes of the dims of ``mesh`` that ``dims`` names. Several names become one axis.
+
+    Raises:
+        ArgumentTypeError: ``mesh`` is not a ``DeviceMesh``.
+        MeshError: ``mesh`` has no dim names, or not these.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(f"dp_mesh_dims needs mesh= to be a DeviceMesh, not {type(mesh).__name__}.")
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("dp_mesh_dims names dims of the mesh, but the mesh has none: give it mesh_dim_names.")
+    unknown = [name for name in (*dims.replicate_names, *dims.shard_names) if name not in names]
+    if unknown:
+        raise MeshError(f"dp_mesh_dims names {unknown}, but the dims of the mesh are {list(names)}.")
+    parts = [_one_axis(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
+    axes_mesh = parts[0] if len(parts) == 1 else join_meshes(*parts)
+    if dims.shard_names:
+        return data_parallel_axes(axes_mesh)
+    device = current_device(mesh.device_type)
+    return DataParallelAxes(axes_mesh, device, loopback(), _communicator(axes_mesh, 0))
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """Return one mesh with the axes of all ``meshes``, which must be slices of one mesh.
+
+    Raises:
+        MeshError: they are not.
+    """
+    advice = (
+        "the data-parallel mesh and the mesh on which parameters are placed already must be slices of one mesh, for "
+        "example mesh['dp'] and mesh['tp'] of init_device_mesh(..., mesh_dim_names=('dp', 'tp')). "
+        f"Got {' and '.join(map(str, meshes))}."
+    )
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        raise MeshError(advice)
+    try:
+        return DeviceMesh._concatenate(list(meshes))
+    except (RuntimeError, ValueError) as error:
+        raise MeshError(advice) from error
+
+
+def _communicator(mesh: DeviceMesh, dim: int) -> Communicator:
+    if mesh.size(dim) == 1:
+        return loopback()
+    return communicator_over(mesh.get_group(dim), mesh.device_type)
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """A return value of ``shard_placement_fn`` that shards a parameter over its own mesh, for example that of experts.
+
+    Args:
+        placement: ``Shard(d)``, or ``None`` for ``Shard(0)``.
+        mesh_info: the data-parallel mesh of the parameter, 1-d or 2-d.
+        divide: the divisor of the sum of gradients over ``mesh_info``, before ``set_gradient_divide_factor``. ``None``
+            is the number of ranks of ``mesh_info``. Experts whose tokens come from all data-parallel ranks need the
+            number of these.
+
+    Raises:
+        ConfigurationError: ``divide`` is not positive.
+    """
+
+    placement: Shard | None
+    mesh_info: DeviceMesh
+    divide: float | None = None
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.divide, int | float) and not isinstance(self.divide, bool)
+        if self.divide is not None and not (is_number and self.divide > 0):
+            raise ConfigurationError(
+                f"divide of a ShardPlacementResult must be a positive number, not {self.divide!r}."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class PlainForm:
+    """The layout of a plain tensor that stands for a DTensor. Modules compute with its local tensor.
+
+    Args:
+        placements: the layout of the parameter, one placement for each axis of the mesh of all axes.
+        gradient_placements: the layout of the gradient that a rank computes.
+        shape: the shape of the parameter over all axes.
+        attributes: the attributes of the original tensor that the sharded parameter does not have.
+        restore: prepares the unsharded parameter before modules compute with it.
+    """
+
+    placements: tuple[Placement, ...]
+    gradient_placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    attributes: tuple[str, ...]
+    restore: Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelParallel:
+    """The DTensor layout of a parameter before ``fully_shard``. Its unsharded form has this layout too.
+
+    Args:
+        mesh: a tensor-parallel mesh, or with ``dp_mesh_dims`` the full mesh.
+        placements: one per axis of ``mesh``.
+        shape: the global shape of the parameter.
+        data_axes: the axes of ``mesh`` that are data-parallel.
+        form: that of a plain tensor that stands for a DTensor of this layout. It is plain when it is unsharded.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    data_axes: frozenset[int] = frozenset()
+    form: PlainForm | None = None
+
+    @property
+    def may_leave_sums(self) -> bool:
+        """True if gradients can arrive as pending sums over a model-parallel axis."""
+        return any(self.mesh.size(axis) > 1 for axis in range(self.mesh.ndim) if axis not in self.data_axes)
+
+    def communicators(self) -> list[GroupCommunicator]:
+        """Return the communicators of the model-parallel axes. All ranks of ``mesh`` must call it together."""
+        return [
+            communicator_over(self.mesh.get_group(axis), self.mesh.device_type)
+            for axis in range(self.mesh.ndim)
+            if axis not in self.data_axes and self.mesh.size(axis) > 1
+        ]
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """Return ``local`` as a DTensor that shares its memory."""
+        return as_dtensor(local, self.mesh, self.placements, self.shape)
+
+    def local_gradient(self, gradient: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient of this rank's loss as a plain tensor, to be averaged over the data-parallel ranks.
+
+        On a data-parallel axis, the local tensor of ``gradient`` is the gradient of this rank's loss, whether its
+        placement is ``Replicate`` or ``Partial``, and nothing is communicated. A gradient that is sharded over such an
+        axis holds the sum of all ranks' gradients. It is gathered, and each rank takes an equal fraction of it.
+
+        Args:
+            gradient: the gradient from autograd, a DTensor on :attr:`mesh`, or plain for a parameter with a ``form``.
+            sum_dtype: dtype in which pending sums over model-parallel axes are computed. Such a result has this dtype;
+                any other has the dtype of ``gradient``.
+        """
+        if self.form is not None:
+            gradient = as_dtensor(gradient, self.mesh, self.form.gradient_placements, self.shape)
+        assert isinstance(gradient, DTensor)
+        arrived = gradient.placements
+        wanted = tuple(
+            got if axis in self.data_axes and _is_linear(got) else own
+            for axis, (own, got) in enumerate(zip(self.placements, arrived, strict=True))
+        )
+        if wanted != arrived:
+            if any(got.is_partial() and got != new for got, new in zip(arrived, wanted, strict=True)):
+                gradient = cast(DTensor, gradient.to(sum_dtype))
+            gradient = gradient.redistribute(placements=wanted)
+        local: torch.Tensor = cast(Any, gradient)._local_tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        parts = prod(self.mesh.size(axis) for axis in self.data_axes if not _is_linear(arrived[axis]))
+        return local if parts == 1 else local / parts
+
+
+def _is_linear(placement: Placement) -> bool:
+    """Return whether a tensor with ``placement`` is a sum or a mean of the ranks' local tensors."""
+    return placement.is_replicate() or (isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg"))
+
+
+def as_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
+) -> DTensor:
+    """Return a DTensor of ``shape`` on ``mesh`` in the memory of ``local``, on the device of ``local``.
+
+    ``DTensor.from_local`` would move offloaded shards to the device of the mesh. The parameter would keep that device,
+    and accept no gradient in host memory.
+    """
+    spec = _spec_of(mesh, tuple(placements), shape, local.dtype)
+    return DTensor(local.view_as(local), spec, requires_grad=False)
+
+
+def as_dtensor_at_zero(local: torch.Tensor, spec: Any, *, requires_grad: bool = False) -> DTensor:
+    """Return ``local`` as a DTensor that reports no storage offset, so that ``copy.deepcopy`` can copy it.
+
+    A DTensor reports the storage offset of the tensor that it is made with, but has no storage.
+    """
+    if type(local) is not torch.Tensor:
+        return DTensor(local, spec, requires_grad=requires_grad)
+    made = DTensor.__new__(DTensor, local.new_empty(0), spec, requires_grad=requires_grad)
+    cast(Any, made)._local_tensor = local
+    return made
+
+
+_specs: MutableMapping[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
+"""The specs in use. Building and hashing one takes longer than all else of a ``DTensor``, and layers repeat shapes."""
+
+
+def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return the spec of a contiguous ``DTensor``, the same object for the same mesh and equal other arguments.
+
+    Meshes that are equal can differ: one may be of process groups that have been destroyed.
+    """
+    key = (id(mesh), placements, shape, dtype)  # the spec keeps the mesh alive
+    spec = _specs.get(key)
+    if spec is None:
+        meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), dtype)
+        spec = _specs.setdefault(key, DTensorSpec(mesh, placements, tensor_meta=meta))
+    return spec
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterSharding:
+    """The axes that shard a parameter on ``dim``, and the mesh and placements of the resulting DTensor.
+
+    ``shape`` is the global shape of the parameter. If the parameter was a DTensor before (``inner``), the axes shard
+    its local tensor.
+    """
+
+    axes: DataParallelAxes
+    dim: int
+    shape: tuple[int, ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    inner: ModelParallel | None = field(default=None)
+
+    def wrap_shard(self, local: torch.Tensor) -> DTensor:
+        """Return ``local``, this rank's shard, as a DTensor that shares its memory."""
+        return as_dtensor(local, self.mesh, self.placements, self.shape)
+
+    def parameter(self, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        """Return a ``DTensor`` parameter with the local tensor ``local``, this rank's shard.
+
+        Equal to ``nn.Parameter(self.wrap_shard(local), requires_grad)``, which takes three times as long.
+        """
+        spec = _spec_of(self.mesh, self.placements, self.shape, local.dtype)
+        made: Any = as_dtensor_at_zero(local, spec, requires_grad=requires_grad)
+        made._is_param = True
+        return cast(nn.Parameter, made)
+
+    def wrap_full(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the parameter that modules compute with, for the all-gathered tensor ``local``."""
+        return local if self.inner is None or self.inner.form is not None else self.inner.wrap(local)
+
+
+def shard_over_axes(parameter: torch.Tensor, axes: DataParallelAxes, dim: int) -> ParameterSharding:
+    """Return the sharding over ``axes`` of ``parameter``, a plain tensor or a DTensor on another mesh.
+
+    Raises:
+        MeshError: the two meshes are not slices of one mesh.
+    """
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return ParameterSharding(axes, dim, shape, axes.mesh, data_parallel_placements(axes.mesh.ndim, dim))
+    inner = ModelParallel(parameter.device_mesh, tuple(parameter.placements), shape)
+    placements = data_parallel_placements(axes.mesh.ndim, dim, inner.placements, tuple(inner.mesh.shape))
+    return ParameterSharding(axes, dim, shape, join_meshes(axes.mesh, inner.mesh), placements, inner)
+
+
+@dataclass(frozen=True, eq=False)
+class FullMesh:
+    """The mesh with all axes of a job, its data-parallel ``dims``, and the ``axes`` made of these."""
+
+    mesh: DeviceMesh
+    dims: DataParallelMeshDims
+    axes: DataParallelAxes
+
+
+FORMS: list[Callable[[str, torch.Tensor, FullMesh], PlainForm | None]] = []
+"""Read the form of a parameter, given its name. The first result counts. An error is that the form is wrong."""
+
+
+def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim: int) -> ParameterSharding:
+    """Return the sharding of ``parameter``, a DTensor on the full mesh, over its data-parallel axes.
+
+    A plain tensor with a form (:data:`FORMS`) is sharded as the DTensor that it describes.
+
+    Raises:
+        ParameterError: it is a plain tensor, on another mesh, or not replicated over these axes. The text names it.
+    """
+    forms = (read(name, parameter, full) for read in FORMS) if not isinstance(parameter, DTensor) else ()
+    form = next((each for each in forms if each is not None), None)
+    if form is not None:
+        parameter = as_dtensor(parameter.detach(), full.mesh, form.placements, form.shape)
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != full.mesh:
+        found = f"on {parameter.device_mesh}" if isinstance(parameter, DTensor) else "a plain tensor"
+        raise ParameterError(
+            f"with dp_mesh_dims every parameter must be a DTensor on the mesh given to fully_shard, but {name!r} is "
+            f"{found}. Place it with torch.distributed.tensor.distribute_module(module, mesh) first."
+        )
+    names = full.mesh.mesh_dim_names or ()
+    placements = list(parameter.placements)
+    data_axes = frozenset(names.index(n) for n in (*full.dims.replicate_names, *full.dims.shard_names))
+    for axis in sorted(data_axes):
+        if not isinstance(placements[axis], Replicate):
+            raise ParameterError(
+                f"parameter {name!r} is placed {placements[axis]} on the data-parallel mesh dim {names[axis]!r}; it "
+                "must be Replicate() there, so that fully_shard can shard it."
+            )
+    inner = ModelParallel(full.mesh, tuple(placements), tuple(parameter.shape), data_axes, form)
+    shard_axes = [names.index(n) for n in full.dims.shard_names]
+    if shard_axes:
+        first = shard_axes[0]
+        later = [axis for axis in range(first + 1, full.mesh.ndim) if axis not in data_axes]
+        placements[first] = shard_within(dim, [placements[a] for a in later], [full.mesh.size(a) for a in later])
+    mesh = full.mesh
+    if len(data_axes) > full.axes.mesh.ndim:  # axes that were flattened into one stay one
+        others = [axis for axis in range(full.mesh.ndim) if axis not in data_axes]
+        before = [axis for axis in others if shard_axes and axis < shard_axes[0]]
+        after = [axis for axis in others if axis not in before]
+        left, right = [[full.mesh[names[axis]] for axis in side] for side in (before, after)]
+        mesh = join_meshes(*left, full.axes.mesh, *right)
+        replicated = [Replicate() for _ in range(full.axes.mesh.ndim - bool(shard_axes))]
+        cut = [placements[shard_axes[0]]] if shard_axes else []
+        placements = [*(placements[a] for a in before), *replicated, *cut, *(placements[a] for a in after)]
+    return ParameterSharding(full.axes, dim, inner.shape, mesh, tuple(placements), inner)
+
+
+def cuts(placement: Placement, dim: int) -> bool:
+    """Return True if ``placement`` shards tensor dim ``dim``. In some torch releases a strided shard is not a
+    ``Shard``.
+    """
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def shard_within(dim: int, later: Sequence[Placement], later_sizes: Sequence[int]) -> Placement:
+    """Return the placement of a mesh axis that shards ``dim`` of a tensor already sharded by the axes ``later`` to its
+    right.
+
+    DTensor reads a mesh from left to right, so a plain ``Shard`` means that the left axis sharded first. If an axis to
+    the right was first, the shards interleave. A strided shard records into how many parts the dim was split by then.
+    """
+    split = prod(size for placement, size in zip(later, later_sizes, strict=True) if cuts(placement, dim))
+    return Shard(dim) if split == 1 else _StridedShard(dim, split_factor=split)
+
+
+def data_parallel_placements(
+    mesh_ndim: int, dim: int, inner: Sequence[Placement] = (), inner_sizes: Sequence[int] = ()
+) -> tuple[Placement, ...]:
+    """Return the placements on a data-parallel mesh followed by the ``inner`` mesh of an already distributed parameter.
+
+    Args:
+        mesh_ndim: 1 for ``(shard,)``, 2 for ``(replicate, shard)``: the last data-parallel axis shards.
+        dim: the tensor dim that the data-parallel axis shards.
+        inner: placements on the other mesh, none for a plain tensor.
+        inner_sizes: ranks along each axis of the other mesh.
+    """
+    replicated = (Replicate() for _ in range(mesh_ndim - 1))
+    return (*replicated, shard_within(dim, inner, inner_sizes), *inner)
+
+
+_ONE_MESSAGE = MessageSizes(zero_copy=False, grad_buckets=1)
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+
+
+class Channels:
+    """The choice of the communicators of a group: here, that of the shard axis for all collectives. For plugins."""
+
+    @property
+    def can_be_shared(self) -> bool:
+        """True if collectives of the group may be fused with those of other groups."""
+        return True
+
+    @property
+    def has_separate_scatter(self) -> bool:
+        """True if reduce-scatters have a process group of their own."""
+        return False
+
+    def of(self, axes: DataParallelAxes) -> tuple[Communicator, Communicator, Communicator]:
+        """Return the communicators ``gather``, ``scatter`` and ``exchange`` for ``axes``."""
+        return axes.shard, axes.shard, axes.shard
+
+
+class ProcessGroups:
+    """The communicators for all-gathers (``gather``) and reduce-scatters (``scatter``), over the same ranks.
+
+    Encoded reductions, which add up themselves, use ``exchange``. ``averages`` is true if every axis can compute
+    averages itself.
+
+    ``smaller`` is the communicator of the next all-gather, while slices are kept for it.
+    """
+
+    def __init__(self, axes: DataParallelAxes) -> None:
+        self.axes = axes
+        self.device = device_capabilities(axes.device)
+        """The capabilities of the device on which modules compute."""
+        self.choose(Channels())
+        self.smaller: Communicator | None = None
+        self.message_sizes = self.default_message_sizes
+        self.unequal_use = False
+        """True if a rank may join a reduction without any gradient.
+
+        A reduction then gives every trainable parameter a gradient, zeros for those that no rank used.
+        """
+
+    @property
+    def replicate(self) -> Communicator:
+        return self.axes.replicate
+
+    @property
+    def default_message_sizes(self) -> MessageSizes:
+        """The sizes without a choice by costs: on streams one message per group and direction, as FSDP2 sends them."""
+        return _ONE_MESSAGE if self.device.has_streams else MessageSizes()
+
+    def plan_options(self, sizes: MessageSizes | None = None) -> PlanOptions:
+        """Return the options of the group's plan, or of its plan with other message ``sizes``."""
+        sizes = MessageSizes() if self.gather.traits.aliases else sizes or self.message_sizes
+        return PlanOptions(
+            num_shards=self.axes.shard.size,
+            zero_copy_min_bytes=self.gather.traits.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
+            reduce_direct_bytes=self.scatter.traits.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
+            max_grad_buckets=sizes.grad_buckets,
+            widens=self.scatter.traits.widens,
+            grad_bucket_bytes=self._grad_bucket_bytes(),
+            alias=self.gather.traits.aliases and self.gather.size == 1,
+            flags=self.axes.num_ranks > 1 and not self.unequal_use,
+            custom=not self.channels.can_be_shared,
+        )
+
+    def _grad_bucket_bytes(self) -> int:
+        if self.axes.shard.size == 1 and self.replicate.size > 1:  # the only axis with communication
+            return self.replicate.traits.grad_bucket_bytes
+        return max(self.gather.traits.grad_bucket_bytes, self.scatter.traits.grad_bucket_bytes)
+
+    def choose(self, channels: Channels) -> None:
+        """Use these communicators until the next choice."""
+        self.channels = channels
+        self.gather, self.scatter, self.exchange = channels.of(self.axes)
+        self.averages = self.scatter.traits.averages and self.replicate.traits.averages
+
+    def follow(self, other: ProcessGroups) -> None:
+        """Copy the choices made for ``other``."""
+        self.unequal_use = other.unequal_use
+        self.choose(other.channels)
+
+
+def group_by_key(keys: Iterable[Key], members: Iterable[Item]) -> list[tuple[Key, list[Item]]]:
+    """Group members with equal keys, in the order of the first of each: the same on every rank."""
+    keys, members = list(keys), list(members)
+    if keys and keys.count(keys[0]) == len(keys) == len(members):  # usually one communicator: skip hashing it
+        return [(keys[0], members)]
+    found: dict[Key, list[Item]] = {}
+    for key, member in zip(keys, members, strict=True):
+        found.setdefault(key, []).append(member)
+    return list(found.items())

@@ -1,0 +1,491 @@
+"""Tensors in the arguments and outputs of modules, and the containers that hold them.
+
+Containers are pytrees, dataclasses and mappings that nobody registered. One in which a module can write is *mutable*:
+lists, deques, dicts and other mutable mappings, dataclasses that are not frozen, and registered classes whose children
+are attributes of theirs. Of the others, tuples and frozen dataclasses are rebuilt when a tensor in them changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
+from operator import is_
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+Items = dict[Any, Any]
+
+InputView: TypeAlias = tuple[torch.Tensor, int]
+"""A view, made for one call, of an input that needs a gradient, and its version when it was made.
+
+A hook on its node costs half as much as a hook on the tensor. An in-place change gives the view another node.
+"""
+
+_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
+"""Types without tensors, checked first because a pytree traversal costs more than the rest of a hook."""
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return every tensor in ``tree``, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if type(tree) in _ATOMS:
+        return []
+    return [tensor for child in _children(tree) for tensor in tensors_in(child)]
+
+
+def map_tensors(function: Map, tree: Any, container: Callable[[Any], Any] | None = None) -> Any:
+    """Return ``tree`` with ``function`` applied to every tensor, or the same object if no tensor changed.
+
+    ``container``, if given, is called with each object in ``tree`` that is neither a tensor nor a tuple of them, and
+    returns what to use in its place.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    kind = type(tree)
+    if kind in _ATOMS:
+        return tree
+    if kind is tuple:
+        mapped = [
+            function(child) if isinstance(child, torch.Tensor) else map_tensors(function, child, container)
+            for child in tree
+        ]
+        return tree if all(map(is_, mapped, tree)) else tuple(mapped)
+    if container is not None:
+        return container(tree)
+    return _rebuilt(tree, lambda child: map_tensors(function, child))
+
+
+# -- what containers hold
+
+
+class _Form(Protocol):
+    """How the containers of one kind are read and changed."""
+
+    def read(self, tree: Any) -> Items:
+        """Return everything in ``tree``, by index, key or name."""
+
+    def shown(self, tree: Any, items: Items) -> Iterator[Any]:
+        """Yield the keys of ``items`` under which tensors are looked for."""
+
+    def fill(self, tree: Any, items: Items) -> None:
+        """Make ``items`` everything in ``tree``."""
+
+
+class _Sequence:
+    """A list or a deque."""
+
+    def read(self, tree: Any) -> Items:
+        return dict(enumerate(tree))
+
+    def shown(self, tree: Any, items: Items) -> Iterator[Any]:
+        return iter(items)
+
+    def fill(self, tree: Any, items: Items) -> None:
+        if len(tree) != len(items):
+            tree.clear()
+            tree.extend(items.values())
+        for index, item in items.items():
+            if tree[index] is not item:
+                tree[index] = item
+
+
+class _Mapping:
+    """A dict or another mutable mapping. The order of the keys counts."""
+
+    def read(self, tree: Any) -> Items:
+        return dict(tree)
+
+    def shown(self, tree: Any, items: Items) -> Iterator[Any]:
+        return iter(items)
+
+    def fill(self, tree: Any, items: Items) -> None:
+        if list(tree) != list(items):
+            tree.clear()
+        for key, item in items.items():
+            if key not in tree or tree[key] is not item:
+                tree[key] = item
+
+
+class _Attributes:
+    """A dataclass, or a registered class whose children are attributes of its objects.
+
+    The items of a dataclass that is a mapping too, like outputs of transformers, are read under ``(key,)``.
+    """
+
+    def read(self, tree: Any) -> Items:
+        slots = [name for kind in type(tree).__mro__ for name in getattr(kind, "__slots__", ())]
+        names = [name for name in dict.fromkeys((*slots, *getattr(tree, "__dict__", ()))) if hasattr(tree, name)]
+        items = {(key,): item for key, item in tree.items()} if isinstance(tree, MutableMapping) else {}
+        return {name: getattr(tree, name) for name in names if name not in ("__dict__", "__weakref__")} | items
+
+    def shown(self, tree: Any, items: Items) -> Iterator[Any]:
+        if dataclasses.is_dataclass(tree):
+            fields = {field.name for field in dataclasses.fields(tree)}
+            return (name for name in items if name in fields or isinstance(name, tuple))
+        children = set(map(id, _flat(tree)[0]))
+        return (name for name, item in items.items() if id(item) in children)
+
+    def fill(self, tree: Any, items: Items) -> None:
+        now = self.read(tree)
+        for name in now.keys() - items.keys():
+            if isinstance(name, tuple):
+                del tree[name[0]]
+            else:
+                object.__delattr__(tree, name)
+        for name, item in items.items():
+            if name in now and now[name] is item:
+                continue
+            if isinstance(name, tuple):
+                tree[name[0]] = item
+            else:
+                object.__setattr__(tree, name, item)  # frozen dataclasses too
+
+
+_SEQUENCE, _MAPPING, _ATTRIBUTES = _Sequence(), _Mapping(), _Attributes()
+
+
+def _form_of(tree: Any) -> _Form | None:
+    """Return the form of a mutable container or a frozen dataclass, and ``None`` for any other object."""
+    if isinstance(tree, (list, deque, UserList)):
+        return _SEQUENCE
+    if type(tree) is dict:
+        return _MAPPING
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _ATTRIBUTES
+    if isinstance(tree, MutableMapping):
+        return _MAPPING
+    if isinstance(tree, tuple) or _is_leaf(tree, children := _flat(tree)[0]):
+        return None
+    attributes = set(map(id, _ATTRIBUTES.read(tree).values()))
+    return _ATTRIBUTES if all(id(child) in attributes for child in children) else None
+
+
+def _is_value(tree: Any) -> bool:
+    """Return True for tuples and frozen dataclasses, in which a module does not write."""
+    params: Any = getattr(type(tree), "__dataclass_params__", None)
+    return isinstance(tree, tuple) or (params is not None and params.frozen)
+
+
+def _flat(tree: Any) -> tuple[list[Any], Any]:
+    """Return the children of a registered object and the function that rebuilds it, or the object itself for a leaf.
+
+    ``tree_flatten`` with ``is_leaf`` would leave a reference cycle, which keeps the object.
+    """
+    kind = pytree._get_node_type(tree)
+    if kind not in pytree.SUPPORTED_NODES:
+        return [tree], None
+    node = pytree.SUPPORTED_NODES[kind]
+    children, context = node.flatten_fn(tree)
+    return list(children), lambda new: node.unflatten_fn(new, context)
+
+
+def _is_leaf(tree: Any, children: list[Any]) -> bool:
+    return len(children) == 1 and children[0] is tree
+
+
+def _children(tree: Any) -> Any:
+    if type(tree) is tuple or type(tree) is list:
+        return tree
+    if type(tree) is dict:
+        return tree.values()
+    form = _form_of(tree)
+    if form is not None:
+        items = form.read(tree)
+        return [items[key] for key in form.shown(tree, items)]
+    children = _flat(tree)[0]
+    if _is_leaf(tree, children):
+        return tree.values() if isinstance(tree, Mapping) else ()
+    return children
+
+
+def _rebuilt(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a container with ``function`` applied to every child, or the same object if no child changed."""
+    form = _form_of(tree)
+    if form is not None:
+        items = form.read(tree)
+        shown = {id(items[key]): items[key] for key in form.shown(tree, items)}
+        new = {key: function(item) for key, item in shown.items()}  # an object under two keys is mapped once
+        mapped = items | {key: new[id(items[key])] for key in form.shown(tree, items)}
+        return tree if _same(items, mapped) else _copy_with(form, tree, mapped)
+    children, build = _flat(tree)
+    if _is_leaf(tree, children):
+        return tree
+    changed = list(map(function, children))
+    return tree if all(map(is_, changed, children)) else build(changed)
+
+
+def _copy_with(form: _Form, tree: Any, items: Items) -> Any:
+    new = copy.copy(tree)
+    if form is _MAPPING and not isinstance(tree, (dict, UserDict)):  # it may keep its items in a dict of its own
+        for name, value in vars(new).items():
+            vars(new)[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
+    form.fill(new, items)
+    return new
+
+
+def _same(items: Items, others: Items) -> bool:
+    """Return True if both have the same keys in the same order, and the same objects."""
+    return list(items) == list(others) and all(map(is_, items.values(), others.values()))
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return pytree.tree_flatten(tree)[0]
+
+
+def _is_cast(before: Any, after: Any) -> bool:
+    """Return True if a tensor in ``after`` is a cast or a copy on another device, and not a view."""
+    if after is before:
+        return False
+    if isinstance(after, torch.Tensor):
+        return (after.dtype, after.device) != (before.dtype, before.device)
+    return any(map(_is_cast, _children(before), _children(after)))
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+# -- the inputs of a call
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Passed:
+    """A container of the caller, what the module got for it, and everything in both when the call began."""
+
+    form: _Form | None
+    tree: Any
+    given: Any
+    items: Items
+    mapped: Items
+
+
+_NONE: list[Any] = []
+_NOTHING: dict[int, Any] = {}
+"""The containers of a call that has none, as most calls. Nothing is written to these two."""
+
+
+class CallInputs:
+    """The inputs of one call as its module gets them: moved, cast, and watched by views if they need a gradient. Final.
+
+    Invariant: what a module writes into a mutable container of the caller is there when the call ends, also if it
+    raises, and all else in the container is what it was. The module gets the container itself, in which views take the
+    place of watched tensors until the call ends. If a tensor in it is moved or cast, the module gets a copy, because a
+    recomputation inside the module needs the cast tensors after the call too.
+
+    Of a registered class whose children are not attributes, the module gets the object itself if no tensor is moved or
+    cast; then its tensors are not watched, and no hook shows the end of the call's backward.
+    """
+
+    # Of calls without containers. An assignment to each in ``__init__`` would take host time in every call.
+    containers: list[_Passed] = _NONE
+    """The mutable containers, inner ones first."""
+    _known: dict[int, _Passed] = _NOTHING
+    """The containers by the ids of those of the caller and of those that the module got."""
+    _casts: dict[int, InputView] = _NOTHING
+    """The casts in containers, and their versions."""
+    _untouched: dict[int, InputView] = _NOTHING
+    """The caller's tensors in containers, and their versions."""
+
+    def __init__(
+        self, device: torch.device | None, dtype: torch.dtype | None, *, watched: bool, watches_all: bool = False
+    ) -> None:
+        self._device, self._dtype, self._watched = device, dtype, watched
+        self.watches_all = watches_all
+        """True in a transform, where an input hides the gradients that other levels need."""
+        self.mapped: dict[int, torch.Tensor] = {}
+        """The tensor that the module gets, by the id of the tensor of the caller."""
+        self._originals: dict[int, torch.Tensor] = {}
+        """The caller's tensors, by the id of the view, or of the cast in a container, that stands for them."""
+        self.views: list[InputView] = []
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that the module gets for ``tensor``, each time the same."""
+        known = self.mapped.get(id(tensor))
+        if known is not None:
+            return known
+        mapped = tensor
+        if self._device is not None and tensor.device != self._device:
+            mapped = mapped.to(self._device, non_blocking=True)
+        if self._dtype is not None and tensor.is_floating_point():
+            mapped = mapped.to(self._dtype)
+        if self._watched and (mapped.requires_grad or self.watches_all):
+            if mapped is tensor:
+                mapped = mapped.view_as(mapped)
+                self._originals[id(mapped)] = tensor
+            self.views.append((mapped, mapped._version))
+        self.mapped[id(tensor)] = mapped
+        return mapped
+
+    def container(self, tree: Any) -> Any:
+        """Return the container that the module gets for ``tree``, which is not a plain tuple."""
+        if self._known is _NOTHING:
+            self.containers, self._known, self._casts, self._untouched = [], {}, {}, {}
+        known = self._known.get(id(tree))
+        if known is not None:
+            return known.given
+        form, given = _form_of(tree), tree
+        if form is None or _is_value(tree):
+            return self._unfillable(tree)
+        items = form.read(tree)
+        mapped = items | {
+            key: map_tensors(self._in_container, items[key], self.container) for key in form.shown(tree, items)
+        }
+        if any(_is_cast(items[key], mapped[key]) for key in items):
+            given = _copy_with(form, tree, mapped)
+        else:
+            form.fill(tree, mapped)
+        return self._pass(_Passed(form, tree, given, items, mapped))
+
+    def _unfillable(self, tree: Any) -> Any:
+        given = _rebuilt(tree, lambda child: map_tensors(self._in_container, child, self.container))
+        if _is_value(tree):
+            return given
+        tensors = tensors_in(tree)
+        if given is tree or not _is_cast(tree, given):
+            given = tree
+            if self._watched:
+                self.views.extend((tensor, -1) for tensor in tensors if tensor.requires_grad)
+        items = {} if given is tree else dict(enumerate(_leaves(given)))
+        return self._pass(_Passed(None, tree, given, {}, items)) if _children(tree) or tensors else tree
+
+    def _pass(self, passed: _Passed) -> Any:
+        self._known[id(passed.tree)] = self._known[id(passed.given)] = passed
+        self.containers.append(passed)
+        return passed.given
+
+    def _in_container(self, tensor: torch.Tensor) -> torch.Tensor:
+        mapped = self(tensor)
+        self._untouched[id(tensor)] = tensor, _version_of(tensor)
+        if mapped is not tensor and id(mapped) not in self._originals:
+            self._originals[id(mapped)] = tensor
+            self._casts[id(mapped)] = mapped, _version_of(mapped)
+        return mapped
+
+    # -- the end of the call
+
+    def written(self) -> list[torch.Tensor]:
+        """Return the caller's tensors that need a gradient since the module changed them in place."""
+        tensors = [self._originals.get(id(mapped), mapped) for mapped in self.mapped.values()]
+        changed = {id(view) for view, version in self.views if view._version != version} - self._casts.keys()
+        return [
+            tensor
+            for tensor, mapped in zip(tensors, self.mapped.values(), strict=True)
+            if tensor.requires_grad and tensor.grad_fn is not None and (mapped is tensor or id(mapped) in changed)
+        ]
+
+    def give_back(self) -> None:
+        """Write what the module wrote into the caller's containers, and the caller's tensors in place of views."""
+        for passed in reversed(self.containers):
+            form, tree = passed.form, passed.tree
+            if form is None:
+                self._give_back_opaque(passed)
+                continue
+            now, items, mapped = form.read(passed.given), passed.items, passed.mapped
+            shown = set(form.shown(passed.given, now))
+            restored = {
+                key: items[key]
+                if key in mapped and item is mapped[key] and not self._wrote_into(item)
+                else self._restored(item)
+                if key in shown
+                else item
+                for key, item in now.items()
+            }
+            if passed.given is tree or not _same(items, restored):
+                form.fill(tree, restored)
+
+    def _give_back_opaque(self, passed: _Passed) -> None:
+        tree, given = passed.tree, passed.given
+        if given is tree:
+            return
+        leaves = _leaves(given)
+        if self._wrote_into(leaves) or not _same(passed.mapped, dict(enumerate(leaves))):
+            restored = _rebuilt(given, self._restored)
+            for name, item in _ATTRIBUTES.read(restored).items():
+                object.__setattr__(tree, name, item)
+
+    def _restored(self, tree: Any) -> Any:
+        """Return what the module wrote with the caller's tensors and containers in place of those that it got."""
+
+        def restored_container(tree: Any) -> Any:
+            known = self._known.get(id(tree))
+            return _rebuilt(tree, self._restored) if known is None else known.tree
+
+        return map_tensors(self._original, tree, restored_container)
+
+    def _original(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._is_written(tensor) else self._originals.get(id(tensor), tensor)
+
+    def _wrote_into(self, tree: Any) -> bool:
+        return bool(self._casts) and any(map(self._is_written, tensors_in(tree)))
+
+    def _is_written(self, tensor: torch.Tensor) -> bool:
+        """Return True for a cast that the module changed in place."""
+        if id(tensor) not in self._casts:
+            return False
+        if tensor.is_inference():  # without a version
+            return not torch.equal(tensor, self._originals[id(tensor)].to(tensor))
+        return tensor._version != self._casts[id(tensor)][1]
+
+    # -- the output
+
+    def map_output(self, function: Map, output: Any, *, and_written: bool = False) -> Any:
+        """Return ``output`` with ``function`` applied to every tensor. Containers of the caller stay the same objects.
+
+        In those that are in ``output``, or in all if ``and_written``, it is applied to what the module wrote.
+        """
+        for passed in self.containers if and_written else ():
+            self._mapped_container(function, passed.tree)
+        return map_tensors(function, output, partial(self._mapped_container, function))
+
+    # No function below refers to itself: such a cycle would keep the inputs of a call until the garbage collector runs.
+
+    def _mapped_container(self, function: Map, tree: Any) -> Any:
+        known, container = self._known.get(id(tree)), partial(self._mapped_container, function)
+        if known is None:
+            return _rebuilt(tree, lambda child: map_tensors(function, child, container))
+        if known.form is not None:
+            items, written = known.form.read(known.tree), partial(self._mapped_if_written, function)
+            mapped = {key: map_tensors(written, items[key], container) for key in known.form.shown(tree, items)}
+            known.form.fill(known.tree, items | mapped)
+        return known.tree
+
+    def _mapped_if_written(self, function: Map, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if id(tensor) in self._untouched else function(tensor)
+
+    def outputs(self, output: Any) -> list[torch.Tensor]:
+        """Return the tensors in ``output``, and those that the module wrote or changed in containers of the caller."""
+        found: list[torch.Tensor] = []
+        note_all, note_written = partial(_note, found), partial(self._note_written, found)
+        map_tensors(note_all, output, partial(self._visit, note_all))
+        for passed in self.containers:
+            for child in _children(passed.tree):
+                map_tensors(note_written, child, partial(self._visit, note_written))
+        return found
+
+    def _visit(self, note: Map, tree: Any) -> Any:
+        if id(tree) not in self._known:
+            for child in _children(tree):
+                map_tensors(note, child, partial(self._visit, note))
+        return tree
+
+    def _note_written(self, found: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        untouched = self._untouched.get(id(tensor))
+        if untouched is None or (tensor.requires_grad and tensor._version != untouched[1]):
+            found.append(tensor)
+        return tensor
+
+
+NO_INPUTS = CallInputs(None, None, watched=False)
+"""The inputs of all calls that get theirs unchanged. Nothing is written to it."""
+
+
+def _note(found: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    found.append(tensor)
+    return tensor

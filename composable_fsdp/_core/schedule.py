@@ -1,0 +1,515 @@
+"""The plan of a root: what is gathered together, ahead, and kept, by position in the order of the last forward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from composable_fsdp._core.events import ForwardRecord, Hook, ParameterState, describe_groups
+from composable_fsdp._core.group import Launcher, ParamGroup
+from composable_fsdp._core.group_plan import SMALL_BYTES, GroupPlan, MessageSizes
+from composable_fsdp._core.params import OptimizerSteps
+from composable_fsdp._core.state import FSDPState, Options, alive
+from composable_fsdp.policies import ReshardKind
+
+PREFETCH_LIMIT = 1
+"""The default number of prefetched groups.
+
+Each further one costs its unsharded size. It pays where reductions take longer than the computation of the modules.
+"""
+
+DEFAULT_FUSED_BYTES = 1 << 20
+"""The default maximum size of the full parameters in one fusion, in bytes."""
+
+Together: TypeAlias = Mapping[str, tuple[str, ...]]
+"""The groups of each fusion, by each of its groups."""
+
+ALONE: Together = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSettings:
+    """The settings of a schedule that may be chosen by costs.
+
+    Args:
+        zero_copy: large parameters have messages of their own (:class:`MessageSizes`).
+        grad_buckets: the maximum number of gradient buckets of a group.
+        prefetch_limit: the number of groups to prefetch.
+        max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
+    """
+
+    zero_copy: bool = True
+    grad_buckets: int = MessageSizes().grad_buckets
+    prefetch_limit: int = PREFETCH_LIMIT
+    max_fused_bytes: int = DEFAULT_FUSED_BYTES
+
+    @property
+    def message_sizes(self) -> MessageSizes:
+        return MessageSizes(self.zero_copy, self.grad_buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """The properties of one group that a plan depends on."""
+
+    name: str
+    nbytes: int
+    """The memory that unsharding takes."""
+    full_bytes: int
+    """The size of the full parameters, in whatever memory."""
+    has_parameters: bool
+    is_small: bool
+    """Fused with its neighbours, if they are small too."""
+    can_fuse: bool
+    reshard: ReshardKind
+    unshard_in_backward: bool
+    forward_prefetch: tuple[str, ...] | None
+    """The groups that the user chose, or ``None``."""
+    backward_prefetch: tuple[str, ...] | None
+
+
+Facts: TypeAlias = Mapping[str, GroupFacts]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The properties of a root that a plan depends on."""
+
+    prefetch: int = PREFETCH_LIMIT
+    fused_bytes: int = DEFAULT_FUSED_BYTES
+    has_streams: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """The plan of one run of a group in a pass. Each tuple of groups is one all-gather."""
+
+    group: str
+    own: tuple[str, ...]
+    """The group and those that are gathered with it."""
+    ahead: tuple[tuple[str, ...], ...] = ()
+    """The gathers for later runs."""
+    before_wait: bool = False
+    """Launch ``ahead`` before the wait for the group even if it is in flight already."""
+    fused: Together = field(default_factory=lambda: ALONE)
+    keep: Together = field(default_factory=lambda: ALONE)
+    """The groups to keep after forward, each with those that stay in memory with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The runs of a forward and of its backward, in order."""
+
+    forward: tuple[PlannedRun, ...] = ()
+    backward: tuple[PlannedRun, ...] = ()
+    fused: Together = field(default_factory=lambda: ALONE)
+
+
+PlanPass: TypeAlias = Callable[[Plan, Facts, Limits], Plan]
+
+
+def make_plan(record: ForwardRecord, facts: Facts, limits: Limits, fused: Together | None = None) -> Plan:
+    """Return the plan of a forward like that of ``record``, and of its backward.
+
+    The fusions are those of the forward, or ``fused`` if that has begun already.
+    """
+    begun = tuple(PlannedRun(event.group, (event.group,)) for event in record.events if event.hook is Hook.PRE_FORWARD)
+    ended = tuple(PlannedRun(name, (name,)) for name in reversed(record.ended))
+    names = dict.fromkeys(run.group for run in begun)
+    plan = Plan(begun, ended, fusions(names, facts, limits.fused_bytes) if fused is None else fused)
+    for change in PASSES:
+        plan = change(plan, facts, limits)
+    return plan
+
+
+def fusions(order: Sequence[str] | Mapping[str, Any], facts: Facts, limit: int) -> Together:
+    """Return the fusions of small groups that are adjacent in ``order``, up to ``limit`` bytes each."""
+    runs: list[list[str]] = [[]]
+    filled = 0
+    for name in order:
+        group = facts[name]
+        if not group.has_parameters:
+            continue
+        size = group.full_bytes if group.is_small else limit + 1
+        if filled + size > limit:
+            runs.append([])
+            filled = 0
+        if size <= limit:
+            runs[-1].append(name)
+            filled += size
+    return {name: tuple(run) for run in runs if len(run) > 1 for name in run}
+
+
+def gathered_with(name: str, facts: Facts, fused: Together, *, in_backward: bool) -> tuple[str, ...]:
+    """Return ``name`` and the groups of its fusion that come after it in a pass."""
+    members, own = fused.get(name), facts[name]
+    if members is None or not own.can_fuse or (in_backward and not own.unshard_in_backward):
+        return (name,)
+    at = members.index(name)
+    later = members[at::-1] if in_backward else members[at:]
+    return tuple(n for n in later if facts[n].can_fuse and (facts[n].unshard_in_backward or not in_backward))
+
+
+def fuse(plan: Plan, facts: Facts, limits: Limits) -> Plan:
+    """Gather a small group together with those of its fusion that still come in the pass."""
+    if not plan.fused:
+        return plan
+
+    def fused(runs: Sequence[PlannedRun], *, in_backward: bool) -> tuple[PlannedRun, ...]:
+        last = {run.group: at for at, run in enumerate(runs)}
+        found = []
+        for at, run in enumerate(runs):
+            names = gathered_with(run.group, facts, plan.fused, in_backward=in_backward)
+            own = tuple(name for name in names if name == run.group or last.get(name, -1) > at)
+            found.append(replace(run, own=own, fused=plan.fused))
+        return tuple(found)
+
+    return replace(
+        plan, forward=fused(plan.forward, in_backward=False), backward=fused(plan.backward, in_backward=True)
+    )
+
+
+def prefetch(plan: Plan, facts: Facts, limits: Limits) -> Plan:
+    """Gather the next groups of the pass, or those that the user chose, with the run of another one.
+
+    A prefetch precedes the wait for the group that is needed, so that in forward on streams the network does not idle
+    while that is copied out of its message. Otherwise it follows the wait, if the group was itself prefetched: a group
+    that is copied is in memory twice for a moment, as message and as parameters, and should not add to the next one.
+    """
+
+    def ahead(runs: Sequence[PlannedRun], *, in_backward: bool) -> tuple[PlannedRun, ...]:
+        found = []
+        next_own: dict[str, tuple[str, ...]] = {}
+        targets: list[str] = []
+        for run in reversed(runs):
+            own = facts[run.group]
+            chosen = own.backward_prefetch if in_backward else own.forward_prefetch
+            if chosen is None:
+                others = [name for name in targets if name != own.name] if own.has_parameters else ()
+                chosen = tuple(others[: limits.prefetch])
+            names = [n for n in chosen if n in facts and (not in_backward or facts[n].unshard_in_backward)]
+            gathers = [next_own.get(n) or gathered_with(n, facts, plan.fused, in_backward=in_backward) for n in names]
+            before_wait = limits.has_streams and not in_backward
+            found.append(replace(run, ahead=tuple(gathers), before_wait=before_wait))
+            next_own[own.name] = run.own
+            if own.has_parameters:
+                targets = [own.name, *(name for name in targets if name != own.name)]
+                del targets[limits.prefetch + 1 :]
+        return tuple(reversed(found))
+
+    return replace(
+        plan, forward=ahead(plan.forward, in_backward=False), backward=ahead(plan.backward, in_backward=True)
+    )
+
+
+def keep_last(plan: Plan, facts: Facts, limits: Limits) -> Plan:
+    """Keep the last groups of forward, which backward needs first.
+
+    On streams the device would be idle while the last one is gathered again, and the network while it computes. The
+    others are those that backward would prefetch at once, so they take no more memory when backward begins. Where the
+    host waits, all are freed: the memory peak often comes with the loss.
+    """
+    if not limits.has_streams or not limits.prefetch:
+        return plan
+    last = [run.group for run in plan.forward if facts[run.group].has_parameters][-1 - limits.prefetch :]
+    kept = [n for n in last if facts[n].reshard is ReshardKind.AUTO and facts[n].unshard_in_backward]
+    keep = {name: tuple(last[last.index(name) :]) for name in kept}
+    return replace(plan, forward=tuple(replace(run, keep=keep) for run in plan.forward))
+
+
+PASSES: list[PlanPass] = [fuse, prefetch, keep_last]
+"""The changes of a plan that gathers each group when it is needed, in their order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanInputs:
+    """What the plans of a root are made from. Another object means that options or groups have changed."""
+
+    facts: Facts = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    sources: tuple[tuple[FSDPState, Options, GroupPlan, bool], ...] = ()
+    """Of each state, its options, its group's plan, and whether it shares parameters with others."""
+
+
+_MOST_PLANS = 16
+"""The number of plans to keep: one for each order of groups and each set of facts in turn, as in accumulation."""
+
+
+class Planner:
+    """Follows the order of the groups of one root, and keeps the plans for it.
+
+    Attributes:
+        steps: the step counter of the optimizers of the root's parameters.
+        seen_steps: their number at the last forward. Parameters kept unsharded since before a step are stale.
+        record: the record of the current or last forward.
+        known: the record of the last forward that all ranks ran: it leads to a backward, or has gathered something.
+        runs_on_all_ranks: True if all ranks run the current forward. Any other may run on some ranks only, so it must
+            not influence later launches.
+        fused: the fusions of the current or last forward that all ranks ran.
+        inputs: what plans are made from, at the last call of :meth:`refresh`.
+        unequal_use: ranks may run different modules, so nothing is fused, and an observer launches the reductions.
+    """
+
+    def __init__(self, root: FSDPState, states: Mapping[str, FSDPState], launcher: Launcher) -> None:
+        self._root, self._states, self._launcher = root, states, launcher
+        self.steps = OptimizerSteps()
+        self.seen_steps = 0
+        self.record = self.known = ForwardRecord()
+        self.runs_on_all_ranks = False
+        self.fused: Together = ALONE
+        self._chosen = self.default_settings
+        self.unequal_use = False
+        self.inputs = PlanInputs()
+        self._plans: list[tuple[tuple[object, ...], Plan]] = []
+        """The last plans with what they depend on, most recent first."""
+        self._eager: dict[tuple[str, bool, bool], PlannedRun] = {}
+        self._expected: deque[PlannedRun] = deque()
+        """The runs that are left of the plan of the current forward."""
+        self._backward: tuple[ForwardRecord | None, Sequence[PlannedRun]] = (None, ())
+        """The forward that the backward last came back to, and its plan."""
+
+    # -- the order
+
+    def begin_forward(self, *, leads_to_backward: bool) -> None:
+        self.seen_steps = self.steps.number
+        self.runs_on_all_ranks = leads_to_backward
+        self.refresh()
+        plan = self._plan_of(self.known, None)
+        self._expected = deque(plan.forward)
+        if leads_to_backward:
+            self.fused = plan.fused
+        self.record = ForwardRecord(plan.fused)
+
+    def next_run(self, state: FSDPState) -> PlannedRun:
+        """Note that ``state`` begins a run in forward. Return its plan, an eager one if none is expected."""
+        event = state.group.pre_forward_event
+        self.record.events.append(event)
+        for skipped, run in enumerate(self._expected):
+            if run.group == event.group:
+                for _ in range(skipped + 1):
+                    self._expected.popleft()
+                return run
+        return self.eager(event.group)
+
+    def end_run(self, state: FSDPState, *, comes_back: bool) -> int:
+        """Note that ``state`` ended a run in forward. Return its position in the record, -1 without a backward."""
+        return self.record.end(state.group.post_forward_event, leads_to_backward=comes_back)
+
+    def end_forward(self) -> None:
+        record, known = self.record, self.known
+        if self.runs_on_all_ranks and (record.ended or record.events != known.events):
+            self.known = record
+
+    def forget(self) -> None:
+        """Forget the order of groups, after a pass that failed: some ranks may have ended its forward, others not."""
+        self.known, self.fused = ForwardRecord(), ALONE
+
+    def begin_backward(self) -> None:
+        self.refresh()
+        self._backward = None, ()
+
+    def backward_of(self, record: ForwardRecord, position: int, name: str) -> PlannedRun:
+        """Return the plan of the backward of the run at ``position`` of ``record``, by the group ``name``."""
+        if record.events:
+            known, runs = self._backward
+            if known is not record:
+                runs = self._plan_of(record, record.fused).backward
+                self._backward = record, runs
+            if position < len(runs) and runs[-1 - position].group == name:
+                return runs[-1 - position]
+        return self.eager(name, in_backward=True)
+
+    def eager(self, name: str, *, in_backward: bool = False, recomputes: bool = False) -> PlannedRun:
+        """Return the plan of an unexpected run: no more is gathered ahead than the user chose."""
+        fused = ALONE if self.unequal_use else self.fused
+        key = name, in_backward, recomputes
+        found = self._eager.get(key)
+        if found is None or found.fused is not fused:
+            facts = self.inputs.facts
+            chosen = facts[name].backward_prefetch if in_backward else facts[name].forward_prefetch
+            names = [n for n in chosen or () if n in facts and (not in_backward or facts[n].unshard_in_backward)]
+            own, *ahead = (gathered_with(n, facts, fused, in_backward=in_backward) for n in (name, *names))
+            found = self._eager[key] = PlannedRun(name, own, () if recomputes else tuple(ahead), fused=fused)
+        return found
+
+    # -- gathers
+
+    def gather(
+        self, names: tuple[str, ...], fused: Together, direction: str, groups: Sequence[ParamGroup] | None = None
+    ) -> None:
+        """Gather ``groups`` together, by default those called ``names``, of them those that are not in memory."""
+        if groups is None:
+            groups = [self._states[name].group for name in names]
+        if not self.runs_on_all_ranks:
+            if all(group.unshard_started for group in groups):
+                return
+            self.runs_on_all_ranks, self.fused = True, self.record.fused
+        self._launcher.gather(groups, _label(fused.get(names[0], names[:1]), direction))
+
+    def gather_ahead(self, names: tuple[str, ...], fused: Together, direction: str) -> None:
+        """Gather groups together ahead of their use, unless they do not fit."""
+        if self._root.options.max_unsharded_bytes is None or self.fits(names):
+            self.gather(names, fused, direction)
+
+    def fits(self, names: Sequence[str]) -> bool:
+        """Return whether the groups ``names`` may be unsharded beside those that are."""
+        limit = self._root.options.max_unsharded_bytes
+        if limit is None:
+            return True
+        if self.unequal_use:  # ranks hold different groups at this point
+            return False
+        held = {name: each.group.plan.unsharded_bytes for name, each in self._states.items() if each.group.is_gathered}
+        return sum((held | {name: self.inputs.facts[name].nbytes for name in names}).values()) <= limit
+
+    def keeps(self, state: FSDPState, run: PlannedRun) -> bool:
+        """Return whether ``run`` keeps ``state`` after forward, and there is memory for all that it keeps with it."""
+        names = run.keep.get(state.group.name)
+        return names is not None and self.fits(names)
+
+    def free_unused(self) -> None:
+        """Free what was gathered ahead for runs that did not come."""
+        unsharding = ParameterState.UNSHARDING
+        for state in self._states.values():
+            if state.group.parameter_state is unsharding:
+                self._launcher.free(state.group)
+
+    def is_stale(self, state: FSDPState) -> bool:
+        """Return whether the shards of ``state``, or requires_grad, may have changed since it was kept unsharded."""
+        kept = state.kept
+        if kept is None:
+            return False
+        has_stepped = kept.steps != self.steps.number and not kept.is_frozen
+        return has_stepped or kept.version != state.group.tensors.version or state.group.was_flipped
+
+    def drop_stale(self, state: FSDPState) -> None:
+        """Free ``state``, which stayed unsharded, if it is stale.
+
+        A fresh one is checked again: a forward may skip it, and an optimizer step may come before the next forward.
+        """
+        if self.is_stale(state):
+            self._launcher.free(state.group)
+            state.kept = None
+
+    def will_gather(self) -> bool:
+        """Return whether some group must be gathered before its modules can run."""
+        groups = (state for state in self._states.values() if state.group.plan.specs)
+        return any(not state.group.is_gathered or self.is_stale(state) for state in groups)
+
+    # -- reductions
+
+    @property
+    def max_reductions(self) -> int | None:
+        """The number of reductions in flight, or ``None`` to limit their bytes instead."""
+        limits = [each for state in self._states.values() if (each := state.options.reductions_in_flight)]
+        return max(limits) if limits else None if self._launcher.has_streams else 1
+
+    @property
+    def fused_for(self) -> tuple[Together, PlanInputs]:
+        """The fusions, and what they were made from."""
+        return self.fused, self.inputs
+
+    def fusion_of(self, state: FSDPState) -> tuple[FSDPState, ...]:
+        """Return the states whose collectives are fused with those of ``state``, itself included."""
+        return tuple(self._states[name] for name in self.fused.get(state.group.name, ()))
+
+    # -- plans
+
+    def _plan_of(self, record: ForwardRecord, fused: Together | None) -> Plan:
+        if self.unequal_use:
+            fused = ALONE
+        facts, limits = self.inputs.facts, self.inputs.limits
+        key = facts, limits, record.events, record.ended, fused
+        for at, (known, plan) in enumerate(self._plans):
+            if known[0] is key[0] and known[1:] == key[1:]:
+                if at:
+                    self._plans.insert(0, self._plans.pop(at))
+                return plan
+        plan = make_plan(record, facts, limits, fused)
+        if fused is None:  # so that equal fusions are identical
+            plans = (known for _, known in self._plans)
+            same = next((known.fused for known in plans if known.fused == plan.fused), plan.fused)
+            plan = replace(plan, fused=same)
+        events, ended = list(record.events), list(record.ended)  # a record grows during its forward
+        self._plans = [((*key[:2], events, ended, fused), plan), *self._plans[: _MOST_PLANS - 1]]
+        return plan
+
+    @property
+    def default_settings(self) -> ScheduleSettings:
+        """The settings of the transport."""
+        sizes = self._root.group.process_groups[0].default_message_sizes
+        return ScheduleSettings(sizes.zero_copy, sizes.grad_buckets)
+
+    @property
+    def settings(self) -> ScheduleSettings:
+        """The settings in use: those of :meth:`use`, and those that the user has set."""
+        options = self._root.options
+        return replace(self._chosen, **{name: getattr(options, name) for name in set_by_user(self._root)})
+
+    def use(self, settings: ScheduleSettings) -> None:
+        """Use ``settings`` where the user has set nothing, and rebuild the groups that they change.
+
+        Nothing may be in flight, and no gradients may be held. They must be the same on every rank.
+        """
+        self._chosen, self.inputs = settings, PlanInputs()
+        for state in self._states.values():
+            state.group.use(settings.message_sizes)
+
+    @property
+    def is_current(self) -> bool:
+        """True if no option and no plan of a group has changed since :attr:`inputs` were made."""
+        for state, options, plan, shared in self.inputs.sources:
+            if state.options is not options or state.group.tensors.plan is not plan or state.is_shared is not shared:
+                return False
+        return bool(self.inputs.sources)
+
+    def refresh(self) -> PlanInputs:
+        """Return :attr:`inputs`, after making them again if an option or the plan of a group has changed."""
+        if self.is_current:
+            return self.inputs
+        states, settings = self._states, self.settings
+        sources = tuple((each, each.options, each.group.plan, each.is_shared) for each in states.values())
+        names = {state: name for name, state in states.items()}
+        fused_bytes = settings.max_fused_bytes
+        facts = {name: _facts_of(state, self._root, names, fused_bytes) for name, state in states.items()}
+        known = (key[0] for key, _ in self._plans)  # so that equal facts are identical
+        same = next((each for each in known if each == facts), facts)
+        limits = Limits(settings.prefetch_limit, fused_bytes, self._launcher.has_streams)
+        self.inputs = PlanInputs(same, limits, sources)
+        self._eager.clear()
+        return self.inputs
+
+
+@lru_cache(maxsize=4096)
+def _label(names: tuple[str, ...], direction: str) -> str:
+    """Return the label of the all-gather of the groups ``names``."""
+    return f"all-gather of {describe_groups(names)}{f' in {direction}' if direction else ''}"
+
+
+def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str], fused_bytes: int) -> GroupFacts:
+    plan = state.group.plan
+    is_small = plan.is_sent and plan.full_bytes <= max(SMALL_BYTES, fused_bytes // 2)
+
+    def chosen(states: Sequence[Any] | None) -> tuple[str, ...] | None:
+        return None if states is None else tuple(names[each] for each in alive(states) if each in names)
+
+    return GroupFacts(
+        state.group.name,
+        plan.unsharded_bytes,
+        plan.full_bytes,
+        bool(plan.specs),
+        is_small and state is not root and not state.reduces_grad_buckets,
+        state.can_be_fused,
+        state.options.reshard.kind,
+        state.options.unshard_in_backward,
+        chosen(state.options.forward_prefetch),
+        chosen(state.options.backward_prefetch),
+    )
+
+
+def set_by_user(root: FSDPState) -> frozenset[str]:
+    """Return the names of the settings that the user has set for ``root``."""
+    return frozenset(name for name in ("prefetch_limit", "max_fused_bytes") if getattr(root.options, name) is not None)

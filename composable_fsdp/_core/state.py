@@ -1,0 +1,507 @@
+"""The state of one ``fully_shard`` call, and its calls; hooks of the process that live as long as states do."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import FrameType
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp._core.comm import Communicator, is_over_group
+from composable_fsdp._core.events import ForwardRecord
+from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.group_plan import GroupPlan
+from composable_fsdp._core.params import ShardedParameter, find_parameter
+from composable_fsdp._core.pytree import NO_INPUTS, CallInputs
+from composable_fsdp.errors import LifecycleError
+from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
+
+_STATE_ATTRIBUTE = "_composable_fsdp_state"
+ITERATION_ATTRIBUTE = "_composable_fsdp_iteration"
+"""The attribute of a root's modules with its iteration. A copied module has none until it runs."""
+
+
+class Accumulation(Enum):
+    """The handling of one microbatch's gradients."""
+
+    REDUCE = "reduce"
+    """Reduce, and set or add to the sharded gradients."""
+    SHARDED = "sharded"
+    """Reduce over the shard axis, and sum in the reduce dtype until a backward with REDUCE."""
+    UNSHARDED = "unsharded"
+    """Sum the full gradients in the reduce dtype, without communication, until a backward with another value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of an FSDP state. A setter replaces the value, so its identity tells that something has changed.
+
+    Most take effect at once, those of a root in the next forward, and ``reductions_in_flight`` in the next backward.
+    """
+
+    reshard: Reshard
+    """What to do after forward."""
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    """The dtypes of inputs, parameters, reduction and outputs."""
+    reshard_after_backward: bool = True
+    """Free the parameters after backward."""
+    unshard_in_backward: bool = True
+    """Backward needs the parameters."""
+    accumulation: Accumulation = Accumulation.REDUCE
+    """The handling of this microbatch's gradients."""
+    all_reduce: bool = True
+    """Reduce over the replicate axis too."""
+    reductions_in_flight: int | None = None
+    """The number of reductions in flight. The largest number of a root's states counts."""
+    forward_prefetch: tuple[ref[FSDPState], ...] | None = None
+    """The states to prefetch in forward, if the user has chosen them."""
+    backward_prefetch: tuple[ref[FSDPState], ...] | None = None
+    """The states to prefetch in backward, if the user has chosen them."""
+
+    # Of a root, whose values count for all of its states: ROOT_OPTIONS.
+
+    order_check: Any = None
+    """The checks between ranks before collectives."""
+    max_unsharded_bytes: int | None = None
+    """The bound for prefetching, in bytes of unsharded parameters."""
+    prefetch_limit: int | None = None
+    """The number of groups to prefetch, if the user has set it."""
+    max_fused_bytes: int | None = None
+    """The size up to which adjacent small groups share an all-gather or a reduction, if the user has set it."""
+    costs: Any = None
+    """The costs by which settings are chosen that the user has not set."""
+
+
+ROOT_OPTIONS = ("order_check", "max_unsharded_bytes", "prefetch_limit", "max_fused_bytes", "costs")
+"""The names of the options that have one value for all states of a root."""
+
+
+class Kept(NamedTuple):
+    """A group that stays unsharded between passes: its version then, and the optimizer steps that it includes."""
+
+    version: int
+    steps: object
+    is_frozen: bool
+    """True if it stays so, and has no parameter that an optimizer could change."""
+
+
+class ClientBackward(NamedTuple):
+    """Wrappers that a client put around the iteration's pre-backward and post-backward."""
+
+    pre_backward: Callable[..., None] | None = None
+    post_backward: Callable[..., None] | None = None
+
+
+NO_RECORD = ForwardRecord()
+"""The record of runs that have not ended, and of recomputations without grad. Nothing is written to it."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class ForwardCall:
+    """One forward call of a module, from its beginning to the end of its backward. Final.
+
+    The state owns it while the module runs, and then the autograd graph. Calls without grad, and calls inside another
+    call of the same state, end with forward.
+
+    The modules of one group unshard and reshard it together, in one *run*: from the first of them that begins to the
+    last that ends. The first call of a run has what the run's calls share, and the others refer to it. A group of one
+    module has a run for each call, and so does every recomputation.
+    """
+
+    state: FSDPState
+    iteration: Any
+    """The root that the call is a part of."""
+
+    # Until the call ends.
+
+    caller: FrameType | None
+    """The Python frame that runs the call."""
+    handled_exception: BaseException | None
+    """The exception that was being handled when the call began. If another one is at its end, the call raised it."""
+    is_inner: bool
+    """True if the call is inside another call of the same state, e.g. ``forward`` in a registered ``generate``."""
+    thread: int = field(default_factory=threading.get_ident)
+    inputs: CallInputs = NO_INPUTS
+    given: Sequence[tuple[dict[str, Any], str, Any]] = ()
+    """The values that ``functional_call`` was given, with their places, where full ones are registered."""
+
+    # Of the run, in its first call.
+
+    first: ForwardCall | None = None
+    """The first call of the run, or ``None`` if it is this one."""
+    remaining: set[int] | None = None
+    """The ids of the modules that have not run yet; ``None`` for a group of one module."""
+    planned: Any = None
+    """The part of the plan for the run; ``None`` if none was made."""
+    record: ForwardRecord = NO_RECORD
+    """The record of the forward, once it has the end of the run."""
+    position: int = -1
+    seen: Any = None
+    """The versions of the parameters, if an observer compares them in backward."""
+    awaited: int = 0
+    """The number of calls whose input gradients are not ready yet."""
+
+    # Of the events that its root records.
+
+    tape: list[tuple[Any, ...]] = field(default_factory=list)
+    number: int = -1
+
+    # In backward.
+
+    is_recomputed: bool = False
+    """True if it ran inside a backward. That backward may never reach its inputs: some recomputations only refill."""
+    awaits: bool = False
+    """True if a hook reports that backward has reached the inputs."""
+    is_open: bool = False
+    """True while it counts in the ``open_calls`` of its state."""
+    entered: int = -1
+    """The number of the backward in which a gradient last reached an output of this call."""
+
+    @property
+    def name(self) -> str:
+        """The name of the group, for labels."""
+        return self.state.group.name
+
+    def end(self) -> CallInputs:
+        """End the call: release what belongs to its Python frame, and the caller's containers. Return its inputs."""
+        inputs, self.inputs = self.inputs, NO_INPUTS
+        self.caller = self.handled_exception = None
+        if inputs.containers:
+            inputs.give_back()
+        for registered, name, value in self.given:
+            registered[name] = value
+        return inputs
+
+    # -- backward
+
+    def on_output_gradient(self, _: object) -> None:
+        """Begin the backward of this call; the hook for the nodes of its outputs."""
+        state = self.state
+        pre_backward = state.client.pre_backward or (state._iteration() or self.iteration).pre_backward
+        pre_backward(self)
+
+    def on_last_input_gradient(self, gradients: Sequence[torch.Tensor | None] = (), _: object = None) -> None:
+        """End the backward of this call; the hook for the nodes of its inputs."""
+        if torch.is_grad_enabled():  # with create_graph
+            self.enter_by(gradients)
+        (self.state._iteration() or self.iteration).post_backward(self)
+
+    def enter_by(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Let a later backward, as of a gradient penalty, enter this call by ``gradients`` of its inputs."""
+        for gradient in gradients:
+            if gradient is not None and gradient.grad_fn is not None:
+                gradient.grad_fn.register_prehook(self.on_output_gradient)
+
+    def end_unseen(self) -> None:
+        """Note that no hook will report the gradients of this call's inputs."""
+        self.tape.append(("end_unseen", self.number))
+        run = self.first or self
+        run.record.unseen.add(run.position)
+
+    def await_inputs(self) -> None:
+        """Note that a hook will report the gradients of this call's inputs."""
+        self.tape.append(("await_inputs", self.number))
+        (self.first or self).awaited += 1
+        self.awaits = True
+        if not self.is_recomputed:
+            self.open()
+
+    def open(self) -> None:
+        """Mark the gradients of the state as incomplete until backward has reached this call's inputs."""
+        self.is_open = True
+        self.state.open_calls += 1
+
+    def close(self) -> None:
+        """Note that backward has reached the inputs."""
+        (self.first or self).awaited -= 1
+        if self.is_open:
+            self.is_open = False
+            self.state.open_calls -= 1
+
+
+class FSDPState:
+    """The modules of one ``fully_shard`` call, in the order given, and their parameter group.
+
+    Args:
+        modules: the modules that unshard and reshard the group; none contains another.
+        group: the parameters of the call.
+        options: the options, until a setter replaces them.
+        owner_states: the states whose groups own parameters that these modules use too. They are unsharded together.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], group: ParamGroup, options: Options, owner_states: Sequence[FSDPState] = ()
+    ) -> None:
+        self._modules = tuple(map(ref, modules))
+        self.module_ids = frozenset(map(id, modules))
+        self.class_name = ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
+        """The original class names of the modules, for errors."""
+        self.group = group
+        self.options = options
+        self.owner_states = tuple(owner_states)
+        self.user_states: list[ref[FSDPState]] = []
+        """The states that use parameters which this one's group owns."""
+        for owner in self.owner_states:
+            owner._add_user(self)
+        self.has_nested_states = any(find_state(m) not in (None, self) for module in modules for m in module.modules())
+        self.calls_under_way: list[ForwardCall] = []
+        """The forward calls on the Python stack, innermost last."""
+        self.run: ForwardCall | None = None
+        """The first call of the current forward run of the modules."""
+        self.open_calls = 0
+        """The number of forward calls whose input gradients this backward has not reached."""
+        self.runs = 0
+        """The number of forward runs that a backward may still reach."""
+        self.kept: Kept | None = None
+        """Set while the group is kept unsharded between passes."""
+        self.client = ClientBackward()
+        self._iteration: Callable[[], Any] = _no_iteration
+        for module in modules:
+            self.attach(module)
+        for parameter in group.parameters:
+            parameter.state_ref = ref(self)
+
+    def add_owner(self, owner: FSDPState) -> None:
+        """Add ``owner``, whose group owns a parameter that these modules use too."""
+        if owner not in self.owner_states:
+            self.owner_states = (*self.owner_states, owner)
+            owner._add_user(self)
+
+    def _add_user(self, user: FSDPState) -> None:
+        self.user_states.append(ref(user, self.user_states.remove))
+
+    def change(self, **options: Any) -> None:
+        """Replace ``options`` by other values, if they are."""
+        if any(getattr(self.options, name) != value for name, value in options.items()):
+            self.options = replace(self.options, **options)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules in the order given, without those that were garbage-collected."""
+        return tuple(module for known in self._modules if (module := known()) is not None)
+
+    @property
+    def iteration(self) -> Any:
+        """The ``Root`` of the state, or ``None`` before it is assembled and after the root is dropped."""
+        return self._iteration()
+
+    @iteration.setter
+    def iteration(self, iteration: object) -> None:
+        self._iteration = _no_iteration if iteration is None else ref(iteration)
+
+    def drain_before_changes(self) -> None:
+        """Complete the reductions in flight of parameters whose ``requires_grad`` has changed."""
+        iteration = self.iteration
+        if iteration is not None:
+            iteration.drain_before_changes()
+
+    def note_kept(self, steps: object) -> None:
+        """Record that the group stays unsharded. ``steps``: the optimizer steps at its all-gather, or earlier ones."""
+        is_frozen = (
+            not self.options.reshard_after_backward
+            and not self.group.plan.num_trainable
+            and all(parameter.sharded.grad is None for parameter in self.group.parameters)
+        )
+        self.kept = Kept(self.group.tensors.version, steps, is_frozen)
+
+    def __repr__(self) -> str:
+        return f"FSDPState({self.name!r}, {len(self.group.parameters)} parameters)"
+
+    @property
+    def name(self) -> str:
+        return self.group.name
+
+    def attach(self, module: nn.Module) -> None:
+        """Make this the state of ``module``."""
+        vars(module)[_STATE_ATTRIBUTE] = self
+
+    def registered_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield every parameter that this state may have registered on its modules."""
+        for parameter in self.group.parameters:
+            yield parameter.sharded
+            yield parameter.unsharded
+
+    @property
+    def is_running(self) -> bool:
+        """True while a forward of one of the modules runs."""
+        return bool(self.calls_under_way) or self.run is not None
+
+    @property
+    def is_in_use(self) -> bool:
+        """True while a forward runs that uses parameters of the group: of this state or of another one."""
+        if self.calls_under_way or self.run is not None:
+            return True
+        return bool(self.user_states) and any(user.is_running for user in alive(self.user_states))
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the modules use parameters of other groups, or other states those of this one."""
+        return bool(self.owner_states or self.user_states)
+
+    @property
+    def keeps_partial(self) -> bool:
+        """True if a reduction now ends after the shard axis."""
+        if self.options.all_reduce:
+            return self.options.accumulation is Accumulation.SHARDED
+        replicates = any(pgs.replicate.size > 1 for pgs in self.group.process_groups)
+        return replicates or self.options.accumulation is Accumulation.SHARDED
+
+    @property
+    def reduces_grad_buckets(self) -> bool:
+        """True if each gradient bucket is reduced as soon as it is ready.
+
+        False if collectives of other states could come in between, since a rank that does not use a gradient bucket
+        reduces it at the end. Also False for small groups, which are fused with others.
+        """
+        return self.is_synchronized and self.can_reduce_grad_buckets(self.group.tensors.plan)
+
+    @property
+    def is_synchronized(self) -> bool:
+        """True if the gradients of this microbatch are reduced over all data-parallel ranks."""
+        return self.options.accumulation is Accumulation.REDUCE and not self.keeps_partial
+
+    def can_reduce_grad_buckets(self, plan: GroupPlan) -> bool:
+        """Return :attr:`reduces_grad_buckets` for a group with ``plan`` whose gradients are synchronized."""
+        if not plan.in_grad_buckets or plan.is_small:
+            return False
+        return not self.has_nested_states and not self.is_shared and len(self.module_ids) == 1
+
+    @property
+    def frees_before_reduction(self) -> bool:
+        """True if the end of the modules' backward frees the parameters, before the reduction takes memory."""
+        return self.options.reshard_after_backward and not self.has_nested_states and not self.is_shared
+
+    @property
+    def can_be_fused(self) -> bool:
+        """True if collectives of this group may be fused with those of other groups."""
+        options = self.options
+        chosen = options.forward_prefetch is not None or options.backward_prefetch is not None
+        if self.is_shared or chosen or options.reshard.kind is ReshardKind.SMALLER:
+            return False
+        return not self.group.plan.is_custom
+
+    @property
+    def unequal_use(self) -> bool:
+        """True if ranks may use different parameters of the group, or skip the modules, in the same step."""
+        return self.group.process_groups[0].unequal_use
+
+    @property
+    def params_after_nested(self) -> list[int]:
+        """The indices of the parameters whose modules follow a nested group in module order."""
+        if not self.has_nested_states:
+            return []
+        order = [m for module in self.modules for m in module.modules()]
+        first = next((at for at, m in enumerate(order) if find_state(m) not in (None, self)), len(order))
+        later = {id(module) for module in order[first:]}
+        return [i for i, p in enumerate(self.group.parameters) if any(id(module) in later for module, _ in p.owners)]
+
+    @property
+    def frees_with_last_gradient(self) -> bool:
+        """True if the modules' backward needs no parameter once all gradients are ready."""
+        plan = self.group.plan
+        return not self.user_states and plan.num_trainable == len(plan.specs)
+
+
+class ModuleReference:
+    """A weak reference to the module that owns the holder. A deep copy refers to the copied module."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
+
+    def __call__(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the module owns what asks"
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleReference:
+        return ModuleReference(copy.deepcopy(self(), memo))
+
+
+def _no_iteration() -> None:
+    """Return ``None``, as a dead reference to an iteration would."""
+
+
+def alive(references: Sequence[ref[FSDPState]]) -> list[FSDPState]:
+    """Return the states that still exist."""
+    return [state for known in references if (state := known()) is not None]
+
+
+def state_of_parameter(parameter: object) -> FSDPState | None:
+    """Return the state whose group owns ``parameter``, a ``ShardedParameter`` or either of its forms, or ``None``."""
+    found = parameter if isinstance(parameter, ShardedParameter) else find_parameter(parameter)
+    return found.state_ref() if found is not None and found.state_ref is not None else None
+
+
+def connections(states: Iterable[FSDPState]) -> list[dist.ProcessGroup]:
+    """Return the process groups over which ``states`` communicate, without duplicates."""
+    communicators: list[Communicator] = []
+    for state in states:
+        for pgs in state.group.process_groups:
+            communicators += [pgs.axes.shard, pgs.axes.replicate, pgs.scatter]
+            if pgs.smaller is not None:
+                communicators.append(pgs.smaller)
+    return list(dict.fromkeys(c.group for c in communicators if is_over_group(c)))
+
+
+def find_state(module: nn.Module) -> FSDPState | None:
+    """Return the state that ``fully_shard`` attached to ``module``, or ``None``."""
+    state = vars(module).get(_STATE_ATTRIBUTE)
+    return state if isinstance(state, FSDPState) else None
+
+
+def state_of(module: nn.Module) -> FSDPState:
+    """Return the state of ``module``, or raise a ``LifecycleError`` if it has none."""
+    state = find_state(module)
+    if state is None:
+        raise LifecycleError(f"{type(module).__name__} has not been sharded: call fully_shard on it first.")
+    return state
+
+
+class GlobalHooks:
+    """Hooks that ``install`` adds to the process. It returns the function that removes them.
+
+    A state ends wherever Python frees it: in any thread, or in the garbage collector. So the lock is reentrant. Torch
+    must not lose an optimizer hook while it runs the hooks, so they stay if the last state ends inside of ``with`` this
+    object. The next state to end then removes them.
+    """
+
+    def __init__(self, install: Callable[[], Callable[[], None]]) -> None:
+        self._install = install
+        self._remove: Callable[[], None] | None = None
+        self._states: set[ref[FSDPState]] = set()
+        self._running = 0
+        self._lock = threading.RLock()
+
+    def keep_for(self, state: FSDPState) -> None:
+        """Install the hooks, if they are not installed, and keep them until ``state`` has been freed."""
+        with self._lock:
+            self._states.add(ref(state, self._forget))
+            if self._remove is None:
+                self._remove = self._install()
+
+    def _forget(self, state: ref[FSDPState]) -> None:
+        with self._lock:
+            self._states.discard(state)
+            if not self._states and not self._running and self._remove is not None:
+                remove, self._remove = self._remove, None
+                remove()
+
+    def __enter__(self) -> None:
+        """Keep the hooks until the end of the block, even without a state."""
+        with self._lock:
+            self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Allow the hooks to be removed again."""
+        with self._lock:
+            self._running -= 1

@@ -1,1 +1,0 @@
-"""Offsets and sizes of shards and buckets, and the copies between them. Pure: no process groups."""

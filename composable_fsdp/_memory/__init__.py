@@ -1,1 +1,0 @@
-"""Communication streams, the store of sharded parameters, and the buffers of unsharded parameters."""

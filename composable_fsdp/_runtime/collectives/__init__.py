@@ -1,1 +1,0 @@
-"""All-gathers and reduce-scatters of buckets of parameters."""

@@ -1,1 +1,0 @@
-"""Parameter groups: the parameters of one fully_shard call, unsharded and freed together."""

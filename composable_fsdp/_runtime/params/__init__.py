@@ -1,1 +1,0 @@
-"""Sharded parameters and the places in modules where they are registered."""

@@ -1,1 +1,0 @@
-"""Decisions about when to all-gather, keep and free parameter groups. Pure: names and numbers only."""

@@ -1,1 +1,0 @@
-"""Meshes, process groups, and the sharding of each parameter."""
