@@ -44,13 +44,21 @@ Plugin                  Does                                             On by d
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
 from composable_fsdp._core.buckets import GATHER_KINDS, GatherKind
 from composable_fsdp._core.comm import AROUND, SUM, TRANSPORTS, Around, Collective, Communicator, Transfer
 from composable_fsdp._core.context import LEFT_CONTEXTS
 from composable_fsdp._core.gather import Bucket
 from composable_fsdp._core.group_plan import GatherClaim
-from composable_fsdp._core.mesh import FORMS
+from composable_fsdp._core.mesh import FORMS, FullMesh, PlainForm
 from composable_fsdp._core.reduce import REDUCE_KINDS, ReduceKind
+from composable_fsdp._core.schedule import PASSES
 from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, Observer, Root
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.checks.forward_order import ForwardOrder
@@ -81,13 +89,20 @@ from composable_fsdp.plugins.watchdog.attach import OrderCheckLevel, order_check
 
 __all__ = [
     "AROUND",
+    "CLASS_MEMBERS",
     "DEFAULT",
     "DEFAULT_AROUND",
+    "DEFAULT_CLASS_MEMBERS",
+    "DEFAULT_FORMS",
     "DEFAULT_GATHER_KINDS",
+    "DEFAULT_LEFT_CONTEXTS",
     "DEFAULT_REDUCE_KINDS",
     "DEFAULT_TRANSPORTS",
+    "FORMS",
     "GATHER_KINDS",
+    "LEFT_CONTEXTS",
     "OBSERVERS",
+    "PASSES",
     "REDUCE_KINDS",
     "SUM",
     "TRANSPORTS",
@@ -98,6 +113,7 @@ __all__ = [
     "GatherClaim",
     "GatherKind",
     "Observer",
+    "PlainForm",
     "ReduceKind",
     "Root",
     "Transfer",
@@ -153,11 +169,26 @@ DEFAULT: tuple[type[Observer], ...] = (
 )
 """The observers of every root, in their order."""
 
+DEFAULT_FORMS: tuple[Callable[[str, torch.Tensor, FullMesh], PlainForm | None], ...] = (
+    read_types,  # those of the package spmd_types
+)
+"""Asked for the form of each plain parameter on a mesh of all axes."""
+
+DEFAULT_LEFT_CONTEXTS: tuple[Callable[[], AbstractContextManager[None]], ...] = (
+    without_type_checks,  # those of spmd_types
+)
+"""The contexts of other packages that hooks leave."""
+
+DEFAULT_CLASS_MEMBERS: tuple[Callable[[type[nn.Module]], Mapping[str, Callable[..., Any]]], ...] = (
+    explained_methods,  # explain errors about sharded parameters
+)
+"""The further members of sharded classes."""
+
 TRANSPORTS[:0] = DEFAULT_TRANSPORTS
 AROUND.extend(DEFAULT_AROUND)
 GATHER_KINDS.extend(DEFAULT_GATHER_KINDS)
 REDUCE_KINDS.extend(kind() for kind in DEFAULT_REDUCE_KINDS)
-FORMS.append(read_types)
-LEFT_CONTEXTS.append(without_type_checks)
-CLASS_MEMBERS.append(explained_methods)
+FORMS.extend(DEFAULT_FORMS)
+LEFT_CONTEXTS.extend(DEFAULT_LEFT_CONTEXTS)
+CLASS_MEMBERS.extend(DEFAULT_CLASS_MEMBERS)
 OBSERVERS.extend(plugin() for plugin in DEFAULT)
