@@ -341,13 +341,15 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) 
 def count_plain_bytes(mesh: Any, world_size: int) -> int:
     """Return the expected number of bytes.
 
-    Every parameter is padded to 16 bytes per rank, gathered twice (once in the root) and reduced once.
+    Every parameter is padded to 16 bytes per rank, unless that adds more than 1/64, gathered twice (once in the root)
+    and reduced once.
     """
     num_shards, num_replicas = mesh.size(1), mesh.size(0)
 
     def padded(*rows: tuple[int, int], flags: int = 0) -> int:
-        numels = [-(-n // num_shards) * columns for n, columns in rows] + [flags] * (flags > 0)
-        return sum(-(-4 * numel // 16) * 16 for numel in numels)
+        sizes = [4 * -(-n // num_shards) * columns for n, columns in rows] + [4 * flags] * (flags > 0)
+        aligned, exact = sum(-(-size // 16) * 16 for size in sizes), sum(sizes)
+        return aligned if 64 * (aligned - exact) <= exact else exact
 
     groups = [(((96, 64), (96, 1)), 2), (((70, 96), (70, 1)), 2), (((96, 1), (96, 1)), 1)]
     total = 0
