@@ -1,7 +1,7 @@
 """Remove each wait, event, synchronization and owning reference of the library in turn, and see what reports it.
 
     python -m tests.planted_faults                    # all, as a table; about 10 minutes
-    python -m tests.planted_faults streams.py         # those whose path or function has this text
+    python -m tests.planted_faults memory.py          # those whose path or function has this text
 
 A *site* is a call of ``wait_stream``, ``wait_event``, ``record_event``, ``record``, ``wait`` or ``synchronize`` in the
 source, or a statement of :data:`OWNED` that keeps memory alive. A fault leaves out one site: the function that has it

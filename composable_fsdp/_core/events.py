@@ -260,7 +260,7 @@ def describe_groups(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} groups)"
 
 
-class Hook(Enum):
+class Hook(Key):
     """A hook of the runtime that fires for a group, for a bucket of it, or for the whole iteration."""
 
     PRE_FORWARD = "pre-forward"
@@ -270,8 +270,6 @@ class Hook(Enum):
     GRAD_READY = "gradients ready"
     POST_BACKWARD = "post-backward"
     END_BACKWARD = "end of backward"
-
-    __hash__ = object.__hash__  # by identity: ``Enum`` hashes member names in Python
 
 
 class Event(NamedTuple):

@@ -143,7 +143,7 @@ class Root:
             for observe in self.events.before_first_hook:
                 observe(self)
         is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
-        return not is_in_context and not self.events.before_hook
+        return not (is_in_context or self.events.before_hook or self.events.after_hook)
 
     @runs_outside
     def _observed(self, hook: Hook, work: Callable[[Any], None], subject: Any) -> None:

@@ -27,7 +27,7 @@ Plugin                  Does                                             On by d
 ``version_check``       finds parameters changed before their backward   all devices
 ``torch_views``         shows states to clients of torch's own FSDP2     all devices
 ``encoded_reduce``      sends gradients encoded, by their codecs         all devices
-``gradients``           reduces gradients of tensors with FSDP hooks     all devices
+``gradient_hooks``      reduces gradients of tensors with FSDP hooks     all devices
 ``residuals``           commits and restores those of error feedback     all devices
 ``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
 ``compiled_codecs``     compiles codecs before the first step            accelerators
@@ -52,13 +52,16 @@ import torch
 from torch import nn
 
 from composable_fsdp._core.buckets import GATHER_KINDS, GatherKind
-from composable_fsdp._core.comm import AROUND, SUM, TRANSPORTS, Around, Collective, Communicator, Transfer
+from composable_fsdp._core.comm import AROUND, SUM, TRANSPORTS, Around, Collective, Communicator, Traits, Transfer
 from composable_fsdp._core.context import LEFT_CONTEXTS
-from composable_fsdp._core.gather import Bucket
-from composable_fsdp._core.group_plan import GatherClaim
+from composable_fsdp._core.events import Hook, Pass
+from composable_fsdp._core.gather import AllGatherBuffers, Bucket
+from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
+from composable_fsdp._core.layout import ReduceOp
+from composable_fsdp._core.memory import Work
 from composable_fsdp._core.mesh import FORMS, FullMesh, PlainForm
-from composable_fsdp._core.reduce import REDUCE_KINDS, ReduceKind
-from composable_fsdp._core.schedule import PASSES
+from composable_fsdp._core.reduce import REDUCE_KINDS, BucketReduceScatter, OwnReduce, ReduceKind
+from composable_fsdp._core.schedule import PASSES, Plan, PlannedRun
 from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, Observer, Root
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.checks.forward_order import ForwardOrder
@@ -106,17 +109,28 @@ __all__ = [
     "REDUCE_KINDS",
     "SUM",
     "TRANSPORTS",
+    "AllGatherBuffers",
     "Around",
     "Bucket",
+    "BucketPlan",
+    "BucketReduceScatter",
     "Collective",
     "Communicator",
     "GatherClaim",
     "GatherKind",
+    "Hook",
     "Observer",
+    "OwnReduce",
+    "Pass",
     "PlainForm",
+    "Plan",
+    "PlannedRun",
     "ReduceKind",
+    "ReduceOp",
     "Root",
+    "Traits",
     "Transfer",
+    "Work",
 ]
 
 DEFAULT_TRANSPORTS = (

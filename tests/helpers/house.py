@@ -142,7 +142,7 @@ def imported_names() -> Counter[str]:
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name
             )
             for path, tree in trees().items()
-            if path != "__init__.py"
+            if not path.endswith("__init__.py")
         }
     )
 

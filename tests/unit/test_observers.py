@@ -149,7 +149,8 @@ def test_an_observer_may_be_another_one_for_each_root_or_none(attach: Callable[[
 def test_the_table_of_plugins_leaves_out_one_line_of_the_lists() -> None:
     source = (PROJECT / LISTED).read_text()
     kinds = plugins.DEFAULT_GATHER_KINDS, plugins.DEFAULT_REDUCE_KINDS
-    lists = plugins.DEFAULT_TRANSPORTS, plugins.DEFAULT_AROUND, *kinds, plugins.DEFAULT
+    forms = plugins.DEFAULT_FORMS, plugins.DEFAULT_LEFT_CONTEXTS, plugins.DEFAULT_CLASS_MEMBERS
+    lists = plugins.DEFAULT_TRANSPORTS, plugins.DEFAULT_AROUND, *kinds, plugins.DEFAULT, *forms
     attached: list[Any] = [*chain.from_iterable(lists)]
     assert listed(source) == [plugin.__name__ for plugin in attached]
     for plugin in listed(source):
@@ -161,3 +162,21 @@ def test_the_table_of_plugins_leaves_out_one_line_of_the_lists() -> None:
         SystemExit, match=r"^there is no plugin 'Absent'\. The plugins are in_shared_memory, over_gloo, "
     ):
         without(source, "Absent")
+
+
+class Ends(Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def after_hook(self, root: Any, hook: Any, subject: Any) -> None:
+        self.lines.append(hook.value)
+
+
+def test_an_observer_of_the_ends_of_hooks_alone_is_told_of_them(attach: Callable[[Observer], Observer]) -> None:
+    ends = Ends()
+    attach(ends)
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    assert ends.lines == [
+        *("pre-forward", "end of forward", "post-forward", "pre-backward", "gradients ready", "end of backward"),
+    ]
