@@ -344,7 +344,7 @@ def count_plain_bytes(mesh: Any, world_size: int) -> int:
     Every parameter is padded to 16 bytes per rank, unless that adds more than 1/64, gathered twice (once in the root)
     and reduced once.
     """
-    num_shards, num_replicas = mesh.size(1), mesh.size(0)
+    num_shards, num_replicas = int(mesh.size(1)), int(mesh.size(0))
 
     def padded(*rows: tuple[int, int], flags: int = 0) -> int:
         sizes = [4 * -(-n // num_shards) * columns for n, columns in rows] + [4 * flags] * (flags > 0)
