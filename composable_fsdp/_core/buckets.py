@@ -273,7 +273,13 @@ class GatherKind:
     """
 
     def __init__(self, group: ParamGroupBuckets) -> None:
-        self.group = group
+        self._group = ref(group)  # the group owns its kinds
+
+    @property
+    def group(self) -> ParamGroupBuckets:
+        group = self._group()
+        assert group is not None
+        return group
 
     def reserve(self) -> None:
         """Prepare a group that all ranks make together. They may communicate."""

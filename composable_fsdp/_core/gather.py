@@ -423,7 +423,8 @@ def pack_messages(
     payloads = [payload for gather in filled for payload in gather.payloads]
     if not payloads:
         return []
-    dtype, widths = payloads[0].dtype, payload_widths([(p.nbytes, p.itemsize) for p in payloads])
+    dtype = payloads[0].dtype
+    widths = payload_widths([(p.nbytes, p.itemsize) for p in payloads]) if len(payloads) > 1 else []
     if len(payloads) == 1:
         sent, rows = payloads[0], _allocate_rows(communicator, payloads[0].numel(), dtype, device)
         places: Sequence[torch.Tensor] = (rows,)

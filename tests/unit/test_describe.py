@@ -116,11 +116,11 @@ def test_a_list_is_one_row_and_all_roots_are_named() -> None:
 TABLE = """\
 group                                class   parameters  bytes  per rank  after forward  strategy
 (model) [root]                       Chain            0    0 B       0 B  keep           FULL_SHARD
-layers.0 ... layers.9 (each of 10)   Linear          72  288 B      48 B  free           FULL_SHARD
-layers.10                            Linear          72  288 B      48 B  keep           SHARD_GRAD_OP
-layers.11 ... layers.19 (each of 9)  Linear          72  288 B      48 B  free           FULL_SHARD
+layers.0 ... layers.9 (each of 10)   Linear          72  288 B      36 B  free           FULL_SHARD
+layers.10                            Linear          72  288 B      36 B  keep           SHARD_GRAD_OP
+layers.11 ... layers.19 (each of 9)  Linear          72  288 B      36 B  free           FULL_SHARD
 All groups: placement: S(0); mesh: cpu 8; dtypes (rest, compute, reduce): float32, float32, float32.
-21 groups, 5.76 kB in full, 960 B on this rank."""
+21 groups, 5.76 kB in full, 720 B on this rank."""
 
 
 @pytest.mark.behaviour("B-01")
@@ -136,7 +136,7 @@ def test_a_group_with_most_bytes_gives_a_warning_and_omitted_modules_are_named()
     fully_shard(model[1])
     fully_shard(model, ignored_modules=list(model)[2:8])
     *_, summary, warning, left = str(describe(model)).splitlines()
-    assert summary == "2 groups, 40.6 kB in full, 5.54 kB on this rank."
+    assert summary == "2 groups, 40.6 kB in full, 5.52 kB on this rank."
     assert warning == (
         "Warning: (model) [root] holds 100% of all bytes, and is in memory in full whenever any of it computes. Make "
         "groups of modules in it, for example with policy=composable_fsdp.wrap.transformer_blocks()."
