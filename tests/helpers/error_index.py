@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "errors.md"
 SECTIONS = {
     "Sharding a model": ("_api", "_core/mesh.py", "_core/layout.py", "init", "policies.py", "wrap", "interop"),
     "Running and training it": ("_core", "plugins", "optim"),
-    "Between ranks": ("_comm", "_consistency", "plugins/gloo", "plugins/shared_memory", "plugins/watchdog"),
+    "Between ranks": ("_core/comm.py", "_consistency", "plugins/gloo", "plugins/shared_memory", "plugins/watchdog"),
     "State dicts and checkpoints": ("checkpoint",),
     "Codecs": ("codecs", "_api/communication_state.py"),
     "Plans": ("plan",),
