@@ -383,7 +383,7 @@ def _grad_buckets(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]
 
     Backward reaches parameters roughly in that order. Norms and biases are an exception: modules often register them
     after parameters that forward uses later. Such small ones are in the last gradient bucket, so that no other gradient
-    bucket waits for them. Encoded and claimed parameters are not split, because codecs and kinds take whole messages.
+    bucket waits for them. Claimed parameters are not split: their kinds take whole messages.
     """
     grad_bucket_of = [0] * len(specs)
     gathered = any(spec.gather_claim is not None and spec.gather_claim.is_gathered for spec in specs)
@@ -414,7 +414,7 @@ def _runs(
 ) -> list[tuple[int, ...]]:
     """Cut the parameters ``indices``, which could share a bucket, where that saves page-locked memory.
 
-    Encoded and claimed ones are not: codecs and kinds take whole messages. Those with hooks have memory of their own.
+    Claimed parameters are not cut: their kinds take whole messages.
     """
     first = specs[indices[0]]
     if not _is_pinned(first.offload) or first.gather_claim or first.reduce_kind is not None:

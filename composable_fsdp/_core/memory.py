@@ -1,4 +1,4 @@
-"""What a device and its backend can do, streams and what is in flight on them, and buffers of full parameters."""
+"""Capabilities of devices and backends, streams and the work in flight on them, and buffers of full parameters."""
 
 from __future__ import annotations
 

@@ -227,12 +227,12 @@ PASSES: list[PlanPass] = [fuse, prefetch, keep_last]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanInputs:
-    """What the plans of a root are made from. Another object means that options or groups have changed."""
+    """The inputs of a root's plans. Another object means that options or groups have changed."""
 
     facts: Facts = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     sources: tuple[tuple[FSDPState, Options, GroupPlan, bool], ...] = ()
-    """Of each state, its options, its group's plan, and whether it shares parameters with others."""
+    """The options of each state, its group's plan, and whether it shares parameters with others."""
 
 
 _MOST_PLANS = 16

@@ -48,7 +48,7 @@ class Options:
     """
 
     reshard: Reshard
-    """What to do after forward."""
+    """The parameters after forward: freed, kept, or kept as a slice."""
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     """The dtypes of inputs, parameters, reduction and outputs."""
     reshard_after_backward: bool = True

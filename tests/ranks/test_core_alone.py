@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.fresh_process import run_program
 
 CORE_ALONE = """
-import copy, faulthandler, os, sys, traceback
+import copy, faulthandler, os, sys
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
