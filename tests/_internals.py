@@ -104,7 +104,7 @@ if TYPE_CHECKING:
         plan_group,
         plan_smaller_mesh,
     )
-    from composable_fsdp._core.hooks import iteration_of
+    from composable_fsdp._core.hooks import root_of
     from composable_fsdp._core.layout import (
         ALIGNMENT_BYTES,
         NEVER_ZERO_COPY,

@@ -83,8 +83,8 @@ class CommunicationState:
     def _encoders(self) -> Iterator[tuple[str, AnyBucket, Encoder]]:
         module_names = {module: name for name, module in self._model.named_modules()}
         for state_name, state in states_of(self._model):
-            root = state.iteration
-            for observer in () if root is None else root.events.observers:
+            root = state.root
+            for observer in () if root is None else root.observers.attached:
                 if isinstance(observer, Residuals):
                     observer.commit(root)
             for bucket in state.group.buckets:

@@ -22,7 +22,7 @@ from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import optimizer_hooks
 from composable_fsdp._core.params import local_part
 from composable_fsdp._core.seams import OBSERVERS
-from composable_fsdp._core.state import ITERATION_ATTRIBUTE, FSDPState, alive
+from composable_fsdp._core.state import ROOT_ATTRIBUTE, FSDPState, alive
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["copy_sharded"]
@@ -75,7 +75,7 @@ def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
     memo[id(module)] = clone
     get_state = getattr(module, "__getstate__", None)  # every object has it from Python 3.11 on
     state = dict(vars(module) if get_state is None else get_state())
-    state.pop(ITERATION_ATTRIBUTE, None)
+    state.pop(ROOT_ATTRIBUTE, None)
     clone.__setstate__(copy.deepcopy(state, memo))
     return clone
 

@@ -28,7 +28,7 @@ from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.dry import schedule_of
 from composable_fsdp._core.events import GradientState, ParameterState, Schedule
 from composable_fsdp._core.extents import states_below
-from composable_fsdp._core.hooks import hooked_forward, iteration_of, states_by_name
+from composable_fsdp._core.hooks import hooked_forward, root_of, states_by_name
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import CLASS_MEMBERS
@@ -68,9 +68,9 @@ class UnshardHandle(TorchUnshardHandle):
 class GradientReductionHandle:
     """Handle of gradient reductions in flight, returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
-    def __init__(self, iteration: Root) -> None:
-        self._iteration: Root | None = iteration
-        self._token = iteration.finalization.begin()
+    def __init__(self, root: Root) -> None:
+        self._root: Root | None = root
+        self._token = root.finalization.begin()
 
     @runs_outside
     def wait(self) -> None:
@@ -79,10 +79,10 @@ class GradientReductionHandle:
         Raises:
             LifecycleError: ``reset_iter_state`` has dropped the reductions.
         """
-        if self._iteration is not None:
-            self._iteration.finalization.end(self._token)
-            iteration, self._iteration = self._iteration, None
-            iteration.finish_reductions()
+        if self._root is not None:
+            self._root.finalization.end(self._token)
+            root, self._root = self._root, None
+            root.finish_reductions()
 
 
 class FSDPModule(TorchFSDPModule):
@@ -115,7 +115,7 @@ class FSDPModule(TorchFSDPModule):
         state = _state(self)
         state.drain_before_changes()
         with _async_op_passed(state, async_op):
-            iteration_of(state).unshard_explicitly(state)
+            root_of(state).unshard_explicitly(state)
         handle = UnshardHandle(state)
         if async_op:
             return handle
@@ -141,7 +141,7 @@ class FSDPModule(TorchFSDPModule):
             DivergenceError: some ranks took the optimizer's step after a backward that failed on others. Load a
                 checkpoint on all ranks; nothing else is needed to continue.
         """
-        iteration_of(_state(self)).reset()
+        root_of(_state(self)).reset()
 
     # -- resharding and prefetching
 
@@ -197,7 +197,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward waits at its end for reductions in flight. If not, a later backward does."""
-        iteration_of(_state(self)).finalization.is_last_backward = is_last_backward
+        root_of(_state(self)).finalization.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether backwards leave reductions in flight until :meth:`finalize_backward` is called, once per step.
@@ -205,7 +205,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             LifecycleError: a backward has not been finalized.
         """
-        iteration_of(_state(self)).finalization.set_manual(enabled)
+        root_of(_state(self)).finalization.set_manual(enabled)
 
     @runs_outside
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -221,13 +221,13 @@ class FSDPModule(TorchFSDPModule):
                 handle of the last finalization was not waited for.
         """
         state = _state(self)
-        iteration = iteration_of(state)
-        if state is not iteration.root:
+        root = root_of(state)
+        if state is not root.root_state:
             raise LifecycleError(f"finalize_backward() was called on {state.name!r}. Call it on the root module.")
-        iteration.finalization.check_due()
+        root.finalization.check_due()
         synchronized = [each for each in _states(self, recurse=True) if each.is_synchronized]
-        iteration.reduce_held("finalize_backward()", synchronized)
-        handle = GradientReductionHandle(iteration)
+        root.reduce_held("finalize_backward()", synchronized)
+        handle = GradientReductionHandle(root)
         if async_op:
             return handle
         handle.wait()
@@ -267,9 +267,9 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             LifecycleError: a forward or backward runs.
         """
-        iteration = iteration_of(_state(self))
-        iteration.reduce_held("synchronize_gradients()", _states(self, recurse))
-        iteration.finish_reductions()
+        root = root_of(_state(self))
+        root.reduce_held("synchronize_gradients()", _states(self, recurse))
+        root.finish_reductions()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the summed gradients of this module's group by ``factor`` instead of by the number of ranks."""
@@ -366,7 +366,7 @@ class FSDPModule(TorchFSDPModule):
         ``print(model.schedule())`` shows it as a table. It is a dry run of the events of the last iteration, so it is
         empty before the first one. Call it on the root.
         """
-        return schedule_of(iteration_of(_state(self)))
+        return schedule_of(root_of(_state(self)))
 
     @runs_outside
     def set_costs(self, costs: Costs | str | PathLike[str] | None) -> None:
@@ -398,8 +398,8 @@ class FSDPModule(TorchFSDPModule):
         found = read_costs(costs)
         check_costs(states_by_name(_state(self)), found)
         set_root_option(_state(self), "costs", found)
-        if (iteration := _state(self).iteration) is not None:
-            tuning_of(iteration)
+        if (root := _state(self).root) is not None:
+            tuning_of(root)
 
     def calibrate(self, steps: int = 2) -> None:
         """Measure the costs of collectives, and of computation in the next training steps, and choose by them.
@@ -417,10 +417,10 @@ class FSDPModule(TorchFSDPModule):
             ConfigurationError: ``steps`` is less than 1.
         """
         check_count("steps", steps, least=1)
-        iteration = iteration_of(_state(self))
+        root = root_of(_state(self))
         from composable_fsdp.plugins.tuning.tuning import tuning_of
 
-        tuning_of(iteration).calibrate(iteration, steps)
+        tuning_of(root).calibrate(root, steps)
 
     def costs(self) -> Costs | None:
         """Return the table by which settings are chosen: that of ``set_costs``, or the one that was measured last."""
@@ -433,7 +433,7 @@ class FSDPModule(TorchFSDPModule):
         """
         from composable_fsdp.plugins.tuning.tuning import choice_of
 
-        return choice_of(iteration_of(_state(self)))
+        return choice_of(root_of(_state(self)))
 
     def set_max_fused_bytes(self, max_fused_bytes: int | None) -> None:
         """Set how many bytes of full parameters of small, adjacent groups share one all-gather and one reduction.
@@ -565,7 +565,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make the first all-gather of the next forward wait for ``event``, recorded after the optimizer's step."""
-        iteration_of(_state(self)).post_optimizer_event = event
+        root_of(_state(self)).post_optimizer_event = event
 
     @runs_outside
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -662,8 +662,8 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as ``nn.Module.zero_grad`` does, pending ones too (:meth:`get_pending_gradients`)."""
         states = _states(self, recurse=True)
-        for iteration in {each for state in states if (each := state.iteration) is not None}:
-            iteration.drain()  # reductions in flight would set gradients later
+        for root in {each for state in states if (each := state.root) is not None}:
+            root.drain()  # reductions in flight would set gradients later
         for state in states:
             gradients, parameters = state.group.gradients, _parameters_below(self, state)
             has_all = len(parameters) == len(state.group.parameters)
@@ -723,13 +723,13 @@ def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
     """
     states = _sharded_states("share_comm_ctx", modules)
     for state in states:
-        if iteration_of(state).root is not state:
+        if root_of(state).root_state is not state:
             raise ConfigurationError(
                 f"share_comm_ctx takes outermost sharded modules, but {state.name!r} is part of "
-                f"{iteration_of(state).root.class_name}: pass that one."
+                f"{root_of(state).root_state.class_name}: pass that one."
             )
     for state in states[1:]:
-        iteration_of(state).streams = iteration_of(states[0]).streams
+        root_of(state).streams = root_of(states[0]).streams
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

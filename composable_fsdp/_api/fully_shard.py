@@ -33,7 +33,7 @@ from composable_fsdp._core.mesh import (
     warn_without_cpu_backend,
 )
 from composable_fsdp._core.params import note_replaced
-from composable_fsdp._core.seams import OBSERVERS
+from composable_fsdp._core.seams import OBSERVERS, check_observers
 from composable_fsdp._core.state import FSDPState, Options, find_state, state_of
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
 from composable_fsdp.policies import (
@@ -168,6 +168,7 @@ def fully_shard(
     modules = _as_modules(module)
     for each in modules:
         _check_module(each)
+    check_observers()
     for observer in OBSERVERS:
         observer.before_sharding(modules)
     axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)

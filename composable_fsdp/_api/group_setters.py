@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat, cast
 import torch
 
 from composable_fsdp._core.backward import check_settings
-from composable_fsdp._core.hooks import iteration_of
+from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
 
@@ -49,7 +49,7 @@ def check_between_steps(setter: str, states: Sequence[FSDPState]) -> None:
     Raises:
         LifecycleError: ``setter`` would rebuild these buffers between a forward and its backward.
     """
-    ran = [state for state in states if state.iteration is not None and iteration_of(state).may_come_back_to(state)]
+    ran = [state for state in states if state.root is not None and root_of(state).may_come_back_to(state)]
     if ran:
         raise LifecycleError(
             f"{setter} would move parameters of {ran[0].name!r}, to whose last forward a backward may still come. Call "
@@ -66,10 +66,10 @@ def set_root_option(state: FSDPState, choice: str, value: Any) -> None:
     """
     before = state.options
     state.change(**{choice: value})
-    if state.iteration is None:  # the first forward checks it
+    if state.root is None:  # the first forward checks it
         return
     try:
-        check_settings(state.iteration.root, [state])
+        check_settings(state.root.root_state, [state])
     except ConfigurationError:
         state.options = before
         raise

@@ -21,7 +21,7 @@ from composable_fsdp._core.gradients import (
 from composable_fsdp._core.group import Launcher
 from composable_fsdp._core.params import OptimizerSteps
 from composable_fsdp._core.schedule import Planner
-from composable_fsdp._core.seams import Root
+from composable_fsdp._core.seams import ObservedRoot
 from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, ForwardCall, FSDPState
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 
@@ -374,16 +374,16 @@ class PassesUnderway:
         self._forward: RunningPass | None = None
         self._backward: RunningPass | None = None
 
-    def begin_forward(self, root: Root, outermost: ForwardCall) -> None:
+    def begin_forward(self, root: ObservedRoot, outermost: ForwardCall) -> None:
         """Begin the forward of which ``outermost`` is the outermost call, and end passes that an exception left."""
         self.end(root)
         self.thread = threading.current_thread()
         self._forward = _begun(root, RunningPass("forward", outermost.state.name, outermost.caller))
 
-    def begin_backward(self, root: Root) -> EndOfRun:
+    def begin_backward(self, root: ObservedRoot) -> EndOfRun:
         """Begin a backward. Return the callback for autograd, which ends it if the autograd run succeeds."""
         self.thread = threading.current_thread()
-        self._backward = _begun(root, RunningPass("backward", root.root.name, None))
+        self._backward = _begun(root, RunningPass("backward", root.root_state.name, None))
         return EndOfRun(root.end_backward, self._backward)
 
     @property
@@ -396,24 +396,24 @@ class PassesUnderway:
         """True outside of autograd, where no backward runs."""
         return torch._C._current_graph_task_id() == -1
 
-    def reach(self, root: Root, state: FSDPState) -> None:
+    def reach(self, root: ObservedRoot, state: FSDPState) -> None:
         """Note that backward has reached ``state``."""
-        if self._backward is not None and state is not root.root:
+        if self._backward is not None and state is not root.root_state:
             self._backward.module = state.group.name
 
-    def end_backward(self, root: Root) -> None:
+    def end_backward(self, root: ObservedRoot) -> None:
         """End the backward, which succeeded."""
         running, self._backward = self._backward, None
         _end(root, running, succeeded=True)
 
-    def end(self, root: Root, *, succeeded: bool = False) -> None:
+    def end(self, root: ObservedRoot, *, succeeded: bool = False) -> None:
         """End all passes. ``succeeded``: the forward has."""
         running, self._forward, self._backward = (self._forward, self._backward), None, None
         for each in running:
             _end(root, each, succeeded=succeeded and each is running[0])
 
     def note(
-        self, root: Root, error: BaseException, state: FSDPState, *, in_backward: bool, ends_forward: bool
+        self, root: ObservedRoot, error: BaseException, state: FSDPState, *, in_backward: bool, ends_forward: bool
     ) -> None:
         """Note that ``error`` came out of ``state``. The caller may still catch it, unless it ends the forward."""
         running = self._backward if in_backward else self._forward
@@ -423,22 +423,22 @@ class PassesUnderway:
         if not in_backward and not ends_forward:
             return
         if not in_backward:
-            for observe in root.events.failed:
+            for observe in root.observers.failed:
                 observe(root, running)
         running.is_reported = True
         trace.emit_fault(error, f"the {running.kind} of {running.raised_in}")
 
 
-def _begun(root: Root, running: RunningPass) -> RunningPass:
-    for observe in root.events.begin_pass:
+def _begun(root: ObservedRoot, running: RunningPass) -> RunningPass:
+    for observe in root.observers.begin_pass:
         observe(root, running)
     return running
 
 
-def _end(root: Root, running: RunningPass | None, *, succeeded: bool) -> None:
+def _end(root: ObservedRoot, running: RunningPass | None, *, succeeded: bool) -> None:
     if running is not None:
         running.succeeded = succeeded
-        for observe in root.events.end_pass:
+        for observe in root.observers.end_pass:
             observe(root, running)
 
 
@@ -498,5 +498,5 @@ class Finalization:
         self._in_flight = None
 
     def forget(self) -> None:
-        """Forget backwards and reductions: the iteration was reset."""
+        """Forget backwards and reductions: the root was reset."""
         self._is_due, self._in_flight = False, None

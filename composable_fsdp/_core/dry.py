@@ -189,7 +189,7 @@ class Replay:
         self._run, self._launcher = _ReplayedRun(), DryLauncher(self._note, has_streams=real.launcher.has_streams)
         states = {name: self._copies[state] for name, state in real.states.items()}
         passes, observers = cast(Any, _Unwatched()), (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
-        root = Root(self._copies[real.root], states, self._launcher, cast(Any, self._run), passes, observers)
+        root = Root(self._copies[real.root_state], states, self._launcher, cast(Any, self._run), passes, observers)
         self._root = root
         self._calls: dict[int, ForwardCall] = {}
         self._restored: Mapping[str, GroupSnapshot] = {}

@@ -125,7 +125,7 @@ class Key(Enum):
 
 
 class Pass(Key):
-    """The pass that an iteration is in."""
+    """The pass that a root is in."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -261,7 +261,7 @@ def describe_groups(names: Sequence[str]) -> str:
 
 
 class Hook(Key):
-    """A hook of the runtime that fires for a group, for a bucket of it, or for the whole iteration."""
+    """A hook of the runtime that fires for a group, for a bucket of it, or for the whole root."""
 
     PRE_FORWARD = "pre-forward"
     POST_FORWARD = "post-forward"

@@ -37,7 +37,7 @@ from composable_fsdp._core.pytree import CallInputs, InputView, map_tensors, ten
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import OBSERVERS, HookHandles
 from composable_fsdp._core.state import (
-    ITERATION_ATTRIBUTE,
+    ROOT_ATTRIBUTE,
     ForwardCall,
     FSDPState,
     GlobalHooks,
@@ -124,46 +124,46 @@ def _register(root: Root) -> None:
         _roots = (*(known for known in _roots if known() is not None), ref(root))
 
 
-def iteration_of(state: FSDPState) -> Root:
-    """Return the iteration of ``state``. If there is none, make one with ``state`` as the root.
+def root_of(state: FSDPState) -> Root:
+    """Return the root of ``state``. If there is none, make one whose outermost state is ``state``.
 
     Raises:
         LifecycleError: no module of the root may run now.
     """
-    iteration: Root | None = state.iteration
-    if iteration is None:
+    root: Root | None = state.root
+    if root is None:
         return assemble(state)
-    iteration.check_available()
-    return iteration
+    root.check_available()
+    return root
 
 
 @runs_outside
-def assemble(root: FSDPState) -> Root:
-    """Build the iteration of ``root`` and name the states below it by their qualified names.
+def assemble(root_state: FSDPState) -> Root:
+    """Build the root of ``root_state`` and name the states below it by their qualified names.
 
     A module that ran on its own before its parent was a root; its states now belong to the new root.
     """
-    states = states_by_name(root)
+    states = states_by_name(root_state)
     for state in states.values():
         state.group.check_can_unshard()
     for observer in OBSERVERS:
-        observer.before_assembly(root, states)
-    launcher = StreamLauncher(CommStreams(root.group.axes.device))
-    iteration = Root(root, states, launcher, AutogradRun(), PassesUnderway(), OBSERVERS)
-    _register(iteration)
-    for former in {iteration_of(state) for state in states.values() if state.iteration is not None}:
+        observer.before_assembly(root_state, states)
+    launcher = StreamLauncher(CommStreams(root_state.group.axes.device))
+    root = Root(root_state, states, launcher, AutogradRun(), PassesUnderway(), OBSERVERS)
+    _register(root)
+    for former in {root_of(state) for state in states.values() if state.root is not None}:
         former.drain()
-        iteration.finalization.take_settings(former.finalization)
-        iteration.post_optimizer_event = former.post_optimizer_event or iteration.post_optimizer_event
-        for module in former.root.modules:
-            vars(module).pop(ITERATION_ATTRIBUTE, None)
-    for module in root.modules:
-        vars(module)[ITERATION_ATTRIBUTE] = iteration
+        root.finalization.take_settings(former.finalization)
+        root.post_optimizer_event = former.post_optimizer_event or root.post_optimizer_event
+        for module in former.root_state.modules:
+            vars(module).pop(ROOT_ATTRIBUTE, None)
+    for module in root_state.modules:
+        vars(module)[ROOT_ATTRIBUTE] = root
     for name, state in states.items():
         state.group.rename(name)
         state.group.follow_patches()
-        state.iteration = iteration
-    return iteration
+        state.root = root
+    return root
 
 
 def states_by_name(root: FSDPState) -> dict[str, FSDPState]:
@@ -215,13 +215,13 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
     """
     sharded = sharded_parameters(optimizer)
     note_optimizer_step([p for p, _ in sharded])
-    stepped: Iterable[Root] = _iterations_of(sharded)
+    stepped: Iterable[Root] = _roots_of(sharded)
     if not sharded:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         storages = {local_part(p).untyped_storage()._cdata for p in parameters}
-        stepped = [iteration for known in _roots if (iteration := known()) and iteration.has_shards_in(storages)]
-    for iteration in stepped:
-        iteration.plans.steps.note()
+        stepped = [root for known in _roots if (root := known()) and root.has_shards_in(storages)]
+    for root in stepped:
+        root.plans.steps.note()
 
 
 def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, FSDPState]]:
@@ -230,8 +230,8 @@ def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Ten
     return [(p, state) for p in parameters if (state := state_of_parameter(p)) is not None]
 
 
-def _iterations_of(sharded: Sequence[tuple[torch.Tensor, FSDPState]]) -> set[Root]:
-    return {iteration_of(state) for state in {state for _, state in sharded} if state.iteration is not None}
+def _roots_of(sharded: Sequence[tuple[torch.Tensor, FSDPState]]) -> set[Root]:
+    return {root_of(state) for state in {state for _, state in sharded} if state.root is not None}
 
 
 class ClientHooks(NamedTuple):
@@ -316,7 +316,7 @@ def _call_as_forward(
     call = hooks.begin(sys._getframe())
     try:
         if not call.is_inner:
-            call.iteration.pre_forward(state)
+            call.root.pre_forward(state)
         args, kwargs = hooks.take_inputs(call, args, kwargs)
         output = method(*args, **kwargs)
     except BaseException:
@@ -355,7 +355,7 @@ class _ModuleHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call = self.begin(calling_frame())
         if not call.is_inner:
-            call.iteration.pre_forward(self._state)
+            call.root.pre_forward(self._state)
         return self.take_inputs(call, args, kwargs)
 
     def pre_forward_through_others(
@@ -363,7 +363,7 @@ class _ModuleHooks:
     ) -> tuple[Any, Any]:
         call = self.begin(frame_of_call(module))
         if not call.is_inner:
-            call.iteration.pre_forward(self._state)
+            call.root.pre_forward(self._state)
         return self.take_inputs(call, args, kwargs)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -378,11 +378,11 @@ class _ModuleHooks:
     def begin(self, caller: FrameType) -> ForwardCall:
         """Begin a call that the frame ``caller`` runs."""
         state = self._state
-        iteration: Root = state._iteration() or assemble(state)
-        iteration.check_thread(state)
+        root: Root = state._root() or assemble(state)
+        root.check_thread(state)
         calls = state.calls_under_way
         is_inner = bool(calls) and is_being_called(state)
-        call = ForwardCall(state, iteration, caller, sys.exc_info()[1], is_inner)
+        call = ForwardCall(state, root, caller, sys.exc_info()[1], is_inner)
         calls.append(call)
         return call
 
@@ -391,14 +391,14 @@ class _ModuleHooks:
         state = self._state
         group, watched = state.group, False
         if not call.is_inner:
-            for observe in call.iteration.events.enter_call:
-                observe(call.iteration, call)
+            for observe in call.root.observers.enter_call:
+                observe(call.root, call)
             if group.tensors.registration.keeps_given:
                 call.given = group.tensors.gather_given()
             watched = torch.is_grad_enabled()
         precision = state.options.precision
         dtype = precision.param_dtype if precision.cast_forward_inputs else None  # input_dtype, without a call
-        device = group.axes.device if state is call.iteration.root else None
+        device = group.axes.device if state is call.root.root_state else None
         watches_all = watched and (in_transform() or dual_numbers._current_level >= 0)
         if watched or dtype is not None or device is not None or precision.output_dtype is not None:
             take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)
@@ -415,7 +415,7 @@ class _ModuleHooks:
             output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
         elif dtype is not None:
             output = map_tensors(_cast_to(dtype), output)
-        if call.is_inner or not call.iteration.post_forward(call, id(module)):
+        if call.is_inner or not call.root.post_forward(call, id(module)):
             return output
         return _watch_backward(call, inputs, output)
 
@@ -427,7 +427,7 @@ class _ModuleHooks:
             for observer in OBSERVERS:
                 observer.raised(error)
         if not call.is_inner:
-            call.iteration.abort_forward(call, error)
+            call.root.abort_forward(call, error)
 
     # -- state dicts, which hold sharded parameters
 
@@ -487,7 +487,7 @@ def _watch_backward(call: ForwardCall, inputs: CallInputs, output: Any) -> Any:
     Gradients also enter through what the module wrote into tensors and containers of the caller. If an input was
     changed in place, its gradient is ready before the module's backward is done. Then, and for inputs without
     gradients, no hook shows the end. In a transform none does either: the backwards of its levels end apart. The hooks
-    own the call, and it owns the FSDP state and the iteration, so that backward works after the model was dropped.
+    own the call, and it owns the FSDP state and the root, so that backward works after the model was dropped.
     """
     views: Sequence[InputView] = inputs.views
     if inputs.watches_all:

@@ -45,7 +45,7 @@ from composable_fsdp._core.gradients import AutogradRun
 from composable_fsdp._core.group import UNSHARD_STARTED, Launcher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.schedule import PlannedRun, Planner
-from composable_fsdp._core.seams import Events, Observer
+from composable_fsdp._core.seams import Observer, Observers
 from composable_fsdp._core.state import NO_RECORD, Accumulation, ForwardCall, FSDPState, alive
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.policies import ReshardKind
@@ -97,30 +97,30 @@ class Tape:
 
 
 class Root:
-    """The passes of one outermost module. ``states`` are all FSDP states below it, in module order.
+    """The passes of the outermost module of ``root_state``. ``states`` are all FSDP states below it, in module order.
 
     Attributes:
         finalization: the end of the reductions of a step.
         post_optimizer_event: the event after the optimizer's step, for which the next forward's first gather waits.
         refuse: raises an error that says why no module may run now; else ``None``.
-        events: the observers.
+        observers: the observers, bound for each event.
         tape: the events of the last step.
     """
 
     def __init__(
         self,
-        root: FSDPState,
+        root_state: FSDPState,
         states: Mapping[str, FSDPState],
         launcher: Launcher,
         run: AutogradRun,
         passes: PassesUnderway,
         observers: Sequence[Observer],
     ) -> None:
-        self.root, self.states, self.launcher = root, states, launcher
+        self.root_state, self.states, self.launcher = root_state, states, launcher
         self.finalization = Finalization()
         self.post_optimizer_event: Any = None
         self.refuse: Callable[[], None] | None = None
-        self.plans = Planner(root, states, launcher)
+        self.plans = Planner(root_state, states, launcher)
         self._progress = Progress(states.values(), self.plans.steps, run)
         self.queue = ReductionQueue(launcher, self.plans)
         self._passes = passes
@@ -133,27 +133,27 @@ class Root:
         self.tape = Tape()
         for state in states.values():
             state.group.gradients.on_ready = _weak_callback(self, state)
-        self.events = Events(self, observers)
+        self.observers = Observers(self, observers)
 
     # -- around every hook
 
     def _begin_hook(self) -> bool:
         """Tell observers if a pass may begin. Return whether the hook needs no :meth:`_observed` around its work."""
         if self._pass is IDLE:
-            for observe in self.events.before_first_hook:
+            for observe in self.observers.before_first_hook:
                 observe(self)
         is_in_context = dispatch_modes() or function_modes() or in_transform() or in_autocast()
-        return not (is_in_context or self.events.before_hook or self.events.after_hook)
+        return not (is_in_context or self.observers.before_hook or self.observers.after_hook)
 
     @runs_outside
     def _observed(self, hook: Hook, work: Callable[[Any], None], subject: Any) -> None:
         """Do the ``work`` of ``hook`` for ``subject`` outside of the caller's context, and tell observers of it."""
-        for observe in self.events.before_hook:
+        for observe in self.observers.before_hook:
             observe(self, hook, subject)
         try:
             work(subject)
         finally:
-            for observe in self.events.after_hook:
+            for observe in self.observers.after_hook:
                 observe(self, hook, subject)
 
     # -- forward
@@ -176,7 +176,7 @@ class Root:
         recomputes, call = self._pass is BACKWARD, state.calls_under_way[-1]
         if self._pass is IDLE:
             self._begin_forward(state, call)
-        for observe in self.events.begin_run:
+        for observe in self.observers.begin_run:
             observe(self, state)
         if recomputes:
             self.unshard(state, self.plans.eager(state.group.name, in_backward=True, recomputes=True), "backward")
@@ -186,7 +186,7 @@ class Root:
         if len(state.module_ids) > 1:
             call.remaining = set(state.module_ids)
         state.run = call
-        for observe in self.events.enter_forward:
+        for observe in self.observers.enter_forward:
             observe(self, call)
 
     def post_forward(self, call: ForwardCall, module_id: int) -> bool:
@@ -212,7 +212,7 @@ class Root:
             return  # the backward that asked for recomputation still needs the parameters
         state, run = call.state, call.first or call
         has_grad = self.leads_to_backward if self.plans.unequal_use else torch.is_grad_enabled()
-        for observe in self.events.end_run:
+        for observe in self.observers.end_run:
             observe(self, state)
         if run.record is NO_RECORD:
             run.record = self.plans.record
@@ -240,7 +240,7 @@ class Root:
         self._progress.forget_before_step()
         self.drain_before_changes()
         self._grad_mode = torch.is_grad_enabled()
-        for observe in self.events.begin_forward:
+        for observe in self.observers.begin_forward:
             observe(self, state)
         has_forwards, groups = self._progress.has_forwards, len(self.states)
         self.tape.begin_forward(leads_to_backward=self._grad_mode, follows_forwards=has_forwards, groups=groups)
@@ -252,7 +252,7 @@ class Root:
         self.plans.begin_forward(leads_to_backward=self._grad_mode)
 
     def _end_forward(self, outermost: FSDPState) -> None:
-        for observe in self.events.end_forward:
+        for observe in self.observers.end_forward:
             observe(self)
         self._pass, self._outermost = IDLE, None
         self._passes.end(self, succeeded=True)
@@ -262,7 +262,7 @@ class Root:
                 self.free_after_forward(other, None, has_grad=self.leads_to_backward)
         self.plans.end_forward()
         self.plans.free_unused()
-        for observe in self.events.before_end:
+        for observe in self.observers.before_end:
             for work in observe(self, FORWARD):
                 work.wait()
 
@@ -308,7 +308,7 @@ class Root:
         self._progress.enter(call)
         if call.is_recomputed and state in self.queue.waiting:
             self.reduce_gradients(state)  # before a backward inside this one adds to them
-        for observe in self.events.enter_backward:
+        for observe in self.observers.enter_backward:
             observe(self, call)
         if state.options.unshard_in_backward:
             self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
@@ -357,6 +357,8 @@ class Root:
         if call.tape is self.tape.events:
             call.tape.append(("post_backward", call.number, is_arriving, _current_run()))
         self._progress.leave(call)
+        for observe in self.observers.leave_backward:
+            observe(self, call)
         if run.position in run.record.unseen:
             return  # the last gradient, or the end of backward, comes later
         if run.awaited <= 0:  # first, because the reduction allocates memory
@@ -369,21 +371,21 @@ class Root:
     def end_backward(self) -> None:
         """Autograd has run the backward: reduce what is left, reshard, and wait if this is the step's last one."""
         if self._begin_hook():
-            self._end_backward(self.root)
+            self._end_backward(self.root_state)
         else:
-            self._observed(Hook.END_BACKWARD, self._end_backward, self.root)
+            self._observed(Hook.END_BACKWARD, self._end_backward, self.root_state)
 
     def _end_backward(self, _: FSDPState) -> None:
         states = self.states.items()
         arriving = [name for name, state in states if state.group.gradients.state is _ARRIVING]
         self.tape.end_backward(arriving)
-        for observe in self.events.end_backward:
+        for observe in self.observers.end_backward:
             observe(self)
         self._progress.end()
         self.queue.clear_waiting()
         for state in self.states.values():
             self._end_backward_of(state)
-        works = [work for observe in self.events.before_end for work in observe(self, BACKWARD)]
+        works = [work for observe in self.observers.before_end for work in observe(self, BACKWARD)]
         self.finalization.end_backward()
         if self.waits_after_backward:
             self.finish_reductions()
@@ -408,7 +410,7 @@ class Root:
             return
         self.launcher.wait(state.group)  # gathered ahead for a run that did not come
         state.note_kept(self.plans.seen_steps)
-        for observe in self.events.kept:
+        for observe in self.observers.kept:
             observe(self, state)
 
     def _begin_backward(self) -> None:
@@ -487,7 +489,7 @@ class Root:
             if each.is_in_use:
                 continue
             kind = each.options.reshard.kind
-            stays = kind is _NEVER or (kind is _AUTO and each is self.root and has_grad)
+            stays = kind is _NEVER or (kind is _AUTO and each is self.root_state and has_grad)
             if stays or (has_grad and self._grad_mode and planned is not None and self.plans.keeps(each, planned)):
                 each.note_kept(self.plans.seen_steps)
             elif kind is _SMALLER and has_grad:
@@ -555,7 +557,7 @@ class Root:
 
     def unshard_explicitly(self, state: FSDPState) -> None:
         """Launch the all-gather of ``state``, which stays unsharded."""
-        for observe in self.events.before_first_hook:
+        for observe in self.observers.before_first_hook:
             observe(self)
         self.verify_ranks()
         if not state.is_running:
@@ -564,7 +566,7 @@ class Root:
         self.launcher.gather((state.group,), f"all-gather of {state.group.name}")
         if is_new:
             state.note_kept(self.plans.steps.number)
-            for observe in self.events.unsharded:
+            for observe in self.observers.unsharded:
                 observe(self, state)
         elif state.kept is None:
             state.note_kept(self.plans.seen_steps)
@@ -594,7 +596,7 @@ class Root:
             LifecycleError: a forward or backward runs.
         """
         if self._pass is not IDLE:
-            place = f"the {self._pass.value} of {self.root.name}"
+            place = f"the {self._pass.value} of {self.root_state.name}"
             raise LifecycleError(
                 f"{occasion} was called in {place}, which may still give gradients: call it afterwards."
             )
@@ -608,18 +610,18 @@ class Root:
         on any rank, all ranks must call it.
         """
         have_met = False
-        for observe in self.events.reset:
+        for observe in self.observers.reset:
             have_met |= observe(self)
         self.drain()
         for state in self.states.values():
             state.group.gradients.drop()
         self._back_to_idle()
         if have_met:  # they may have gathered different groups
-            for observe in self.events.have_met:
+            for observe in self.observers.have_met:
                 observe(self)
             self.plans.forget()
         self._progress.forget_forwards()
-        for observe in self.events.after_reset:
+        for observe in self.observers.after_reset:
             observe(self)
 
     def abandon(self) -> None:
@@ -669,7 +671,7 @@ class Root:
             return
         recomputes = torch._C._current_graph_task_id() != -1  # autograd has one thread for each device
         if self._pass is FORWARD or (self._passes.runs_backward and not recomputes):
-            raise another_thread(state, thread, self._pass.value, self.root)
+            raise another_thread(state, thread, self._pass.value, self.root_state)
 
     def check_available(self) -> None:
         """Raise a ``LifecycleError`` if no module may run now."""
@@ -684,16 +686,16 @@ class Root:
             else self._pass is BACKWARD and self._passes.is_outside_autograd
         )
         if died:
-            raise left_by_an_exception(state, self._pass.value, self.root)
+            raise left_by_an_exception(state, self._pass.value, self.root_state)
 
     def verify_ranks(self) -> None:
         """Check the settings, and let observers compare the model across ranks, once, before the first collective."""
         if self.is_verified:
             return
-        check_settings(self.root, self.states.values())
+        check_settings(self.root_state, self.states.values())
         for state in self.states.values():
             state.group.check_grad_dtypes()
-        for observe in self.events.before_first_collective:
+        for observe in self.observers.before_first_collective:
             observe(self)
         self.is_verified = True
 

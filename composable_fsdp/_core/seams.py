@@ -6,6 +6,7 @@ event that nobody observes costs one truth test.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -27,16 +28,16 @@ class HookHandles(NamedTuple):
     post_forward: RemovableHandle
 
 
-class Root(Protocol):
+class ObservedRoot(Protocol):
     """The members of a root that observers use."""
 
-    root: FSDPState
+    root_state: FSDPState
     """The state of the outermost module, which has the options of all."""
     states: Mapping[str, FSDPState]
     """All FSDP states, by name, in module order."""
     plans: Planner
     """The plan of the passes, and the record of the last forward."""
-    events: Events
+    observers: Observers
 
     @property
     def streams(self) -> CommStreams: ...
@@ -76,6 +77,15 @@ class Observer:
     is_replayed = False
     """True if it acts on the root's groups, and on nothing else, so that dry runs need it."""
 
+    def __init_subclass__(cls) -> None:
+        """Raise a ``TypeError`` if a public method has nearly the name of an event, which it would never be told of."""
+        super().__init_subclass__()
+        events = [name for name in vars(Observer) if not name.startswith("_")]
+        for name in vars(cls):
+            if not name.startswith("_") and not hasattr(Observer, name):
+                for meant in difflib.get_close_matches(name, events, 1, cutoff=0.85):
+                    raise TypeError(f"{cls.__name__}.{name} observes no event. Did you mean {meant}?")
+
     # Of the process. Only the observers in the list are told.
 
     def before_sharding(self, modules: Sequence[nn.Module]) -> None:
@@ -101,76 +111,79 @@ class Observer:
 
     # Of a root.
 
-    def for_root(self, root: Root) -> Observer | None:
+    def for_root(self, root: ObservedRoot) -> Observer | None:
         """Return the observer of ``root``, which has just been assembled: this one, another one, or none."""
         return self
 
-    def before_first_collective(self, root: Root) -> None:
+    def before_first_collective(self, root: ObservedRoot) -> None:
         """Compare the model between ranks, or prepare for the first step. All ranks call it together."""
 
-    def before_first_hook(self, root: Root) -> None:
+    def before_first_hook(self, root: ObservedRoot) -> None:
         """Note that the root is idle, and the first hook of a pass begins. Observers may be added and removed here."""
 
-    def begin_pass(self, root: Root, running: RunningPass) -> None:
+    def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
         """Note that a forward or a backward begins. Nothing is gathered yet."""
 
-    def end_pass(self, root: Root, running: RunningPass) -> None:
+    def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
         """Note that a forward or a backward has ended, or was given up after an exception."""
 
-    def failed(self, root: Root, running: RunningPass) -> None:
+    def failed(self, root: ObservedRoot, running: RunningPass) -> None:
         """Note that an exception has ended a forward."""
 
-    def begin_forward(self, root: Root, outermost: FSDPState) -> None:
+    def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
         """Note that a forward of ``outermost`` is about to gather the first group."""
 
-    def enter_forward(self, root: Root, call: ForwardCall) -> None:
+    def enter_forward(self, root: ObservedRoot, call: ForwardCall) -> None:
         """Note that the parameters of ``call`` are unsharded. Its module computes next."""
 
-    def enter_call(self, root: Root, call: ForwardCall) -> None:
+    def enter_call(self, root: ObservedRoot, call: ForwardCall) -> None:
         """Note that the module of ``call`` computes next, in forward or recomputed."""
 
-    def enter_backward(self, root: Root, call: ForwardCall) -> None:
+    def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
         """Note that a gradient has reached an output of ``call``, before its parameters are unsharded."""
 
-    def before_hook(self, root: Root, hook: Hook, subject: Any) -> None:
+    def leave_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
+        """Note that the gradients of the inputs of ``call`` are complete. Its gradients are reduced next."""
+
+    def before_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
         """Note that the root begins to work for ``hook`` of ``subject``, an FSDP state or a call."""
 
-    def after_hook(self, root: Root, hook: Hook, subject: Any) -> None:
+    def after_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
         """Note that the root has done its work for ``hook`` of ``subject``."""
 
-    def begin_run(self, root: Root, state: FSDPState) -> None:
+    def begin_run(self, root: ObservedRoot, state: FSDPState) -> None:
         """Note that a module of ``state`` begins to run, in forward or recomputed. Its parameters are gathered next."""
 
-    def end_run(self, root: Root, state: FSDPState) -> None:
+    def end_run(self, root: ObservedRoot, state: FSDPState) -> None:
         """Note that a module of ``state`` has run in forward. Its parameters are freed next."""
 
-    def end_forward(self, root: Root) -> None:
+    def end_forward(self, root: ObservedRoot) -> None:
         """Note that the outermost module has run."""
 
-    def end_backward(self, root: Root) -> None:
+    def end_backward(self, root: ObservedRoot) -> None:
         """Note that autograd has run a backward. Nothing that is left of it is reduced or freed yet."""
 
-    def before_end(self, root: Root, which: Pass) -> Sequence[Work]:
+    def before_end(self, root: ObservedRoot, which: Pass) -> Sequence[Work]:
         """Note that the root has launched all of a pass. Return work for which it waits before the pass ends."""
         return ()
 
-    def kept(self, root: Root, state: FSDPState) -> None:
+    def kept(self, root: ObservedRoot, state: FSDPState) -> None:
         """Note that the parameters of ``state`` stay unsharded after a backward."""
 
-    def unsharded(self, root: Root, state: FSDPState) -> None:
+    def unsharded(self, root: ObservedRoot, state: FSDPState) -> None:
         """Note that the user has called ``unshard()`` of ``state``, which was sharded."""
 
-    def reset(self, root: Root) -> bool:
+    def reset(self, root: ObservedRoot) -> bool:
         """Prepare for ``reset_iter_state``. Return whether the ranks have met after a failed pass.
 
         They may have gathered different groups then.
         """
         return False
 
-    def have_met(self, root: Root) -> None:
+    def have_met(self, root: ObservedRoot) -> None:
         """Note that the ranks have met in ``reset_iter_state``, and that the root is idle."""
 
-    def after_reset(self, root: Root) -> None:
+    def after_reset(self, root: ObservedRoot) -> None:
         """Note that the root is idle after ``reset_iter_state``.
 
         An observer that may raise is first in the list, so that all others are told before.
@@ -190,45 +203,45 @@ _BEGINNINGS = (
     "reset",
 )
 _ENDS = (
-    *("end_pass", "failed", "after_hook", "end_run", "end_forward", "end_backward", "before_end"),
+    *("end_pass", "failed", "leave_backward", "after_hook", "end_run", "end_forward", "end_backward", "before_end"),
     *("kept", "unsharded", "have_met", "after_reset"),
 )
 
 Bound = tuple[Callable[..., Any], ...]
 
 
-class Events:
+class Observers:
     """The observers of one root, and by event the methods that they override. Final."""
 
-    __slots__ = ("observers", *_BEGINNINGS, *_ENDS)
+    __slots__ = ("attached", *_BEGINNINGS, *_ENDS)
 
     if TYPE_CHECKING:
 
         def __getattr__(self, event: str) -> Bound: ...
 
-    def __init__(self, root: Root, observers: Sequence[Observer]) -> None:
-        self.observers: list[Observer] = []
+    def __init__(self, root: ObservedRoot, observers: Sequence[Observer]) -> None:
+        self.attached: list[Observer] = []
         self._bind()
         for each in observers:
             self.add(each.for_root(root))
 
     def add(self, observer: Observer | None) -> None:
         """Tell ``observer`` of the events from now on."""
-        if observer is not None and observer not in self.observers:
-            self.observers.append(observer)
+        if observer is not None and observer not in self.attached:
+            self.attached.append(observer)
             self._bind()
 
     def remove(self, observer: Observer | None) -> None:
         """Tell ``observer`` of no further event."""
-        if observer in self.observers:
-            self.observers.remove(observer)
+        if observer in self.attached:
+            self.attached.remove(observer)
             self._bind()
 
     def _bind(self) -> None:
         for event in _BEGINNINGS:
-            setattr(self, event, _overriding(self.observers, event))
+            setattr(self, event, _overriding(self.attached, event))
         for event in _ENDS:
-            setattr(self, event, _overriding(self.observers[::-1], event))
+            setattr(self, event, _overriding(self.attached[::-1], event))
 
 
 def _overriding(observers: list[Observer], event: str) -> Bound:
@@ -241,3 +254,12 @@ CLASS_MEMBERS: list[Callable[[type[nn.Module]], Mapping[str, Callable[..., Any]]
 
 OBSERVERS: list[Observer] = []
 """The observers of all roots that are assembled from now on."""
+
+
+def check_observers() -> None:
+    """Raise a ``TypeError`` if :data:`OBSERVERS` has something that is not an observer, for example a class."""
+    attached: list[Any] = [*OBSERVERS]
+    for each in attached:
+        if not isinstance(each, Observer):
+            remedy = f"Append an instance: OBSERVERS.append({each.__name__}())." if isinstance(each, type) else ""
+            raise TypeError(f"OBSERVERS has {each!r}, which is not an instance of Observer. {remedy}".rstrip())

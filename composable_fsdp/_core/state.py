@@ -25,8 +25,8 @@ from composable_fsdp.errors import LifecycleError
 from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 
 _STATE_ATTRIBUTE = "_composable_fsdp_state"
-ITERATION_ATTRIBUTE = "_composable_fsdp_iteration"
-"""The attribute of a root's modules with its iteration. A copied module has none until it runs."""
+ROOT_ATTRIBUTE = "_composable_fsdp_root"
+"""The attribute of a root's modules with the ``Root``. A copied module has none until it runs."""
 
 
 class Accumulation(Enum):
@@ -94,7 +94,7 @@ class Kept(NamedTuple):
 
 
 class ClientBackward(NamedTuple):
-    """Wrappers that a client put around the iteration's pre-backward and post-backward."""
+    """Wrappers that a client put around the root's pre-backward and post-backward."""
 
     pre_backward: Callable[..., None] | None = None
     post_backward: Callable[..., None] | None = None
@@ -117,7 +117,7 @@ class ForwardCall:
     """
 
     state: FSDPState
-    iteration: Any
+    root: Any
     """The root that the call is a part of."""
 
     # Until the call ends.
@@ -185,14 +185,14 @@ class ForwardCall:
     def on_output_gradient(self, _: object) -> None:
         """Begin the backward of this call; the hook for the nodes of its outputs."""
         state = self.state
-        pre_backward = state.client.pre_backward or (state._iteration() or self.iteration).pre_backward
+        pre_backward = state.client.pre_backward or (state._root() or self.root).pre_backward
         pre_backward(self)
 
     def on_last_input_gradient(self, gradients: Sequence[torch.Tensor | None] = (), _: object = None) -> None:
         """End the backward of this call; the hook for the nodes of its inputs."""
         if torch.is_grad_enabled():  # with create_graph
             self.enter_by(gradients)
-        (self.state._iteration() or self.iteration).post_backward(self)
+        (self.state._root() or self.root).post_backward(self)
 
     def enter_by(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Let a later backward, as of a gradient penalty, enter this call by ``gradients`` of its inputs."""
@@ -263,7 +263,7 @@ class FSDPState:
         self.kept: Kept | None = None
         """Set while the group is kept unsharded between passes."""
         self.client = ClientBackward()
-        self._iteration: Callable[[], Any] = _no_iteration
+        self._root: Callable[[], Any] = _no_root
         for module in modules:
             self.attach(module)
         for parameter in group.parameters:
@@ -289,19 +289,19 @@ class FSDPState:
         return tuple(module for known in self._modules if (module := known()) is not None)
 
     @property
-    def iteration(self) -> Any:
+    def root(self) -> Any:
         """The ``Root`` of the state, or ``None`` before it is assembled and after the root is dropped."""
-        return self._iteration()
+        return self._root()
 
-    @iteration.setter
-    def iteration(self, iteration: object) -> None:
-        self._iteration = _no_iteration if iteration is None else ref(iteration)
+    @root.setter
+    def root(self, root: object) -> None:
+        self._root = _no_root if root is None else ref(root)
 
     def drain_before_changes(self) -> None:
         """Complete the reductions in flight of parameters whose ``requires_grad`` has changed."""
-        iteration = self.iteration
-        if iteration is not None:
-            iteration.drain_before_changes()
+        root = self.root
+        if root is not None:
+            root.drain_before_changes()
 
     def note_kept(self, steps: object) -> None:
         """Record that the group stays unsharded. ``steps``: the optimizer steps at its all-gather, or earlier ones."""
@@ -427,8 +427,8 @@ class ModuleReference:
         return ModuleReference(copy.deepcopy(self(), memo))
 
 
-def _no_iteration() -> None:
-    """Return ``None``, as a dead reference to an iteration would."""
+def _no_root() -> None:
+    """Return ``None``, as a dead reference to a root would."""
 
 
 def alive(references: Sequence[ref[FSDPState]]) -> list[FSDPState]:

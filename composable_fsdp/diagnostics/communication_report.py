@@ -16,7 +16,7 @@ from composable_fsdp._core.gradients import (
     all_reduce_wire_bytes,
     reduce_scatter_wire_bytes,
 )
-from composable_fsdp._core.hooks import iteration_of, name_states
+from composable_fsdp._core.hooks import name_states, root_of
 from composable_fsdp._core.mesh import ProcessGroups, group_by_key
 from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.diagnostics._tables import text_table
@@ -114,14 +114,14 @@ def states_of(model: nn.Module) -> list[tuple[str, FSDPState]]:
     if not places:
         raise ConfigurationError(f"no module of this {type(model).__name__} is sharded: apply fully_shard first.")
     for state in places:  # outermost first, so that it becomes the root of those within it
-        iteration_of(state)
+        root_of(state)
     return list(name_states(places).items())
 
 
 def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
     kind = state.options.reshard.kind
     if kind is ReshardKind.AUTO:
-        kind = ReshardKind.NEVER if iteration_of(state).root is state else ReshardKind.ALWAYS
+        kind = ReshardKind.NEVER if root_of(state).root_state is state else ReshardKind.ALWAYS
     smaller = state.options.reshard.mesh_size
 
     def shard(pgs: ProcessGroups) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._api.strategy import ShardingStrategy
-from composable_fsdp._core.hooks import iteration_of
+from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.diagnostics._tables import text_table
@@ -140,7 +140,7 @@ def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupD
     return GroupDescription(
         names=tuple(places[module] for module in state.modules if module in places),
         classes=tuple(type(module).__name__.removeprefix("FSDP") for module in state.modules),
-        is_root=iteration_of(state).root is state,
+        is_root=root_of(state).root_state is state,
         parameters=sum(prod(p.sharding.shape) for p in parameters),
         bytes=sum(prod(p.sharding.shape) * p.dtype.itemsize for p in parameters),
         bytes_per_rank=state.group.plan.shard_bytes,
@@ -178,7 +178,7 @@ def _mesh(mesh: DeviceMesh) -> str:
 def _after_forward(state: FSDPState) -> str:
     kind = state.options.reshard.kind
     if kind is ReshardKind.AUTO:
-        kind = ReshardKind.NEVER if iteration_of(state).root is state else ReshardKind.ALWAYS
+        kind = ReshardKind.NEVER if root_of(state).root_state is state else ReshardKind.ALWAYS
     if kind is ReshardKind.SMALLER:
         return f"keep 1/{state.options.reshard.mesh_size}"
     return "free" if kind is ReshardKind.ALWAYS else "keep"

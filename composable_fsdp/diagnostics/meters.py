@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._core.hooks import iteration_of
+from composable_fsdp._core.hooks import root_of
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError
 
@@ -134,7 +134,7 @@ class Meter:
         self._step, self._began, self._waited = step, time.perf_counter(), self._seconds_waited() or 0.0
 
     def _seconds_waited(self) -> float | None:
-        streams = iteration_of(self._root).streams
+        streams = root_of(self._root).streams
         return None if streams.device.has_streams else streams.seconds_waited
 
 

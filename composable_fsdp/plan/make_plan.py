@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import fully_shard, to_empty
 from composable_fsdp._core.events import Hook
 from composable_fsdp._core.group_plan import GroupPlan, plan_group
-from composable_fsdp._core.hooks import iteration_of
+from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import local_part
 from composable_fsdp._core.root import Root
@@ -97,13 +97,13 @@ def plan(
         ledger = MemoryLedger(accelerator, streams)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger.counting(), _without_collection(), _explained():
             model = _sharded(build, device_mesh, given)
-            root = find_state(model)
-            assert root is not None
-            iteration = iteration_of(root)
-            observer = _Observer(ledger, iteration.states, _calibration(iteration, ledger))
-            tuning_of(iteration).measure(iteration, observer)
+            root_state = find_state(model)
+            assert root_state is not None
+            root = root_of(root_state)
+            observer = _Observer(ledger, root.states, _calibration(root, ledger))
+            tuning_of(root).measure(root, observer)
             if recompute:
-                _recompute(iteration)
+                _recompute(root)
             ledger.kind = "activations"
             args, kwargs = make_batch(batch, model)
             keeps_cache = _compute(model, ledger, args, kwargs, loss)
@@ -111,22 +111,22 @@ def plan(
             measured = observer.calibration.begin_step()
             assert measured is not None
             costs = replace(measured, axes=_axes(shape, accelerator), source=f"figures of {accelerator.name}")
-            observer.calibration = _calibration(iteration, ledger)
+            observer.calibration = _calibration(root, ledger)
             gc.collect()
             ledger.restart()
             state, optimizer_seconds = _update(model, ledger, optimizer, foreach=accelerator.has_streams)
             ledger.flops = 0.0
             _compute(model, ledger, args, kwargs, loss)
-            dtypes = _dtypes(iteration, state)
+            dtypes = _dtypes(root, state)
             del state
-            peak, timeline = peak_of(ledger), predicted(iteration, costs)
+            peak, timeline = peak_of(ledger), predicted(root, costs)
             on_host, copies = 0, 0.0
             if offloads:
                 optimizer_seconds = 0.0
                 on_host = sum(peak.largest[kind] for kind in _OFFLOADED)
                 copies = 2 * peak.largest["parameters"] / (accelerator.host_gbit * 1e9 / 8)  # not overlapped
             if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory:
-                groups = [each.group for each in iteration.states.values()]
+                groups = [each.group for each in root.states.values()]
                 on_host += sum(_pinned_waste(group.plan, group.process_groups) for group in groups)
             rows = [
                 Row(kind, 0 if offloads and kind in _OFFLOADED else peak.nbytes[kind], peak.largest[kind])
@@ -136,7 +136,7 @@ def plan(
             return Plan(
                 model=type(model).__name__.removeprefix("FSDP"),
                 parameters=sum(prod(parameter.shape) for parameter in model.parameters()),
-                groups=len(iteration.states),
+                groups=len(root.states),
                 mesh=mesh,
                 device=accelerator,
                 settings={key: str(value) for key, value in settings.items()},
@@ -252,15 +252,15 @@ def _sharded(build: Callable[[], nn.Module], mesh: Any, options: Mapping[str, An
     return model
 
 
-def _calibration(iteration: Root, ledger: MemoryLedger) -> Calibration:
-    groups = {name: state.group for name, state in iteration.states.items() if state.group.parameters}
-    return Calibration((), (), groups, 1, Clock(iteration.root.group.axes.device, lambda: ledger.seconds))
+def _calibration(root: Root, ledger: MemoryLedger) -> Calibration:
+    groups = {name: state.group for name, state in root.states.items() if state.group.parameters}
+    return Calibration((), (), groups, 1, Clock(root.root_state.group.axes.device, lambda: ledger.seconds))
 
 
-def _recompute(iteration: Root) -> None:
+def _recompute(root: Root) -> None:
     """Recompute the forward of the modules of each group within the model in backward."""
-    for state in iteration.states.values():
-        if state is not iteration.root:
+    for state in root.states.values():
+        if state is not root.root_state:
             for module in state.modules:
                 run = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
                 module.forward = run
@@ -283,9 +283,9 @@ def _compute(
     return keeps_cache
 
 
-def _dtypes(iteration: Root, state: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _dtypes(root: Root, state: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the dtypes of the floating-point shards, of the computation with them, and of the optimizer state."""
-    parameters = [each for found in iteration.states.values() for each in found.group.parameters]
+    parameters = [each for found in root.states.values() for each in found.group.parameters]
     kept = [each for values in state for each in values.values() if isinstance(each, torch.Tensor) and each.dim()]
     kinds = {
         "shards": {each.dtype for each in parameters},

@@ -62,7 +62,7 @@ from composable_fsdp._core.memory import Work
 from composable_fsdp._core.mesh import FORMS, FullMesh, PlainForm
 from composable_fsdp._core.reduce import REDUCE_KINDS, BucketReduceScatter, OwnReduce, ReduceKind
 from composable_fsdp._core.schedule import PASSES, Plan, PlannedRun
-from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, Observer, Root
+from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, ObservedRoot, Observer
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.checks.forward_order import ForwardOrder
 from composable_fsdp.plugins.checks.model_check import ModelCheck
@@ -119,6 +119,7 @@ __all__ = [
     "GatherClaim",
     "GatherKind",
     "Hook",
+    "ObservedRoot",
     "Observer",
     "OwnReduce",
     "Pass",
@@ -127,7 +128,6 @@ __all__ = [
     "PlannedRun",
     "ReduceKind",
     "ReduceOp",
-    "Root",
     "Traits",
     "Transfer",
     "Work",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from composable_fsdp._core.events import HELD_GRADIENTS, ParameterState, RunningPass
 from composable_fsdp._core.memory import capture_error
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState
 
 __all__ = ["CapturedPasses"]
@@ -21,19 +21,19 @@ class CapturedPasses(Observer):
         self._is_captured = False
         """True if the last pass was captured."""
 
-    def for_root(self, root: Root) -> Observer:
+    def for_root(self, root: ObservedRoot) -> Observer:
         return CapturedPasses()
 
-    def before_first_collective(self, root: Root) -> None:
+    def before_first_collective(self, root: ObservedRoot) -> None:
         if root.streams.device.is_capturing():
             text = "the first forward compares ranks on the host and connects process groups"
-            raise capture_error(root.root.name, text, "Run some steps before the capture.")
+            raise capture_error(root.root_state.name, text, "Run some steps before the capture.")
 
-    def begin_pass(self, root: Root, running: RunningPass) -> None:
+    def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
         continues, self._is_captured = self._is_captured, root.streams.device.is_capturing()
         if not self._is_captured or continues:
             return
-        name = root.root.name
+        name = root.root_state.name
         if running.kind == "backward":
             raise capture_error(name, "the forward of this backward was not captured", "Capture both.")
         if root.reductions_are_in_flight:

@@ -277,23 +277,21 @@ def prepare_to_lend(states: Sequence[FSDPState], caller: str = "unsharded_params
             "after backward() has returned."
         )
     for state in states:
-        iteration = state.iteration
-        if state.group.parameter_state is ParameterState.LENT or (
-            iteration is not None and iteration.refuse is not None
-        ):
+        root = state.root
+        if state.group.parameter_state is ParameterState.LENT or (root is not None and root.refuse is not None):
             raise LifecycleError(
                 f"{caller} was entered for {state.name!r} inside another one for modules of the same root. "
                 "Leave that one first, or use one for all: with recurse=True it reaches every module below its own."
             )
-        if iteration is not None and any(map(is_being_called, iteration.states.values())):
+        if root is not None and any(map(is_being_called, root.states.values())):
             raise LifecycleError(
                 f"{caller} was entered during a forward that {state.name!r} is part of, which still uses the "
                 "parameters. Enter it before the forward or after backward() has returned."
             )
     for state in states:
-        iteration = state.iteration
-        if iteration is not None:
-            iteration.drain()
+        root = state.root
+        if root is not None:
+            root.drain()
         state.group.reshard()
         state.group.refresh()
 
@@ -312,11 +310,11 @@ def lend(states: Sequence[FSDPState], full_params: Mapping[ParamPlace, nn.Parame
     Yields a list, which at the end has what was registered for each parameter: the user may have set other tensors.
     """
     groups = list(dict.fromkeys(state.group for state in states))
-    iterations = {found: state.group for state in reversed(states) if (found := state.iteration) is not None}
+    roots = {found: state.group for state in reversed(states) if (found := state.root) is not None}
     for group in groups:
         group.advance(ParameterOperation.LEND)
-    for iteration, group in iterations.items():
-        iteration.refuse = group.check_can_unshard
+    for root, group in roots.items():
+        root.refuse = group.check_can_unshard
     shown: list[object] = []
     try:
         for place, full_param in full_params.items():
@@ -329,8 +327,8 @@ def lend(states: Sequence[FSDPState], full_params: Mapping[ParamPlace, nn.Parame
             place.put(place.parameter)
         for group in groups:
             group.advance(ParameterOperation.RETURN)
-        for iteration in iterations:
-            iteration.refuse = None
+        for root in roots:
+            root.refuse = None
 
 
 # -- values

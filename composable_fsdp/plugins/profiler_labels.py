@@ -14,7 +14,7 @@ from torch.autograd import profiler
 
 from composable_fsdp._core.events import Hook, ParameterState, describe_groups
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 
 __all__ = ["ProfilerLabels"]
 
@@ -43,14 +43,14 @@ class ProfilerLabels(Observer):
         self._of_hooks = _HookLabels()
         self._are_shown = False
 
-    def for_root(self, root: Root) -> Observer:
+    def for_root(self, root: ObservedRoot) -> Observer:
         return ProfilerLabels()
 
-    def before_first_hook(self, root: Root) -> None:
+    def before_first_hook(self, root: ObservedRoot) -> None:
         are_read = profiler._is_profiler_enabled or _log.isEnabledFor(logging.DEBUG)
         if are_read is not self._are_shown:
             self._are_shown = are_read
-            (root.events.add if are_read else root.events.remove)(self._of_hooks)
+            (root.observers.add if are_read else root.observers.remove)(self._of_hooks)
             cast(Any, root).launcher.wrap_verbs(_labelled if are_read else None)
 
 
@@ -60,12 +60,12 @@ class _HookLabels(Observer):
     def __init__(self) -> None:
         self._open: list[AbstractContextManager[None]] = []
 
-    def before_hook(self, root: Root, hook: Hook, subject: Any) -> None:
+    def before_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
         label = _label(_LABELS[hook], subject.name) if hook in _LABELS else nullcontext()
         label.__enter__()
         self._open.append(label)
 
-    def after_hook(self, root: Root, hook: Hook, subject: Any) -> None:
+    def after_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
         self._open.pop().__exit__(None, None, None)
 
 

@@ -13,7 +13,7 @@ from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._core.comm import abandon, position, reopen, timeout_of
 from composable_fsdp._core.params import sharded_steps
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.errors import DivergenceError, PeerError
 
@@ -28,10 +28,10 @@ class Recovery(Observer):
         """The number of optimizer steps at the last rendezvous after a failed pass."""
         self._result: Rendezvous | None = None
 
-    def for_root(self, root: Root) -> Observer:
+    def for_root(self, root: ObservedRoot) -> Observer:
         return Recovery()
 
-    def reset(self, root: Root) -> bool:
+    def reset(self, root: ObservedRoot) -> bool:
         states = root.states.values()
         if not has_failed(states):
             return False
@@ -48,7 +48,7 @@ class Recovery(Observer):
                 raise PeerError(text, error.ranks) from error
         return True
 
-    def after_reset(self, root: Root) -> None:
+    def after_reset(self, root: ObservedRoot) -> None:
         result, self._result = self._result, None
         if result is not None:
             result.check_steps()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from composable_fsdp._core import root as core
 from composable_fsdp._core.events import ForwardRecord, ParameterState, Pass
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState, find_state
 from composable_fsdp.errors import LifecycleError
 
@@ -27,21 +27,21 @@ class SkippedModules(Observer):
     def __init__(self) -> None:
         self._current: _CurrentForward | None = None
 
-    def for_root(self, root: Root) -> Observer:
+    def for_root(self, root: ObservedRoot) -> Observer:
         return SkippedModules()
 
-    def begin_forward(self, root: Root, outermost: FSDPState) -> None:
-        root.events.remove(self._current)
+    def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
+        root.observers.remove(self._current)
         is_needed = any(state.group.process_groups[0].unequal_use for state in root.states.values())
         self._current = _CurrentForward(root, outermost) if is_needed else None
-        root.events.add(self._current)
+        root.observers.add(self._current)
         root.plans.unequal_use = is_needed
 
 
 class _CurrentForward(Observer):
     """A forward of ``outermost``, and its backward, with the same collectives on all ranks. Final."""
 
-    def __init__(self, root: Root, outermost: FSDPState) -> None:
+    def __init__(self, root: ObservedRoot, outermost: FSDPState) -> None:
         states = {name: root.states[name] for name in _names_beneath(outermost)}
         for state in states.values():
             if len(state.module_ids) > 1:
@@ -59,7 +59,7 @@ class _CurrentForward(Observer):
 
     # -- forward
 
-    def begin_run(self, root: Root, state: FSDPState) -> None:
+    def begin_run(self, root: ObservedRoot, state: FSDPState) -> None:
         """Do the collectives of the groups skipped before ``state``. A recomputed state must be unsharded.
 
         Ranks that skip it all-gather later.
@@ -79,20 +79,20 @@ class _CurrentForward(Observer):
                 "checkpoint each sharded module by itself (and with use_reentrant=False)."
             )
 
-    def end_run(self, root: Root, state: FSDPState) -> None:
+    def end_run(self, root: ObservedRoot, state: FSDPState) -> None:
         _take(root, self._groups.inside(state.name))
 
-    def end_forward(self, root: Root) -> None:
+    def end_forward(self, root: ObservedRoot) -> None:
         _take(root, self._groups.rest())
 
     # -- backward
 
-    def enter_backward(self, root: Root, call: ForwardCall) -> None:
+    def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
         run, self._backward = call.first or call, call.entered
         if call.state.group.plan.specs:
             self._reach(root, run.record, run.position, call.state)
 
-    def _reach(self, root: Root, record: ForwardRecord, position: int, running: FSDPState | None) -> None:
+    def _reach(self, root: ObservedRoot, record: ForwardRecord, position: int, running: FSDPState | None) -> None:
         """Join the collectives of the groups that backward skipped before ``running`` at ``position`` of ``record``.
 
         Gradients that are complete by then are reduced. A state around ``running`` was not skipped: its output may be
@@ -110,7 +110,7 @@ class _CurrentForward(Observer):
             if state.options.reshard_after_backward and (running is None or running.name not in _names_beneath(state)):
                 _core(root).launcher.free(state.group)
 
-    def end_backward(self, root: Root) -> None:
+    def end_backward(self, root: ObservedRoot) -> None:
         for record in self._records:
             self._reach(root, record, 0, None)
         self._settle_reached(root)
@@ -118,11 +118,11 @@ class _CurrentForward(Observer):
             _core(root).reduce_gradients(state, contributes=True)
         self.after_reset(root)
 
-    def after_reset(self, root: Root) -> None:
+    def after_reset(self, root: ObservedRoot) -> None:
         for of_backward in (self._records, self._reached, self._outer):
             of_backward.clear()
 
-    def _settle_reached(self, root: Root) -> None:
+    def _settle_reached(self, root: ObservedRoot) -> None:
         for state in self._reached:
             if state.has_nested_states:
                 self._outer.append(state)
@@ -131,12 +131,12 @@ class _CurrentForward(Observer):
         self._reached.clear()
 
 
-def _core(root: Root) -> core.Root:
+def _core(root: ObservedRoot) -> core.Root:
     assert isinstance(root, core.Root)
     return root
 
 
-def _take(root: Root, skipped: Iterable[SkippedGroup]) -> None:
+def _take(root: ObservedRoot, skipped: Iterable[SkippedGroup]) -> None:
     for name, begins in skipped:
         if begins:
             _core(root).begin_skipped(root.states[name])

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from composable_fsdp._core.events import Hook
 from composable_fsdp._core.mesh import FullMesh, PlainForm
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall
 from composable_fsdp.errors import ParameterError
 
@@ -33,16 +33,16 @@ _ATTRIBUTES = ("_local_type", "_partition_spec")
 class SpmdTypes(Observer):
     """Lets hooks leave checks of types, and gives unsharded parameters their types, once the package is imported."""
 
-    def before_first_hook(self, root: Root) -> None:
+    def before_first_hook(self, root: ObservedRoot) -> None:
         if "spmd_types" in sys.modules:
-            root.events.add(_IMPORTED)
+            root.observers.add(_IMPORTED)
 
 
 class _Imported(Observer):
-    def before_hook(self, root: Root, hook: Hook, subject: Any) -> None:
+    def before_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
         """Do nothing: the root leaves the caller's context if anything observes its hooks."""
 
-    def enter_call(self, root: Root, call: ForwardCall) -> None:
+    def enter_call(self, root: ObservedRoot, call: ForwardCall) -> None:
         for parameter in call.state.group.parameters:
             inner = parameter.sharding.inner
             if inner is not None and inner.form is not None:

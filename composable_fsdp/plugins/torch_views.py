@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._api.torch_types import find_state, register_state, set_torch_state
 from composable_fsdp._core.events import HELD_GRADIENTS, Pass
-from composable_fsdp._core.hooks import hooks_for_clients, iteration_of
+from composable_fsdp._core.hooks import hooks_for_clients, root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState, ModuleReference
@@ -142,7 +142,7 @@ class ClientState:
     @property
     def all_states(self) -> list[Any]:
         """The views of all FSDP states of the root, in the order of its modules."""
-        states = iteration_of(self._state).states.values()
+        states = root_of(self._state).states.values()
         return [find_state(module) for state in states for module in state.modules[:1]]
 
     @property
@@ -155,7 +155,7 @@ class ClientState:
 
     def _root_post_backward_final_callback(self) -> None:
         """End a backward: reduce remaining gradients, and wait for the reductions if it is the last backward."""
-        iteration_of(self._state).end_backward()
+        root_of(self._state).end_backward()
 
     _pre_forward = property(lambda view: hooks_for_clients(view._state).pre_forward)
     _post_forward = property(lambda view: hooks_for_clients(view._state).post_forward)
@@ -208,17 +208,17 @@ class ClientState:
         kind = self._state.options.reshard.kind
         if kind is not ReshardKind.AUTO:
             return kind is not ReshardKind.NEVER
-        iteration = self._state.iteration
-        return iteration is None or (iteration.root is not self._state and not iteration.streams.device.has_streams)
+        root = self._state.root
+        return root is None or (root.root_state is not self._state and not root.streams.device.has_streams)
 
     @property
     def _training_state(self) -> TrainingState:
         """The current pass in torch's terms, without the ends of a module's own forward and backward."""
-        iteration = self._state.iteration
-        if iteration is None or iteration.current_pass is Pass.IDLE:
+        root = self._state.root
+        if root is None or root.current_pass is Pass.IDLE:
             return TrainingState.IDLE
         computes = bool(self._state.calls_under_way)  # also recomputation in backward under activation checkpointing
-        is_forward = computes or iteration.current_pass is Pass.FORWARD
+        is_forward = computes or root.current_pass is Pass.FORWARD
         return TrainingState.FORWARD if is_forward else TrainingState.PRE_BACKWARD
 
     @_training_state.setter
@@ -228,16 +228,16 @@ class ClientState:
             raise UnsupportedError(f"_training_state cannot be set to {state.name} here; it follows the passes.")
 
     def _pre_backward(self, call: ForwardCall) -> None:
-        iteration_of(self._state).pre_backward(call)
+        root_of(self._state).pre_backward(call)
 
     def _post_backward(self, deliver: Callable[[], None] | None = None) -> None:
-        if deliver is not None:  # the reduction that the iteration is about to launch
+        if deliver is not None:  # the reduction that the root is about to launch
             deliver()
             return
-        state, iteration = self._state, iteration_of(self._state)
+        state, root = self._state, root_of(self._state)
         gradients = state.group.gradients
         gradients.notice()  # zero-bubble schedules accumulate weight gradients themselves
-        if gradients.were_summed and gradients.state not in HELD_GRADIENTS and iteration.was_reached(state):
+        if gradients.were_summed and gradients.state not in HELD_GRADIENTS and root.was_reached(state):
             warnings.warn(
                 f"backward went through {state.name!r}, but left no gradient on any of its parameters. Pipeline "
                 "schedules that compute the gradients of weights apart from those of inputs, such as zero bubble, look "
@@ -245,7 +245,7 @@ class ClientState:
                 "reshard_after_forward=False.",
                 stacklevel=2,
             )
-        iteration.reduce_gradients(state, at_end=True)
+        root.reduce_gradients(state, at_end=True)
         if state.options.reshard_after_backward:
             state.group.reshard()
 

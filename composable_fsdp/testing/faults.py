@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp._core.comm import SUM, Around, Collective, Communicator, Transfer
-from composable_fsdp._core.hooks import iteration_of
+from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp._core.state import find_state
@@ -163,7 +163,7 @@ def inject_faults(model: nn.Module, *faults: Fault) -> Iterator[list[str]]:
     state = find_state(model)
     if state is None:
         raise ConfigurationError(f"inject_faults: {type(model).__name__} is not sharded. Call fully_shard on it first.")
-    process_groups = [pgs for each in iteration_of(state).states.values() for pgs in each.group.process_groups]
+    process_groups = [pgs for each in root_of(state).states.values() for pgs in each.group.process_groups]
     before = [(pgs.axes, pgs.gather, pgs.scatter, pgs.exchange) for pgs in process_groups]
     labels: list[str] = []
 

@@ -69,8 +69,8 @@ def _objects_of(dropped: object) -> list[tuple[str, Any]]:
             known = [bucket for bucket in state.group.buckets if isinstance(bucket, (Bucket, InPlaceBucket))]
             stores = [tensor for bucket in known for tensor in bucket.versioned]
             objects += [(f"unit {name!r}", state), *((f"shards of {name!r}", store) for store in stores)]
-            if state.iteration is not None:
-                objects.append((f"iteration of {name!r}", state.iteration))
+            if state.root is not None:
+                objects.append((f"iteration of {name!r}", state.root))
     return objects
 
 

@@ -31,8 +31,8 @@ from tests._internals import (
     disconnect,
     find,
     is_over_group,
-    iteration_of,
     reconnect,
+    root_of,
     state_of,
     timeout_of_group,
 )
@@ -230,7 +230,7 @@ def keep_unsharded_memory_while_gloo_may_write() -> None:
     fully_shard(model)
     model(torch.ones(1, 512)).sum().backward()
     state = state_of(model)
-    group, streams = state.group, iteration_of(state).streams
+    group, streams = state.group, root_of(state).streams
     assert group.plan.unsharded_bytes == 512 * 1024 * 4
     group.unshard(streams)
     with mock.patch.object(GlooWork, "wait", Interrupted.wait), pytest.raises(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import Replay, Root, Snapshot, events_of, gather_plan, iteration_of, schedule, specs_for, state_of
+from tests._internals import Replay, Root, Snapshot, events_of, gather_plan, root_of, schedule, specs_for, state_of
 from tests.goldens.dry_runs import performed
 from tests.helpers.chain_schedule import chain_schedule
 from tests.helpers.sharding import sharded
@@ -144,14 +144,14 @@ def play(model: FSDPModule, drawn: Drawn) -> Recorder:
 SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE, Operation.REDUCED)
 
 
-def root_of(model: FSDPModule) -> Root:
+def root_below(model: FSDPModule) -> Root:
     assert isinstance(model, nn.Module)
-    return iteration_of(state_of(model))
+    return root_of(state_of(model))
 
 
 def check(plan: schedule.Schedule, model: FSDPModule, drawn: Drawn) -> None:
     """Check that groups are in memory when they compute, within the bound, and that each gradient is reduced once."""
-    states = root_of(model).states
+    states = root_below(model).states
     held = {name for name, state in states.items() if state.group.is_gathered}
     unused, in_flight, reduced = set[str](), 0, Counter[schedule.GradBucket]()
     for event, actions in plan:
@@ -207,8 +207,8 @@ def test_a_steady_iteration_performs_what_its_dry_run_says(drawn: Drawn) -> None
         plan = model.schedule()
         check(plan, model, drawn)
         expected = list(performed(plan, []))
-        common = Replay(root_of(model), Snapshot.of(root_of(model), has_stepped=True), arrive_together=True)
-        common.play(events_of(root_of(model).plans.known, root_of(model).states))
+        common = Replay(root_below(model), Snapshot.of(root_below(model), has_stepped=True), arrive_together=True)
+        common.play(events_of(root_below(model).plans.known, root_below(model).states))
         assert Counter(performed(common.steps, [])) == Counter(expected), "what all ranks expect"
         found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
         assert found == expected, plan
@@ -258,7 +258,7 @@ def schedule_of(
         change(model)
     for _ in range(2):
         model(torch.ones(1, SIDE, requires_grad=True)).sum().backward()
-    with mock.patch.object(root_of(sharded(model)).launcher, "has_streams", has_streams):
+    with mock.patch.object(root_below(sharded(model)).launcher, "has_streams", has_streams):
         return sharded(model).schedule()
 
 
@@ -293,7 +293,7 @@ def test_the_schedules_that_other_tests_simulate_are_those_of_a_dry_run(
 ) -> None:
     model, options = Chain("abcde"), {"prefetch_limit": limit, "max_fused_bytes": max_fused}
     found = schedule_of(model, has_streams=has_streams, change=chosen(**options))
-    root = root_of(sharded(model))
+    root = root_below(sharded(model))
     specs = specs_for(root, root.plans.settings)
     expected = chain_schedule(specs, gather_plan.Limits(limit, max_fused, has_streams))
 

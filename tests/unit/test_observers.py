@@ -12,7 +12,7 @@ from torch import nn
 
 from composable_fsdp import fully_shard, plugins
 from composable_fsdp.plugins import OBSERVERS, Observer
-from tests._internals import iteration_of, state_of
+from tests._internals import root_of, state_of
 from tests.helpers.sharding import single_rank
 from tests.plugin_table import LISTED, OWN, PROJECT, listed, without
 
@@ -115,24 +115,24 @@ class Named(Observer):
 def test_observers_of_a_beginning_are_told_in_order_and_those_of_an_end_in_reverse() -> None:
     lines: list[str] = []
     model = fully_shard(nn.Linear(4, 4))
-    root = iteration_of(state_of(model))
+    root = root_of(state_of(model))
     one, other = Named("one", lines), Named("other", lines)
     with torch.no_grad():
         model(torch.ones(2, 4))
-    before = root.events.before_hook, root.events.after_hook
+    before = root.observers.before_hook, root.observers.after_hook
     for observer in (one, other, one):
-        root.events.add(observer)
+        root.observers.add(observer)
     with torch.no_grad():
         model(torch.ones(2, 4))
     assert lines[:2] == ["one begins pre-forward", "other begins pre-forward"]
     assert lines[2:4] == ["other ends pre-forward", "one ends pre-forward"]
-    root.events.remove(one)
+    root.observers.remove(one)
     lines.clear()
     with torch.no_grad():
         model(torch.ones(2, 4))
     assert lines[:2] == ["other begins pre-forward", "other ends pre-forward"]
-    root.events.remove(other)
-    assert (root.events.before_hook, root.events.after_hook) == before, (
+    root.observers.remove(other)
+    assert (root.observers.before_hook, root.observers.after_hook) == before, (
         "an event that nobody observes costs one truth test"
     )
 
@@ -140,13 +140,47 @@ def test_observers_of_a_beginning_are_told_in_order_and_those_of_an_end_in_rever
 def test_an_observer_may_be_another_one_for_each_root_or_none(attach: Callable[[Observer], Observer]) -> None:
     class OfSome(Observer):
         def for_root(self, root: Any) -> Observer | None:
-            return Log() if root.root.group.parameters else None
+            return Log() if root.root_state.group.parameters else None
 
     attach(OfSome())
-    roots = [iteration_of(state_of(fully_shard(module))) for module in (nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))]
-    logs = [[each for each in root.events.observers if isinstance(each, Log)] for root in roots]
+    roots = [root_of(state_of(fully_shard(module))) for module in (nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))]
+    logs = [[each for each in root.observers.attached if isinstance(each, Log)] for root in roots]
     assert [len(each) for each in logs] == [1, 0, 1]
     assert logs[0][0] is not logs[2][0]
+
+
+def test_a_method_with_nearly_the_name_of_an_event_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^Typo.begin_forwards observes no event\. Did you mean begin_forward\?$"):
+        type("Typo", (Observer,), {"begin_forwards": lambda self, root, outermost: None})
+    type("Helper", (Observer,), {"report": lambda self: None, "_begin_forwards": lambda self: None})
+
+
+def test_a_class_in_the_list_of_observers_is_refused_with_the_remedy(attach: Callable[[Any], Any]) -> None:
+    attach(Log)
+    remedy = r"which is not an instance of Observer\. Append an instance: OBSERVERS\.append\(Log\(\)\)\.$"
+    with pytest.raises(TypeError, match=remedy):
+        fully_shard(nn.Linear(2, 2))
+
+
+def test_observers_are_told_that_a_call_leaves_backward_before_its_reduction(
+    attach: Callable[[Observer], Observer],
+) -> None:
+    class Ends(Observer):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, bool]] = []
+
+        def leave_backward(self, root: Any, call: Any) -> None:
+            self.seen.append((call.name, all(p.sharded.grad is None for p in call.state.group.parameters)))
+
+    ends = Ends()
+    attach(ends)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module)
+    x = torch.ones(2, 4, requires_grad=True)
+    model(x).sum().backward()
+    assert [name for name, _ in ends.seen if name != "root"] == ["1", "0"]
+    assert all(is_before for _, is_before in ends.seen)
 
 
 def test_the_table_of_plugins_leaves_out_one_line_of_the_lists() -> None:

@@ -22,7 +22,7 @@ from composable_fsdp import (
     fully_shard,
     share_comm_ctx,
 )
-from tests._internals import CommStream, iteration_of, state_of
+from tests._internals import CommStream, root_of, state_of
 from tests.helpers.sharding import single_rank
 
 T = TypeVar("T")
@@ -215,7 +215,7 @@ def test_chunks_of_a_pipeline_share_their_streams(monkeypatch: pytest.MonkeyPatc
     inner = fully_shard(nn.Linear(2, 2))
     outer = fully_shard(nn.Sequential(inner))
     share_comm_ctx([first, second])
-    assert iteration_of(state_of(first)).streams is iteration_of(state_of(second)).streams
+    assert root_of(state_of(first)).streams is root_of(state_of(second)).streams
     used: list[CommStream] = []
     run = CommStream.run
 
@@ -225,7 +225,7 @@ def test_chunks_of_a_pipeline_share_their_streams(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(CommStream, "run", note)
     second(first(torch.ones(1, 2))).sum().backward()
-    shared = iteration_of(state_of(first)).streams
+    shared = root_of(state_of(first)).streams
     assert set(used) == {shared.gather, shared.reduce}
     assert first.weight.grad is not None
     with pytest.raises(ConfigurationError, match="share_comm_ctx takes sharded modules, not Linear"):

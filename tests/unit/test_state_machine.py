@@ -29,7 +29,7 @@ from tests._internals import (
     ParameterState,
     Pass,
     advance,
-    iteration_of,
+    root_of,
     schedule,
     state_of,
 )
@@ -308,8 +308,8 @@ def passes_of(first: Hook, *, in_forward: bool) -> list[tuple[Pass, Hook, Pass]]
     with single_rank():
         seen, x = SeenPasses(), torch.ones(2, 4, requires_grad=True)
         model: Any = WithBackward(first) if in_forward else Layer(first)
-        root = iteration_of(state_of(fully_shard(model, reshard_after_forward=False)))
-        root.events.add(seen)
+        root = root_of(state_of(fully_shard(model, reshard_after_forward=False)))
+        root.observers.add(seen)
         loss = run_layer(model, x).sum()
         assert root.current_pass is Pass.IDLE
         if not in_forward:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp import AxisCosts, CollectiveCost, Costs, fully_shard
 from composable_fsdp.errors import ParameterError
-from tests._internals import Pass, iteration_of, schedule, state_of
+from tests._internals import Pass, root_of, schedule, state_of
 
 WIDTH, NAMES = 16, "abc"
 
@@ -64,7 +64,7 @@ def step(model: Any) -> None:
 
 
 def events_of(model: Any) -> list[Any]:
-    return iteration_of(state_of(model)).tape.events
+    return root_of(state_of(model)).tape.events
 
 
 def give_costs(model: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_reset_forgets_that_a_backward_was_inside_of_a_forward() -> None:
     with pytest.raises(ArithmeticError, match="in backward"):
         step(model)
     model.reset_iter_state()
-    root = iteration_of(state_of(model))
+    root = root_of(state_of(model))
     root.end_backward()  # as pipelining ends the last of several backwards
     assert root.current_pass is Pass.IDLE
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._core.events import RunningPass
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 
 __all__ = ["ExecutionOrderWarning", "ForwardOrder"]
 
@@ -29,12 +29,12 @@ class ForwardOrder(Observer):
         self._first: tuple[str, ...] = ()
         self._has_warned = False
 
-    def for_root(self, root: Root) -> Observer:
+    def for_root(self, root: ObservedRoot) -> Observer:
         return ForwardOrder()
 
-    def end_pass(self, root: Root, running: RunningPass) -> None:
-        is_whole = running.kind == "forward" and running.module == root.root.name and running.succeeded
-        if is_whole and root.root.options.order_check is not OrderCheck.OFF:
+    def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+        is_whole = running.kind == "forward" and running.module == root.root_state.name and running.succeeded
+        if is_whole and root.root_state.options.order_check is not OrderCheck.OFF:
             self.compare(root.plans.record.ended)
 
     def compare(self, order: Sequence[str]) -> None:

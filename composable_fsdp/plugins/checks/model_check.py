@@ -28,7 +28,7 @@ from composable_fsdp._consistency.starting_values import (
 from composable_fsdp._consistency.verify_ranks import SHOWN_RANKS, gather_texts, verify_same
 from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.params import ShardedParameter, local_part
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, state_of_parameter
 from composable_fsdp.errors import DivergenceError, ParameterError
 
@@ -50,8 +50,8 @@ class ModelCheck(Observer):
         if start is not None:
             _starts[parameter] = start
 
-    def before_first_collective(self, root: Root) -> None:
-        _check_models(root.root, root.states)
+    def before_first_collective(self, root: ObservedRoot) -> None:
+        _check_models(root.root_state, root.states)
 
 
 def _check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:

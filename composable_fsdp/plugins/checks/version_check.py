@@ -15,7 +15,7 @@ import torch
 from composable_fsdp._core.buckets import Registration
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.params import ShardedParameter
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState
 from composable_fsdp.errors import LifecycleError
 
@@ -54,14 +54,14 @@ class VersionCheck(Observer):
         if state in _reads_shards:
             _reads_shards[clone] = _reads_shards[state]
 
-    def enter_forward(self, root: Root, call: ForwardCall) -> None:
+    def enter_forward(self, root: ObservedRoot, call: ForwardCall) -> None:
         reads = reads_shards(call.state) if _is_set else False
         if reads is not None and torch.is_grad_enabled():
             group = call.state.group
             registration = group.tensors.registration
             call.seen = registration, registration.versions, _sums(group) if reads else None
 
-    def enter_backward(self, root: Root, call: ForwardCall) -> None:
+    def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
         seen: _Seen | None = (call.first or call).seen
         if seen is not None:
             registration, versions, sums = seen

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp._core.gather import AnyBucket
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp.codecs._compiled import is_compiled
 from composable_fsdp.codecs._encoder import CodecCall
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedBucket
@@ -22,14 +22,14 @@ class CompiledCodecs(Observer):
     """Calls each codec that is compiled once with the sizes of each message, in the first forward of a root."""
 
     @torch.no_grad()  # as in hooks: the compiler makes other code where gradients are recorded
-    def before_first_collective(self, root: Root) -> None:
+    def before_first_collective(self, root: ObservedRoot) -> None:
         buckets = [bucket for state in root.states.values() for bucket in state.group.tensors.buckets]
         found = dict.fromkeys((call, bucket.scatter.device) for bucket in buckets for call in _calls(bucket))
         calls = [(call, device) for call, device in found if call.numel and is_compiled(call.codec, device)]
         if calls and dist.get_rank() == 0:
             codecs = ", ".join(dict.fromkeys(repr(call.codec) for call, _ in calls))
             logger.warning(
-                "%s: compiling %s before the first all-gather, which may take minutes", root.root.name, codecs
+                "%s: compiling %s before the first all-gather, which may take minutes", root.root_state.name, codecs
             )
         for call, device in calls:
             call.make(device)

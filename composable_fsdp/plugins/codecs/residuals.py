@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from composable_fsdp._core.events import HELD_GRADIENTS
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.codecs.error_feedback import ErrorFeedback
 from composable_fsdp.plugins.codecs.chosen_codecs import policy_of
@@ -18,22 +18,22 @@ class Residuals(Observer):
         self._steps = 0
         """The number of optimizer steps when the last forward began."""
 
-    def for_root(self, root: Root) -> Observer | None:
+    def for_root(self, root: ObservedRoot) -> Observer | None:
         chosen = [policy_of(p) for state in root.states.values() for p in state.group.parameters]
         codecs = [codec for each in chosen for codec in (each.reduce_scatter, each.all_reduce)]
         return Residuals() if any(isinstance(codec, ErrorFeedback) for codec in codecs) else None
 
-    def begin_forward(self, root: Root, outermost: FSDPState) -> None:
+    def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
         are_used = not root.reductions_are_in_flight and not any(_waits(group) for group, _ in _changed(root))
         self.commit(root, always=are_used)  # no gradient of the step is left: they were used or dropped
         self._steps = root.plans.steps.number
 
-    def after_reset(self, root: Root) -> None:
+    def after_reset(self, root: ObservedRoot) -> None:
         self.commit(root)  # those of the step before, if this rank failed in between
         for _, own in _changed(root):
             own.roll_back()
 
-    def commit(self, root: Root, *, always: bool = False) -> None:
+    def commit(self, root: ObservedRoot, *, always: bool = False) -> None:
         """Commit the residuals if an optimizer has stepped since they changed, or if the shards have changed."""
         changed = _changed(root)
         has_ended = root.plans.steps.number != self._steps or any(own.shards_changed for _, own in changed)
@@ -41,7 +41,7 @@ class Residuals(Observer):
             own.commit()
 
 
-def _changed(root: Root) -> list[tuple[ParamGroup, EncodedReduce]]:
+def _changed(root: ObservedRoot) -> list[tuple[ParamGroup, EncodedReduce]]:
     """Return what has changed residuals since they were committed, and its groups."""
     groups = [state.group for state in root.states.values()]
     every = [(group, bucket.scatter.own) for group in groups for bucket in group.buckets]

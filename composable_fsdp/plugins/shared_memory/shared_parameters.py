@@ -36,7 +36,7 @@ from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.memory import ShardStore, Work, contiguous_strides, is_host, view_at
 from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import ShardedParameter, optimizer_steps
-from composable_fsdp._core.seams import OBSERVERS, Observer, Root
+from composable_fsdp._core.seams import OBSERVERS, ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, state_of_parameter
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
@@ -309,7 +309,7 @@ class Epochs(Observer):
         self._of_roots: tuple[ref[_EpochsOfRoot], ...] = ()
         """The epochs of all roots, oldest first: in the same order on every rank, as barriers are."""
 
-    def for_root(self, root: Root) -> Observer | None:
+    def for_root(self, root: ObservedRoot) -> Observer | None:
         axes = (pgs.axes.shard for state in root.states.values() for pgs in state.group.process_groups)
         aliasing = [cast(SharedMemoryCommunicator, c) for c in dict.fromkeys(axes) if c.traits.aliases and c.size > 1]
         if not aliasing:
@@ -334,7 +334,7 @@ class Epochs(Observer):
 class _EpochsOfRoot(Observer):
     """The epochs of one root. ``communicators`` are the shard axes over which parameters may be in shared memory."""
 
-    def __init__(self, root: Root, communicators: Sequence[SharedMemoryCommunicator]) -> None:
+    def __init__(self, root: ObservedRoot, communicators: Sequence[SharedMemoryCommunicator]) -> None:
         self._root = ref(root)
         self._communicators = communicators
         self.states = root.states.values()
@@ -367,7 +367,7 @@ class _EpochsOfRoot(Observer):
             _note_epoch_end(state)
         return works
 
-    def before_end(self, root: Root, which: Pass) -> Sequence[Work]:
+    def before_end(self, root: ObservedRoot, which: Pass) -> Sequence[Work]:
         if which is Pass.BACKWARD:
             return self.end("end of backward", self._communicators)
         if not root.plans.runs_on_all_ranks:
@@ -377,11 +377,11 @@ class _EpochsOfRoot(Observer):
                 _copy_out(state)
         return self.end("end of forward", self.awaited)
 
-    def kept(self, root: Root, state: FSDPState) -> None:
+    def kept(self, root: ObservedRoot, state: FSDPState) -> None:
         """Use a copy: other ranks may update their shards while forwards here still use the parameters."""
         _copy_out(state)
 
-    def unsharded(self, root: Root, state: FSDPState) -> None:
+    def unsharded(self, root: ObservedRoot, state: FSDPState) -> None:
         """Use a copy at once: other ranks may change their shards, and may not run the forwards that use it."""
         awaited = dict.fromkeys(segment.axis for segment in _segments_of(state) if segment.awaits_epoch_end)
         if awaited:
@@ -389,7 +389,7 @@ class _EpochsOfRoot(Observer):
             _wait_for([each.launch(Collective.BARRIER, (), f"unshard() of {state.name}") for each in awaited])
             _note_epoch_end(state)
 
-    def have_met(self, root: Root) -> None:
+    def have_met(self, root: ObservedRoot) -> None:
         for state in self.states:
             _note_epoch_end(state)
 

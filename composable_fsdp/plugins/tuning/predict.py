@@ -8,7 +8,7 @@ from composable_fsdp._core.dry import schedule_of
 from composable_fsdp._core.events import Event, Hook, Pass, Schedule, Step
 from composable_fsdp._core.mesh import axis_names
 from composable_fsdp._core.schedule import ScheduleSettings
-from composable_fsdp._core.seams import Root
+from composable_fsdp._core.seams import ObservedRoot
 from composable_fsdp.plugins.tuning.costs import Costs
 from composable_fsdp.plugins.tuning.group_spec import GroupSpec, spec_of
 from composable_fsdp.plugins.tuning.simulate import Timeline, simulate
@@ -16,18 +16,18 @@ from composable_fsdp.plugins.tuning.simulate import Timeline, simulate
 __all__ = ["predicted", "schedule_for", "specs_for"]
 
 
-def specs_for(root: Root, settings: ScheduleSettings) -> dict[str, GroupSpec]:
+def specs_for(root: ObservedRoot, settings: ScheduleSettings) -> dict[str, GroupSpec]:
     """Return the properties of all groups with ``settings``, by name."""
     axes = axis_names(pgs.axes for state in root.states.values() for pgs in state.group.process_groups)
     return {name: spec_of(state, axes, settings.message_sizes) for name, state in root.states.items()}
 
 
-def schedule_for(root: Root, settings: ScheduleSettings) -> Schedule:
+def schedule_for(root: ObservedRoot, settings: ScheduleSettings) -> Schedule:
     """Return the schedule of the next step with ``settings``, in which gradients are reduced."""
     return _for_simulation(schedule_of(cast(Any, root), settings))
 
 
-def predicted(root: Root, costs: Costs) -> Timeline:
+def predicted(root: ObservedRoot, costs: Costs) -> Timeline:
     """Return the timeline of the next iteration that trains."""
     specs = specs_for(root, root.plans.settings)
     return simulate(_for_simulation(schedule_of(cast(Any, root))), specs, costs)

@@ -15,7 +15,7 @@ from composable_fsdp._core.comm import Communicator, abandon
 from composable_fsdp._core.events import HELD_GRADIENTS, Hook, Pass
 from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.schedule import ScheduleSettings, set_by_user
-from composable_fsdp._core.seams import Observer, Root
+from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.plugins.tuning.calibration import Calibration, StepObserver
 from composable_fsdp.plugins.tuning.choose import Choice, choose
@@ -43,14 +43,16 @@ class Tuning(Observer):
         self._specs: tuple[object, object] = (None, None)
         """The inputs of plans, and the specs that belong to them."""
 
-    def for_root(self, root: Root) -> Observer | None:
-        return None if root.root.options.costs is None else Tuning()
+    def for_root(self, root: ObservedRoot) -> Observer | None:
+        return None if root.root_state.options.costs is None else Tuning()
 
-    def calibrate(self, root: Root, steps: int) -> None:
+    def calibrate(self, root: ObservedRoot, steps: int) -> None:
         """Measure the costs of collectives now, and of computation in the next ``steps``."""
         groups = {name: state.group for name, state in root.states.items() if state.group.parameters}
         axes = _axes(root)
-        calibration = Calibration(axes, _communicators(root, axes), groups, steps, Clock(root.root.group.axes.device))
+        calibration = Calibration(
+            axes, _communicators(root, axes), groups, steps, Clock(root.root_state.group.axes.device)
+        )
         root.verify_ranks()
         try:
             calibration.measure_collectives()
@@ -59,59 +61,59 @@ class Tuning(Observer):
             raise
         self.measure(root, calibration)
 
-    def measure(self, root: Root, observer: StepObserver) -> None:
+    def measure(self, root: ObservedRoot, observer: StepObserver) -> None:
         """Let ``observer`` measure the next steps."""
         self._stop(root)
         self._measuring = _Measuring(observer)
-        root.events.add(self._measuring)
+        root.observers.add(self._measuring)
 
-    def begin_forward(self, root: Root, outermost: FSDPState) -> None:
+    def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
         """Begin a step. If costs have changed and nothing is under way, choose the settings of the schedule by them.
 
         Only a forward of the root that gathers some group does so: others may run on some ranks only.
         """
         if any(state.unequal_use for state in root.states.values()):
             self._stop(root)
-        elif torch.is_grad_enabled() and outermost is root.root and root.plans.will_gather():
+        elif torch.is_grad_enabled() and outermost is root.root_state and root.plans.will_gather():
             self._begin_step(root)
 
-    def _begin_step(self, root: Root) -> None:
+    def _begin_step(self, root: ObservedRoot) -> None:
         if self._measuring is not None:
             observer = self._measuring.observer
             costs = observer.begin_step()
             if costs is not None:
                 self._stop(root)
-                root.root.change(costs=_fitted(root, costs, observer.waited))
+                root.root_state.change(costs=_fitted(root, costs, observer.waited))
         if self._is_due(root) and not _is_under_way(root):
             root.drain()
             begin = trace.now()
             self._choose(root)
             _note_choice(self.choice, begin)
 
-    def _is_due(self, root: Root) -> bool:
+    def _is_due(self, root: ObservedRoot) -> bool:
         """Return whether to choose settings. Called once before each forward that may get a backward.
 
         New costs count at once. A change of the order, of options or of plans counts once two forwards in a row have
         it, so that a model that alternates between two orders keeps its settings.
         """
-        costs = root.root.options.costs
+        costs = root.root_state.options.costs
         if costs is None:
             return self.choice is not None
         before, self._inputs = self._inputs, self._inputs_now(root)
         has_changed = self._chosen_for[0] is not costs or before == self._inputs != self._chosen_for
         return has_changed and bool(root.plans.known.events)
 
-    def _inputs_now(self, root: Root) -> tuple[object, ...]:
+    def _inputs_now(self, root: ObservedRoot) -> tuple[object, ...]:
         plans = root.plans
-        inputs, bound = plans.refresh(), root.root.options.max_unsharded_bytes
+        inputs, bound = plans.refresh(), root.root_state.options.max_unsharded_bytes
         if self._specs[0] is not inputs:
             self._specs = inputs, specs_for(root, plans.settings)
         options = inputs.limits, bound, plans.max_reductions
-        return root.root.options.costs, plans.known.events, options, self._specs[1]
+        return root.root_state.options.costs, plans.known.events, options, self._specs[1]
 
-    def _choose(self, root: Root) -> None:
+    def _choose(self, root: ObservedRoot) -> None:
         """Choose the settings by the costs of the root. The choice is the same on every rank."""
-        costs, plans = root.root.options.costs, root.plans
+        costs, plans = root.root_state.options.costs, root.plans
         if costs is None:
             self.choice = None
         else:
@@ -126,16 +128,16 @@ class Tuning(Observer):
                 current=plans.settings,
                 default=plans.default_settings,
                 before=self.choice.seconds if self.choice else None,
-                fixed=set_by_user(root.root),
+                fixed=set_by_user(root.root_state),
             )
         plans.use(self.choice.settings if self.choice else plans.default_settings)
         self._chosen_for = self._inputs = self._inputs_now(root)
 
-    def after_reset(self, root: Root) -> None:
+    def after_reset(self, root: ObservedRoot) -> None:
         self._stop(root)
 
-    def _stop(self, root: Root) -> None:
-        root.events.remove(self._measuring)
+    def _stop(self, root: ObservedRoot) -> None:
+        root.observers.remove(self._measuring)
         self._measuring = None
 
 
@@ -145,31 +147,31 @@ class _Measuring(Observer):
     def __init__(self, observer: StepObserver) -> None:
         self.observer = observer
 
-    def before_hook(self, root: Root, hook: Hook, subject: Any) -> None:
+    def before_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
         if not root.evaluates:
             in_backward, waited = root.current_pass is Pass.BACKWARD, root.streams.seconds_waited
             self.observer.enter(hook, subject.name, in_backward=in_backward, waited=waited)
 
-    def after_hook(self, root: Root, hook: Hook, subject: Any) -> None:
+    def after_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
         if not root.evaluates:
             ends_pass, waited = root.current_pass is Pass.IDLE, root.streams.seconds_waited
             self.observer.leave(hook, subject.name, ends_pass=ends_pass, waited=waited)
 
 
-def tuning_of(root: Root) -> Tuning:
+def tuning_of(root: ObservedRoot) -> Tuning:
     """Return the tuning of ``root``, which is attached if it was not."""
-    known = next((each for each in root.events.observers if isinstance(each, Tuning)), None)
+    known = next((each for each in root.observers.attached if isinstance(each, Tuning)), None)
     if known is None:
-        root.events.add(known := Tuning())
+        root.observers.add(known := Tuning())
     return known
 
 
-def choice_of(root: Root) -> Choice | None:
+def choice_of(root: ObservedRoot) -> Choice | None:
     """Return the last choice of settings by costs for ``root``, if any."""
-    return next((each.choice for each in root.events.observers if isinstance(each, Tuning)), None)
+    return next((each.choice for each in root.observers.attached if isinstance(each, Tuning)), None)
 
 
-def _fitted(root: Root, costs: Costs, waited: float) -> Costs:
+def _fitted(root: ObservedRoot, costs: Costs, waited: float) -> Costs:
     """Return ``costs`` by which the last steps take as long as they did, each with ``waited`` seconds of waits."""
     if not root.plans.known.events:
         return costs
@@ -177,12 +179,12 @@ def _fitted(root: Root, costs: Costs, waited: float) -> Costs:
     return fit_computation(schedule_for(root, root.plans.settings), specs, costs, waited)
 
 
-def _axes(root: Root) -> list[DataParallelAxes]:
+def _axes(root: ObservedRoot) -> list[DataParallelAxes]:
     """Return the data-parallel axes of all parameters."""
     return list(dict.fromkeys(pgs.axes for state in root.states.values() for pgs in state.group.process_groups))
 
 
-def _communicators(root: Root, axes: list[DataParallelAxes]) -> list[Communicator]:
+def _communicators(root: ObservedRoot, axes: list[DataParallelAxes]) -> list[Communicator]:
     """Return the communicators of all axes along which ranks run the same model, model-parallel axes last."""
     known = [each for mesh in axes for each in (mesh.shard, mesh.replicate)]
     layouts = (p.sharding.inner for state in root.states.values() for p in state.group.parameters)
@@ -190,7 +192,7 @@ def _communicators(root: Root, axes: list[DataParallelAxes]) -> list[Communicato
     return known + [each for layout in by_mesh.values() for each in layout.communicators()]
 
 
-def _is_under_way(root: Root) -> bool:
+def _is_under_way(root: ObservedRoot) -> bool:
     """Return True between a forward and its backward, and while gradients are held."""
     return any(state.runs or state.group.gradients.state in HELD_GRADIENTS for state in root.states.values())
 

@@ -12,7 +12,7 @@ from composable_fsdp._consistency.order_check import OrderCheck, order_check_fro
 from composable_fsdp._consistency.wait_warning import ENDED_AT, REPORTED_AT
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicators, find, timeout_of
-from composable_fsdp._core.seams import HookHandles, Observer, Root
+from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.plugins.watchdog.decorators import Exchange, OrderChecked, StoreExchange, Watched
 
@@ -57,6 +57,6 @@ class OrderCheckLevel(Observer):
     def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
         state.change(order_check=order_check_from())
 
-    def for_root(self, root: Root) -> Observer | None:
-        compare(connections(root.states.values()), root.root.options.order_check)
+    def for_root(self, root: ObservedRoot) -> Observer | None:
+        compare(connections(root.states.values()), root.root_state.options.order_check)
         return None
