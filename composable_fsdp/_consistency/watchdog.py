@@ -35,7 +35,7 @@ from composable_fsdp._consistency.rank_report import OperationId, RankReport, di
 from composable_fsdp._consistency.stacks import Frame, main_thread_frames, user_line, waits_in_torch
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.wait_warning import WarningTimes, reports_with_places, wait_text, wait_warning
-from composable_fsdp._consistency.world_store import is_simulated, world_store
+from composable_fsdp._consistency.world_store import own_client
 from composable_fsdp._core.events import RunningPass, error_summary
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -534,7 +534,7 @@ def job_watchdog() -> Watchdog | None:
 
 
 def _begin_watchdog(world: dist.ProcessGroup) -> Watchdog | None:
-    client = _own_client()
+    client = own_client()
     if client is None:
         return None
     watchdog = Watchdog(dist.PrefixStore("watchdog", client), dist.get_rank(), dist.get_world_size())
@@ -546,18 +546,6 @@ def known_watchdog() -> Watchdog | None:
     """Return the watchdog of this process if :func:`job_watchdog` has created one."""
     world = dist.group.WORLD
     return _watchdogs.get(world) if world is not None else None
-
-
-def _own_client() -> Any:
-    """Return a connection to the store for the watchdog alone, which does not block behind the wait of another client.
-
-    ``None`` if the store has no connections, as that of simulated ranks.
-    """
-    try:
-        store: Any = world_store()
-        return None if is_simulated(store) else store.clone()
-    except RuntimeError:  # torch before 2.14: "Tried to call pure virtual function"
-        return None
 
 
 @cache

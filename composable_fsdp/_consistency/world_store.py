@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-__all__ = ["is_simulated", "world_store"]
+__all__ = ["is_simulated", "own_client", "world_store"]
 
 _known: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, dist.Store]] = WeakKeyDictionary()
 """The torch store of a default group and the one to use, by default group."""
@@ -32,6 +33,20 @@ def world_store() -> dist.Store:
             number = store.add(f"default groups of rank {dist.get_rank()}", 1)
             known = _known[world] = base, dist.PrefixStore(str(number), store)
         return known[1]
+
+
+def own_client() -> dist.Store | None:
+    """Return the store of :func:`world_store` by a connection of its own.
+
+    All threads that use one client wait behind each other. So if two threads of each rank wait for keys of the other
+    rank, neither may set its own. ``None`` if the store has no connections, as that of simulated ranks.
+    """
+    try:
+        store: Any = world_store()
+        client: dist.Store | None = None if is_simulated(store) else store.clone()
+    except RuntimeError:  # torch before 2.14: "Tried to call pure virtual function"
+        return None
+    return client
 
 
 def _attempt() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -115,3 +116,21 @@ def train_in_threads(numbers: list[int]) -> None:
 @pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
 def test_two_threads_of_each_rank_train_over_process_groups_of_their_own(transport: Environment) -> None:
     run_ranks(train_in_threads, 2, [0, 1], environment=transport)
+
+
+def connect_in_opposite_orders() -> None:
+    """Connect two groups in threads, on rank 1 in the reverse order, so that each rank first waits for the other."""
+    meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
+    first = dist.get_rank()
+
+    def connect(i: int) -> None:
+        if i != first:
+            time.sleep(0.5)
+        fully_shard(nn.Linear(WIDTH, WIDTH), mesh=meshes[i])
+
+    run_in_threads([partial(connect, i) for i in range(2)], 1e-3)
+
+
+@pytest.mark.behaviour("J-04", "H-06")
+def test_threads_connect_their_groups_in_another_order_than_on_the_other_rank() -> None:
+    run_ranks(connect_in_opposite_orders, 2, environment=SOCKETS, timeout=30)

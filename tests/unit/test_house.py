@@ -17,7 +17,7 @@ HOOKS = "_core/hooks.py"
 MOST_LINES = {
     ".": 711,
     "_api": 2184,
-    "_consistency": 2044,
+    "_consistency": 2047,
     "_core": 11409,
     "checkpoint": 5586,
     "cli": 967,
@@ -27,13 +27,13 @@ MOST_LINES = {
     "interop": 108,
     "optim": 611,
     "plan": 1069,
-    "plugins": 8017,
+    "plugins": 8020,
     "testing": 897,
     "wrap": 616,
 }
 """The lines of each folder."""
 
-MOST_CODE = 20814
+MOST_CODE = 20817
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 11182

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp._consistency.rank_report import OperationId
-from composable_fsdp._consistency.world_store import world_store
+from composable_fsdp._consistency.world_store import own_client, world_store
 from composable_fsdp._core.comm import LostError
 from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import PeerError
@@ -60,7 +60,10 @@ class GlooConnection:
 
     def _open(self) -> None:
         self.generation = next(self._numbers)
-        store = dist.PrefixStore(f"connection/{self._name}/{self.generation}", world_store())
+        # Two threads may open connections at once, in another order than on other ranks, and wait for their peers.
+        is_alone = threading.current_thread() is threading.main_thread()
+        client = None if is_alone else own_client()
+        store = dist.PrefixStore(f"connection/{self._name}/{self.generation}", client or world_store())
         self.backend: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
         self.launched = 0
         """The number of operations that were launched."""
