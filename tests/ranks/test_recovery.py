@@ -173,6 +173,13 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
+def connected() -> GlooCommunicator:
+    """Return a communicator that all ranks have connected: the other rank may still be about to when one is."""
+    communicator = GlooCommunicator(dist.new_group())
+    dist.barrier()
+    return communicator
+
+
 def close_connections_before_raising() -> None:
     """Check that a connection is marked broken only after it is closed.
 
@@ -187,13 +194,13 @@ def close_connections_before_raising() -> None:
         seen.append(connection.broken)
 
     with mock.patch.object(GlooConnection, "_close", watched):
-        waiting = GlooCommunicator(dist.new_group())
+        waiting = connected()
         work = GlooWork(waiting.connection, 1, "all-gather", [Interrupted()])
         decorated = Watched(waiting, None)
         with pytest.raises(KeyboardInterrupt):
             _WatchedWork(decorated, OperationId(waiting.ranks, 1, "all-gather"), work, decorated.end_wait).wait()
         assert waiting.is_broken
-        launching = GlooCommunicator(dist.new_group())
+        launching = connected()
         no_memory = mock.patch.object(launching.connection, "exchange", side_effect=MemoryError)
         shard = torch.ones(1)
         with no_memory, pytest.raises(MemoryError):
@@ -207,7 +214,7 @@ def keep_memory_until_the_connection_is_closed() -> None:
 
     Rank 1 never sends, so gloo may write to the memory of rank 0 at any time.
     """
-    communicator = GlooCommunicator(dist.new_group())
+    communicator = connected()
     if dist.get_rank() == 0:
         output, own = torch.zeros(1 << 16), torch.ones(1 << 15)
         storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (output, own)]
