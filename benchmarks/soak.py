@@ -244,7 +244,7 @@ def main() -> int:
     options.add_argument("--timeout", type=float, default=8, help="of the process group, in seconds")
     arguments = options.parse_args()
     minutes, steps, fault_every = (
-        (0.0, 40, 3) if arguments.quick else (arguments.minutes, arguments.steps, arguments.fault_every)
+        (0.0, 24, 3) if arguments.quick else (arguments.minutes, arguments.steps, arguments.fault_every)
     )
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(

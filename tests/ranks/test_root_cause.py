@@ -14,16 +14,16 @@ TIMES = int(os.environ.get("ROOT_CAUSE_TIMES", "1"))
 
 
 @pytest.mark.behaviour("H-05")
-@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "record"])
 @pytest.mark.parametrize(
-    ("fault", "ranks"),
+    ("fault", "ranks", "recorded"),
     [
-        ("raises in forward", 2),
-        ("raises in forward", 4),
+        ("raises in forward", 2, False),
+        ("raises in forward", 4, True),
         *(
-            pytest.param(fault, ranks, marks=pytest.mark.skipif(TIMES == 1, reason="ROOT_CAUSE_TIMES is 1"))
+            pytest.param(fault, ranks, recorded, marks=pytest.mark.skipif(TIMES == 1, reason="ROOT_CAUSE_TIMES is 1"))
             for fault in ("raises", "exits", "is killed")
             for ranks in (2, 4)
+            for recorded in (False, True)
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Test ``benchmarks/soak.py`` in a short form: about twelve faults in a row."""
+"""Test ``benchmarks/soak.py`` in a short form: about seven faults in a row."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_training_survives_repeated_faults(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {row["what"]: row["count"] for row in json.loads(out.read_text())["rows"]}
     assert counts["problems"] == 0
-    assert counts["steps"] >= 40
-    assert counts["all faults"] >= 10
+    assert counts["steps"] >= 24
+    assert counts["all faults"] >= 6
     assert counts["states of a rank compared with the undisturbed round"] >= 2
