@@ -125,6 +125,7 @@ class GroupSnapshot:
     were_summed: bool = False
     has_partial: bool = False
     is_kept: bool = False
+    is_frozen: bool = False
     is_stale: bool = False
     was_flipped: bool = False
     runs: int = 0
@@ -161,6 +162,7 @@ class Snapshot:
                     were_summed=gradients.were_summed,
                     has_partial=gradients.has_partial,
                     is_kept=kept is not None,
+                    is_frozen=kept is not None and kept.is_frozen,
                     is_stale=has_changed or root.plans.is_stale(state),
                     was_flipped=state.group.was_flipped,
                     runs=state.runs,
@@ -209,7 +211,8 @@ class Replay:
             if not self._restored or self._restored[name].options is not of_group.options:
                 state.options = self._of_copies(of_group.options)
             cast(DryGroup, state.group).restore(of_group)
-            state.kept = Kept(-of_group.is_stale, plans.steps.number, False) if of_group.is_kept else None
+            kept = Kept(-of_group.is_stale, plans.steps.number, of_group.is_frozen)
+            state.kept = kept if of_group.is_kept else None
             state.runs = of_group.runs
         plans.refresh()
         if not self._restored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -191,18 +192,33 @@ def check(plan: schedule.Schedule, model: FSDPModule, drawn: Drawn) -> None:
     assert reduced == Counter(expected)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, derandomize=True)
+def step_of(model: FSDPModule, drawn: Drawn, optimizer: SGD) -> None:
+    if not drawn.is_synced:  # a step without any reduced gradient is refused
+        first = optimizer.param_groups[0]["params"][0]
+        first.grad = first.new_zeros(first.shape)
+    optimizer.step()
+
+
+MODELS = int(os.environ.get("DRY_RUN_MODELS", "100"))
+"""The number of drawn models. Those of CI are the same in every run."""
+
+
+@settings(
+    max_examples=MODELS,
+    suppress_health_check=[HealthCheck.too_slow],
+    deadline=None,
+    derandomize=MODELS <= 100,
+    database=None,
+)
 @given(models())
-def test_a_steady_iteration_performs_what_its_dry_run_says(drawn: Drawn) -> None:
+def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None:
+    """The dry run of one step, and one of three steps in a row, which begins with the state before the first."""
     with fake_ranks():
         model = build(drawn)
         optimizer = SGD(model.parameters(), 0.1)  # type: ignore[attr-defined]
         for _ in range(2):
             play(model, drawn)
-            if not drawn.is_synced:  # a step without any reduced gradient is refused
-                first = optimizer.param_groups[0]["params"][0]
-                first.grad = first.new_zeros(first.shape)
-            optimizer.step()
+            step_of(model, drawn, optimizer)
         optimizer.zero_grad()
         plan = model.schedule()
         check(plan, model, drawn)
@@ -212,6 +228,16 @@ def test_a_steady_iteration_performs_what_its_dry_run_says(drawn: Drawn) -> None
         assert Counter(performed(common.steps, [])) == Counter(expected), "what all ranks expect"
         found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
         assert found == expected, plan
+
+        root = root_below(model)
+        replay = Replay(root, Snapshot.of(root))
+        for number in range(3):
+            step_of(model, drawn, optimizer)
+            replay._root.plans.steps.note()
+            found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
+            del replay.steps[:]
+            replay.play(root.tape.events)
+            assert list(performed(replay.steps, [])) == found, f"step {number} of three"
 
 
 def test_the_schedule_before_a_first_backward_has_the_forward_only() -> None:
