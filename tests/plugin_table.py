@@ -67,6 +67,7 @@ OWN: Mapping[str, Sequence[str]] = {
     "EncodedGradients": _OF_CODECS,
     "GradientHooks": ("tests/ranks/test_gradient_extensions.py", "tests/ranks/test_extensions.py"),
     "Residuals": _OF_CODECS,
+    "SkippedModules": ("tests/ranks/test_unused_modules.py",),
     "Tuning": (
         *("tests/unit/test_schedule_learned.py", "tests/ranks/test_calibration.py"),
         *("tests/ranks/test_schedule_costs.py", "tests/ranks/test_races.py"),

@@ -257,13 +257,12 @@ class ReductionQueue:
         """Launch the reduction of the next reduce unit of ``state``, which is complete."""
         self._launch(state.group.gradients.take_grad_bucket(self._launcher.streams))
 
-    def send(self, state: FSDPState, *, at_end: bool, alone: bool) -> None:
+    def send(self, state: FSDPState, *, at_end: bool) -> None:
         """Reduce or hold the gradients of ``state``, as its settings say.
 
         Args:
             state: the owner of the gradients.
             at_end: backward is over, so do not wait for other groups.
-            alone: do not fuse them with those of other groups.
         """
         gradients = state.group.gradients
         if state.options.accumulation is _SUM_UNSHARDED:
@@ -277,7 +276,7 @@ class ReductionQueue:
             self.waiting.discard(state)
             self._fusions.update(dict.fromkeys(fusion, ()))
             fusion = ()
-        if alone or state not in fusion:
+        if state not in fusion:
             together, partial = [gradients], state.keeps_partial
         else:
             self.waiting.add(state)

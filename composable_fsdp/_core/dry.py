@@ -299,7 +299,7 @@ class Replay:
     def _gradient_ready(self, name: str, is_complete: bool, run: int) -> None:
         self._enter_run(run)
         state = self._root.states[name]
-        if not self._root.was_seen(state):
+        if not self._root.progress.was_seen(state):
             return  # the backward of a forward that is not on the tape
         cast(DryGroup, state.group).arrive()
         if self._arrive_together and state.reduces_grad_buckets:

@@ -103,6 +103,8 @@ class Root:
         finalization: the end of the reductions of a step.
         post_optimizer_event: the event after the optimizer's step, for which the next forward's first gather waits.
         refuse: raises an error that says why no module may run now; else ``None``.
+        leads_to_backward: returns whether a backward may follow what runs now. An observer may replace it.
+        progress: the progress of the current or last backward.
         observers: the observers, bound for each event.
         tape: the events of the last step.
     """
@@ -120,8 +122,9 @@ class Root:
         self.finalization = Finalization()
         self.post_optimizer_event: Any = None
         self.refuse: Callable[[], None] | None = None
+        self.leads_to_backward: Callable[[], bool] = torch.is_grad_enabled
         self.plans = Planner(root_state, states, launcher)
-        self._progress = Progress(states.values(), self.plans.steps, run)
+        self.progress = Progress(states.values(), self.plans.steps, run)
         self.queue = ReductionQueue(launcher, self.plans)
         self._passes = passes
         self._pass = IDLE
@@ -211,14 +214,14 @@ class Root:
         if self._pass is BACKWARD:
             return  # the backward that asked for recomputation still needs the parameters
         state, run = call.state, call.first or call
-        has_grad = self.leads_to_backward if self.plans.unequal_use else torch.is_grad_enabled()
+        has_grad = self.leads_to_backward()
         for observe in self.observers.end_run:
             observe(self, state)
         if run.record is NO_RECORD:
             run.record = self.plans.record
             run.position = self.plans.end_run(state, comes_back=has_grad and bool(state.group.plan.specs))
             if run.position >= 0:
-                self._progress.count(state, run.record)
+                self.progress.count(state, run.record)
         is_outermost = state is self._outermost
         if run.remaining and not is_outermost:
             return
@@ -237,12 +240,12 @@ class Root:
         if self.post_optimizer_event is not None:
             self.streams.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
-        self._progress.forget_before_step()
+        self.progress.forget_before_step()
         self.drain_before_changes()
         self._grad_mode = torch.is_grad_enabled()
         for observe in self.observers.begin_forward:
             observe(self, state)
-        has_forwards, groups = self._progress.has_forwards, len(self.states)
+        has_forwards, groups = self.progress.has_forwards, len(self.states)
         self.tape.begin_forward(leads_to_backward=self._grad_mode, follows_forwards=has_forwards, groups=groups)
         for each in self.states.values():
             if each.kept is not None:
@@ -259,7 +262,7 @@ class Root:
         for other in self.states.values():
             if other.run is not None:  # some modules of the group did not run
                 other.run = None
-                self.free_after_forward(other, None, has_grad=self.leads_to_backward)
+                self.free_after_forward(other, None, has_grad=self.leads_to_backward())
         self.plans.end_forward()
         self.plans.free_unused()
         for observe in self.observers.before_end:
@@ -283,7 +286,7 @@ class Root:
         with suppress(PeerError, DivergenceError):  # the original error is being raised already
             if state is self._outermost:
                 self._back_to_idle()
-                self._progress.forget_forward(self.plans.record)
+                self.progress.forget_forward(self.plans.record)
             else:
                 self.launcher.free(state.group)
 
@@ -291,9 +294,9 @@ class Root:
 
     def pre_backward(self, call: ForwardCall) -> None:
         """A gradient reached an output of ``call``."""
-        if self._pass is not BACKWARD or call.entered != self._progress.number:  # else one reached another output
-            self._progress.is_plain = self._begin_hook()
-            if self._progress.is_plain:
+        if self._pass is not BACKWARD or call.entered != self.progress.number:  # else one reached another output
+            self.progress.is_plain = self._begin_hook()
+            if self.progress.is_plain:
                 self._enter_backward(call)
             else:
                 self._observed(Hook.PRE_BACKWARD, self._enter_backward, call)
@@ -305,7 +308,7 @@ class Root:
             call.tape.append(("pre_backward", call.number, _current_run()))
         state, run = call.state, call.first or call
         self._passes.reach(self, state)
-        self._progress.enter(call)
+        self.progress.enter(call)
         if call.is_recomputed and state in self.queue.waiting:
             self.reduce_gradients(state)  # before a backward inside this one adds to them
         for observe in self.observers.enter_backward:
@@ -316,8 +319,8 @@ class Root:
     def gradient_ready(self, state: FSDPState) -> None:
         """The gradients of the next reduce unit of ``state`` are complete, or those of all units."""
         if self._pass is not BACKWARD:
-            self._progress.is_plain = self._begin_hook()
-        if self._progress.is_plain:
+            self.progress.is_plain = self._begin_hook()
+        if self.progress.is_plain:
             self._reduce_ready(state)
         else:
             self._observed(Hook.GRAD_READY, self._reduce_ready, state)
@@ -325,7 +328,7 @@ class Root:
     def _reduce_ready(self, state: FSDPState) -> None:
         if self._pass is not BACKWARD:
             self._begin_backward()  # no hook saw an output of the module
-        was_seen, is_complete = self._progress.was_seen(state), state.group.gradients.state is _LOCAL
+        was_seen, is_complete = self.progress.was_seen(state), state.group.gradients.state is _LOCAL
         self.tape.events.append(("gradient_ready", state.group.name, is_complete, _current_run()))
         if not is_complete:
             if was_seen and self._reduces_units(state):
@@ -335,16 +338,16 @@ class Root:
             raise unseen_output(state)
         if self._is_reduced_after_backward(state):
             return
-        if state.open_calls <= 0 and state.options.reshard_after_backward and self._progress.is_over_for(state):
+        if state.open_calls <= 0 and state.options.reshard_after_backward and self.progress.is_over_for(state):
             self.launcher.free(state.group)  # first, because the reduction allocates memory
-        if state.options.accumulation is not _SUM_UNSHARDED and not self.plans.unequal_use:
+        if state.options.accumulation is not _SUM_UNSHARDED and not state.options.reduced_by_observer:
             self.reduce_gradients(state)
 
     def post_backward(self, call: ForwardCall) -> None:
         """The gradients of the inputs of ``call``, and of its use of the parameters, are complete."""
         if self._pass is not BACKWARD:
-            self._progress.is_plain = self._begin_hook()
-        if self._progress.is_plain:
+            self.progress.is_plain = self._begin_hook()
+        if self.progress.is_plain:
             self._leave_backward(call)
         else:
             self._observed(Hook.POST_BACKWARD, self._leave_backward, call)
@@ -356,7 +359,7 @@ class Root:
         is_arriving = state.group.gradients.state is _ARRIVING
         if call.tape is self.tape.events:
             call.tape.append(("post_backward", call.number, is_arriving, _current_run()))
-        self._progress.leave(call)
+        self.progress.leave(call)
         for observe in self.observers.leave_backward:
             observe(self, call)
         if run.position in run.record.unseen:
@@ -365,8 +368,9 @@ class Root:
             for each in (state, *state.owner_states):
                 if each.options.reshard_after_backward and not each.user_states:
                     self.launcher.free(each.group)
-        if state.open_calls <= 0 and not self.plans.unequal_use and state not in self.queue.waiting:
-            self.reduce_gradients(state)
+        if state.open_calls > 0 or state in self.queue.waiting or state.options.reduced_by_observer:
+            return
+        self.reduce_gradients(state)
 
     def end_backward(self) -> None:
         """Autograd has run the backward: reduce what is left, reshard, and wait if this is the step's last one."""
@@ -381,7 +385,7 @@ class Root:
         self.tape.end_backward(arriving)
         for observe in self.observers.end_backward:
             observe(self)
-        self._progress.end()
+        self.progress.end()
         self.queue.clear_waiting()
         for state in self.states.values():
             self._end_backward_of(state)
@@ -392,7 +396,7 @@ class Root:
         for work in works:
             work.wait()
         self._passes.end_backward(self)
-        self._pass, self._progress.is_in_forward = FORWARD if self._progress.is_in_forward else IDLE, False
+        self._pass, self.progress.is_in_forward = FORWARD if self.progress.is_in_forward else IDLE, False
 
     def _end_backward_of(self, state: FSDPState) -> None:
         """Reduce or hold what is left of ``state``'s gradients, and free or keep its parameters."""
@@ -415,7 +419,7 @@ class Root:
 
     def _begin_backward(self) -> None:
         self.check_available()
-        self._progress.begin(is_in_forward=self._pass is FORWARD)
+        self.progress.begin(is_in_forward=self._pass is FORWARD)
         self._pass = BACKWARD
         self.tape.bound(len(self.states))
         self.drain_before_changes()
@@ -434,32 +438,13 @@ class Root:
 
     def _reduces_units(self, state: FSDPState) -> bool:
         """Return whether ``state`` now reduces unit by unit: no collective of another group may come in between."""
-        if not state.reduces_grad_buckets or self.plans.unequal_use or state.runs > 1:
-            return False
-        return not self._progress.run.is_around_another
-
-    # -- in place of hooks, for a state whose modules only other ranks run
-
-    def begin_skipped(self, state: FSDPState) -> None:
-        self.unshard(state, self.plans.next_run(state), "forward")
-
-    def end_skipped(self, state: FSDPState) -> None:
-        has_grad = self.leads_to_backward
-        self.plans.end_run(state, comes_back=has_grad and bool(state.group.plan.specs))
-        self.free_after_forward(state, None, has_grad=has_grad)
-
-    def reach_skipped(self, state: FSDPState, record: ForwardRecord, position: int) -> None:
-        """Enter the backward of the run of ``state`` that ended its forward at ``position`` of ``record``."""
-        self._progress.reached.add(state)
-        if state.options.unshard_in_backward:
-            self.unshard(state, self.plans.backward_of(record, position, state.group.name), "backward")
+        return state.reduces_grad_buckets and state.runs <= 1 and not self.progress.run.is_around_another
 
     # -- actions of several hooks
 
     def unshard(self, state: FSDPState, planned: PlannedRun, direction: str) -> None:
         """Make the parameters of ``state`` and of its owners ready, and gather what is ``planned`` ahead."""
         plans, launcher = self.plans, self.launcher
-        direction = "" if plans.unequal_use else direction
         needed = (state, *state.owner_states) if state.owner_states else (state,)
         is_late = planned.before_wait
         for each in needed:
@@ -512,13 +497,12 @@ class Root:
         is_local = gradients.state in LOCAL_GRADIENTS
         if not is_local and not (at_end and gradients.state is _PARTIAL and not state.keeps_partial):
             return
-        if gradients.state is _ARRIVING and not self._progress.was_seen(state):
+        if gradients.state is _ARRIVING and not self.progress.was_seen(state):
             raise unseen_output(state)
-        alone = self.plans.unequal_use
         if state.client.post_backward is None:
-            self.queue.send(state, at_end=at_end, alone=alone)
+            self.queue.send(state, at_end=at_end)
         else:
-            state.client.post_backward(functools.partial(self.queue.send, state, at_end=at_end, alone=alone))
+            state.client.post_backward(functools.partial(self.queue.send, state, at_end=at_end))
 
     # -- between passes
 
@@ -539,12 +523,6 @@ class Root:
     @property
     def evaluates(self) -> bool:
         return self._pass is FORWARD and not self._grad_mode
-
-    @property
-    def leads_to_backward(self) -> bool:
-        """True if a backward may follow the running forward. Ranks that run different modules all get the same."""
-        is_common = self.plans.unequal_use and self._pass is FORWARD
-        return self._grad_mode if is_common else torch.is_grad_enabled()
 
     @property
     def reductions_are_in_flight(self) -> bool:
@@ -620,7 +598,7 @@ class Root:
             for observe in self.observers.have_met:
                 observe(self)
             self.plans.forget()
-        self._progress.forget_forwards()
+        self.progress.forget_forwards()
         for observe in self.observers.after_reset:
             observe(self)
 
@@ -635,25 +613,17 @@ class Root:
         for state in self.states.values():
             self.launcher.free(state.group)
             state.open_calls, state.kept, state.run = 0, None, None
-        self._progress.forget()
+        self.progress.forget()
         self.queue.clear_waiting()
         self._passes.end(self)
-        self._pass, self._outermost, self._progress.is_in_forward = IDLE, None, False
+        self._pass, self._outermost, self.progress.is_in_forward = IDLE, None, False
         self.finalization.forget()
         self.tape = Tape()
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""
-        self._progress.forget_before_step()
+        self.progress.forget_before_step()
         return any(each.runs for each in (state, *alive(state.user_states)))
-
-    def was_reached(self, state: FSDPState) -> bool:
-        """Return whether the last backward reached ``state`` through an output that its hooks saw."""
-        return state in self._progress.reached
-
-    def was_seen(self, state: FSDPState) -> bool:
-        """Return whether this backward reached ``state`` through an output that its hooks saw, or did not need to."""
-        return self._progress.was_seen(state)
 
     def has_shards_in(self, storages: Container[int]) -> bool:
         """Return whether any shard is in one of ``storages``, the C addresses of ``torch.UntypedStorage``."""

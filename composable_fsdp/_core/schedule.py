@@ -251,7 +251,6 @@ class Planner:
             not influence later launches.
         fused: the fusions of the current or last forward that all ranks ran.
         inputs: what plans are made from, at the last call of :meth:`refresh`.
-        unequal_use: ranks may run different modules, so nothing is fused, and an observer launches the reductions.
     """
 
     def __init__(self, root: FSDPState, states: Mapping[str, FSDPState], launcher: Launcher) -> None:
@@ -262,7 +261,6 @@ class Planner:
         self.runs_on_all_ranks = False
         self.fused: Together = ALONE
         self._chosen = self.default_settings
-        self.unequal_use = False
         self.inputs = PlanInputs()
         self._plans: list[tuple[tuple[object, ...], Plan]] = []
         """The last plans with what they depend on, most recent first."""
@@ -325,7 +323,7 @@ class Planner:
 
     def eager(self, name: str, *, in_backward: bool = False, recomputes: bool = False) -> PlannedRun:
         """Return the plan of an unexpected run: no more is gathered ahead than the user chose."""
-        fused = ALONE if self.unequal_use else self.fused
+        fused = self.fused
         key = name, in_backward, recomputes
         found = self._eager.get(key)
         if found is None or found.fused is not fused:
@@ -360,7 +358,7 @@ class Planner:
         limit = self._root.options.max_unsharded_bytes
         if limit is None:
             return True
-        if self.unequal_use:  # ranks hold different groups at this point
+        if self._root.options.reduced_by_observer:  # ranks hold different groups at this point
             return False
         held = {name: each.group.plan.unsharded_bytes for name, each in self._states.items() if each.group.is_gathered}
         return sum((held | {name: self.inputs.facts[name].nbytes for name in names}).values()) <= limit
@@ -419,8 +417,6 @@ class Planner:
     # -- plans
 
     def _plan_of(self, record: ForwardRecord, fused: Together | None) -> Plan:
-        if self.unequal_use:
-            fused = ALONE
         facts, limits = self.inputs.facts, self.inputs.limits
         key = facts, limits, record.events, record.ended, fused
         for at, (known, plan) in enumerate(self._plans):
@@ -492,6 +488,7 @@ def _label(names: tuple[str, ...], direction: str) -> str:
 def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str], fused_bytes: int) -> GroupFacts:
     plan = state.group.plan
     is_small = plan.is_sent and plan.full_bytes <= max(SMALL_BYTES, fused_bytes // 2)
+    is_alone = state is root or state.reduces_grad_buckets or state.options.reduced_by_observer
 
     def chosen(states: Sequence[Any] | None) -> tuple[str, ...] | None:
         return None if states is None else tuple(names[each] for each in alive(states) if each in names)
@@ -501,7 +498,7 @@ def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str],
         plan.unsharded_bytes,
         plan.full_bytes,
         bool(plan.specs),
-        is_small and state is not root and not state.reduces_grad_buckets,
+        is_small and not is_alone,
         state.can_be_fused,
         state.options.reshard.kind,
         state.options.unshard_in_backward,

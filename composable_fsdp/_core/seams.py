@@ -38,6 +38,8 @@ class ObservedRoot(Protocol):
     plans: Planner
     """The plan of the passes, and the record of the last forward."""
     observers: Observers
+    leads_to_backward: Callable[[], bool]
+    """Returns whether a backward may follow what runs now."""
 
     @property
     def streams(self) -> CommStreams: ...
@@ -48,11 +50,6 @@ class ObservedRoot(Protocol):
     @property
     def evaluates(self) -> bool:
         """True in a forward to which no backward comes back."""
-        ...
-
-    @property
-    def leads_to_backward(self) -> bool:
-        """True if a backward may follow the running forward."""
         ...
 
     @property

@@ -18,7 +18,6 @@ from torch import nn
 from composable_fsdp._core.comm import Communicator, is_over_group
 from composable_fsdp._core.events import ForwardRecord
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.group_plan import GroupPlan
 from composable_fsdp._core.params import ShardedParameter, find_parameter
 from composable_fsdp._core.pytree import NO_INPUTS, CallInputs
 from composable_fsdp.errors import LifecycleError
@@ -59,6 +58,8 @@ class Options:
     """The handling of this microbatch's gradients."""
     all_reduce: bool = True
     """Reduce over the replicate axis too."""
+    reduced_by_observer: bool = False
+    """An observer launches the reductions. Ranks may hold other groups until then, so that none is fused."""
     reductions_in_flight: int | None = None
     """The number of reductions in flight. The largest number of a root's states counts."""
     forward_prefetch: tuple[ref[FSDPState], ...] | None = None
@@ -361,18 +362,15 @@ class FSDPState:
         False if collectives of other states could come in between, since a rank that does not use a gradient bucket
         reduces it at the end. Also False for small groups, which are fused with others.
         """
-        return self.is_synchronized and self.can_reduce_grad_buckets(self.group.tensors.plan)
+        plan = self.group.tensors.plan
+        if not self.is_synchronized or self.options.reduced_by_observer or not plan.in_grad_buckets or plan.is_small:
+            return False
+        return not self.has_nested_states and not self.is_shared and len(self.module_ids) == 1
 
     @property
     def is_synchronized(self) -> bool:
         """True if the gradients of this microbatch are reduced over all data-parallel ranks."""
         return self.options.accumulation is Accumulation.REDUCE and not self.keeps_partial
-
-    def can_reduce_grad_buckets(self, plan: GroupPlan) -> bool:
-        """Return :attr:`reduces_grad_buckets` for a group with ``plan`` whose gradients are synchronized."""
-        if not plan.in_grad_buckets or plan.is_small:
-            return False
-        return not self.has_nested_states and not self.is_shared and len(self.module_ids) == 1
 
     @property
     def frees_before_reduction(self) -> bool:
@@ -384,14 +382,9 @@ class FSDPState:
         """True if collectives of this group may be fused with those of other groups."""
         options = self.options
         chosen = options.forward_prefetch is not None or options.backward_prefetch is not None
-        if self.is_shared or chosen or options.reshard.kind is ReshardKind.SMALLER:
+        if self.is_shared or chosen or options.reshard.kind is ReshardKind.SMALLER or options.reduced_by_observer:
             return False
         return not self.group.plan.is_custom
-
-    @property
-    def unequal_use(self) -> bool:
-        """True if ranks may use different parameters of the group, or skip the modules, in the same step."""
-        return self.group.process_groups[0].unequal_use
 
     @property
     def params_after_nested(self) -> list[int]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from composable_fsdp._core import root as core
 from composable_fsdp._core.events import ForwardRecord, ParameterState, Pass
 from composable_fsdp._core.seams import ObservedRoot, Observer
@@ -28,14 +30,21 @@ class SkippedModules(Observer):
         self._current: _CurrentForward | None = None
 
     def for_root(self, root: ObservedRoot) -> Observer:
+        for state in root.states.values():
+            state.change(reduced_by_observer=False)
         return SkippedModules()
 
     def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
-        root.observers.remove(self._current)
         is_needed = any(state.group.process_groups[0].unequal_use for state in root.states.values())
+        if not is_needed and self._current is None:
+            return
+        root.observers.remove(self._current)
         self._current = _CurrentForward(root, outermost) if is_needed else None
         root.observers.add(self._current)
-        root.plans.unequal_use = is_needed
+        for state in root.states.values():
+            state.change(reduced_by_observer=is_needed)
+        has_grad = torch.is_grad_enabled()
+        _core(root).leads_to_backward = (lambda: has_grad) if is_needed else torch.is_grad_enabled
 
 
 class _CurrentForward(Observer):
@@ -106,7 +115,9 @@ class _CurrentForward(Observer):
             self._reached.append(state)
             if state is running:
                 continue
-            _core(root).reach_skipped(state, record, each)
+            _core(root).progress.reached.add(state)
+            if state.options.unshard_in_backward:
+                _core(root).unshard(state, root.plans.backward_of(record, each, state.name), "backward")
             if state.options.reshard_after_backward and (running is None or running.name not in _names_beneath(state)):
                 _core(root).launcher.free(state.group)
 
@@ -138,10 +149,12 @@ def _core(root: ObservedRoot) -> core.Root:
 
 def _take(root: ObservedRoot, skipped: Iterable[SkippedGroup]) -> None:
     for name, begins in skipped:
+        state, has_grad = root.states[name], root.leads_to_backward()
         if begins:
-            _core(root).begin_skipped(root.states[name])
+            _core(root).unshard(state, root.plans.next_run(state), "forward")
         else:
-            _core(root).end_skipped(root.states[name])
+            root.plans.end_run(state, comes_back=has_grad and bool(state.group.plan.specs))
+            _core(root).free_after_forward(state, None, has_grad=has_grad)
 
 
 class SkippedGroup(NamedTuple):

@@ -237,7 +237,7 @@ class ClientState:
         state, root = self._state, root_of(self._state)
         gradients = state.group.gradients
         gradients.notice()  # zero-bubble schedules accumulate weight gradients themselves
-        if gradients.were_summed and gradients.state not in HELD_GRADIENTS and root.was_reached(state):
+        if gradients.were_summed and gradients.state not in HELD_GRADIENTS and state in root.progress.reached:
             warnings.warn(
                 f"backward went through {state.name!r}, but left no gradient on any of its parameters. Pipeline "
                 "schedules that compute the gradients of weights apart from those of inputs, such as zero bubble, look "
