@@ -68,6 +68,7 @@ OWN: Mapping[str, Sequence[str]] = {
     "GradientHooks": ("tests/ranks/test_gradient_extensions.py", "tests/ranks/test_extensions.py"),
     "Residuals": _OF_CODECS,
     "SkippedModules": ("tests/ranks/test_unused_modules.py",),
+    "FunctionalCalls": ("tests/ranks/test_functional_call.py",),
     "Tuning": (
         *("tests/unit/test_schedule_learned.py", "tests/ranks/test_calibration.py"),
         *("tests/ranks/test_schedule_costs.py", "tests/ranks/test_races.py"),

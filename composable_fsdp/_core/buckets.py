@@ -13,10 +13,8 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.gather import AnyBucket, Bucket, GatherCache, InPlaceBucket
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, MessageSizes, ParameterSpec, plan_group
 from composable_fsdp._core.layout import TensorShards
@@ -26,7 +24,6 @@ from composable_fsdp._core.params import (
     ParameterSource,
     ShardedParameter,
     copy_shard,
-    in_functional_call,
     local_part,
     without_torch_function,
 )
@@ -114,10 +111,8 @@ class Registration:
         self._parameters = tuple(parameters)
         self._created_by_gather = created_by_gather
         self._shows_unsharded = self._is_hidden = False
-        self.keeps_given = False
-        """True if values that ``functional_call`` was given stay registered while modules compute."""
-        self.was_unsharded = False
-        """True if ``functional_call`` will register the unsharded parameters again, and not the sharded ones."""
+        self.shows_others = False
+        """True if modules compute with other tensors than the unsharded parameters, which a user has registered."""
         self._collect_tensors()
         self._counted = [*self._sharded, *memory]
         self._stored = [*self._sharded, *self._locals]
@@ -153,10 +148,8 @@ class Registration:
                 if parameter.unsharded.requires_grad != parameter.trainable:
                     parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
         if self._shows_unsharded:
-            kept_given, self.keeps_given = self.keeps_given, False
-            self._shows_unsharded = self.was_unsharded = False
+            self._shows_unsharded = self.shows_others = False
             if not all(map(is_, map(_get, self._registered, self._names), self._shown_unsharded)):
-                self.was_unsharded = not kept_given and in_functional_call()
                 for place, name, parameter in self._owned:
                     _replace(place, name, parameter.unsharded, parameter.sharded)
                 return
@@ -192,7 +185,7 @@ class Registration:
             self._collect_tensors()
         self._shows_unsharded = True
         if not all(map(is_, map(_get, self._registered, self._names), self._shown)):
-            self.keeps_given = in_functional_call()
+            self.shows_others = True
             for place, name, parameter in self._owned:
                 _replace(place, name, parameter.sharded, parameter.unsharded)
             return
@@ -202,11 +195,11 @@ class Registration:
             if (module := known()) is not None:
                 setattr(module, name, parameter.unsharded)
 
-    def find_given(self) -> None:
-        """Set ``keeps_given`` for parameters that were unsharded before ``functional_call`` registered its values."""
-        if self._shows_unsharded:
-            is_shown = all(map(is_, map(_get, self._registered, self._names), self._shown_unsharded))
-            self.keeps_given = self.was_unsharded = not is_shown and in_functional_call()
+    def find_others(self) -> bool:
+        """Set ``shows_others`` for parameters that have been unsharded for a while, and return it."""
+        registered: Any = map(_get, self._registered, self._names)
+        self.shows_others = self._shows_unsharded and not all(map(is_, registered, self._shown_unsharded))
+        return self.shows_others
 
     @property
     def is_current(self) -> bool:
@@ -543,32 +536,9 @@ class ParamGroupBuckets:
             given = [parameter for parameter in self.parameters if parameter.adopt_replacement()]
             places = [(module._parameters, name) for parameter in given for module, name in parameter.owners]
             values = [registered[name] for registered, name in places]
-            was_unsharded = self.registration.was_unsharded
             self._follow_changes(before_build)
             for (registered, name), value in zip(places, values, strict=True):
                 registered[name] = value
-            self.registration.was_unsharded = was_unsharded and bool(given)
-
-    @runs_outside
-    def gather_given(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Register the full values of sharded ones that ``functional_call`` was given. Return these with their places.
-
-        All ranks must call this together.
-        """
-        given: list[tuple[dict[str, Any], str, Any]] = []
-        fulls: dict[int, Any] = {}  # tied weights have one value
-        for parameter, dtype in zip(self.parameters, self._compute_dtypes, strict=True):
-            for module, name in parameter.owners:
-                value = module._parameters.get(name)
-                if value is None or value is parameter.unsharded:
-                    continue
-                if id(value) not in fulls:
-                    with temporarily_clear_interpreter_stack():  # DTensor's functions refuse to run in transforms
-                        fulls[id(value)] = parameter.full_of_given(value, dtype, self.device)
-                if fulls[id(value)] is not value:
-                    given.append((module._parameters, name, value))
-                    module._parameters[name] = fulls[id(value)]
-        return given
 
     def _follow_changes(self, before_build: Callable[[], None]) -> None:
         locals_ = self._locals()

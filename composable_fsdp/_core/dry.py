@@ -327,7 +327,6 @@ class DryTensors:
         self.parameters: list[Any] = []
         self.buckets: list[Any] = []
         self.version = 0
-        self.registration = SimpleNamespace(keeps_given=False, was_unsharded=False, find_given=lambda: None)
 
 
 class DryGroup:

@@ -388,17 +388,14 @@ class _ModuleHooks:
 
     def take_inputs(self, call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Move and cast the inputs of ``call``, whose parameters are unsharded."""
-        state = self._state
-        group, watched = state.group, False
+        state, watched = self._state, False
         if not call.is_inner:
             for observe in call.root.observers.enter_call:
                 observe(call.root, call)
-            if group.tensors.registration.keeps_given:
-                call.given = group.tensors.gather_given()
             watched = torch.is_grad_enabled()
         precision = state.options.precision
         dtype = precision.param_dtype if precision.cast_forward_inputs else None  # input_dtype, without a call
-        device = group.axes.device if state is call.root.root_state else None
+        device = state.group.axes.device if state is call.root.root_state else None
         watches_all = watched and (in_transform() or dual_numbers._current_level >= 0)
         if watched or dtype is not None or device is not None or precision.output_dtype is not None:
             take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -325,38 +325,6 @@ class ShardedParameter:
         self.sharded = new
         self._mark(new)
         return False
-
-    def full_of_given(self, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        """Return what to compute with for ``value``, which ``functional_call`` was given: its full value if sharded.
-
-        That has ``dtype`` and is on ``device``. The gradient of a sharded value is the mean over the data-parallel
-        ranks. All ranks must call this together.
-
-        Raises:
-            ParameterError: ``value`` is a DTensor on another mesh, or wrapped by a transform of ``torch.func``.
-        """
-        functorch: Any = torch._C._functorch
-        known: Any = value
-        while functorch.is_functorch_wrapped_tensor(known):
-            known = functorch.get_unwrapped(known)
-        inner, mesh = self.sharding.inner, self.sharding.axes.mesh
-        if not isinstance(known, DTensor) or (inner is not None and known.device_mesh == inner.mesh):
-            return value
-        is_alike = known.device_mesh == self.sharding.mesh and (inner is None or not inner.data_axes)
-        if known is not value or not is_alike:
-            raise ParameterError(
-                f"functional_call was given a sharded value for parameter {self.name!r}, a DTensor on "
-                f"{known.device_mesh}, of which no full one can be computed here: it must be on the mesh of the "
-                "parameter, and no argument of a transform of torch.func. Give value.full_tensor(), which all ranks "
-                "must call."
-            )
-        own = () if inner is None else inner.placements
-        moved = cast(DTensor, value.to(device=device, dtype=dtype))
-        gathered = moved.redistribute(placements=[*[Replicate()] * mesh.ndim, *own])
-        full = gathered.to_local(grad_placements=[*[Partial()] * mesh.ndim, *own])
-        if full.requires_grad:
-            full.register_hook(lambda gradient: gradient / mesh.size())
-        return full if inner is None else DTensor.from_local(full, inner.mesh, own, run_check=False)
 
     def build_unsharded(self, data: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Create the unsharded parameter, with the hook ``on_gradient``, from a view of the unsharded buffer."""

@@ -250,8 +250,6 @@ class Root:
         for each in self.states.values():
             if each.kept is not None:
                 self.plans.drop_stale(each)
-            if each.group.parameter_state in UNSHARD_STARTED:
-                each.group.tensors.registration.find_given()
         self.plans.begin_forward(leads_to_backward=self._grad_mode)
 
     def _end_forward(self, outermost: FSDPState) -> None:
@@ -261,8 +259,8 @@ class Root:
         self._passes.end(self, succeeded=True)
         for other in self.states.values():
             if other.run is not None:  # some modules of the group did not run
-                other.run = None
-                self.free_after_forward(other, None, has_grad=self.leads_to_backward())
+                planned, other.run = other.run.planned, None
+                self.free_after_forward(other, planned, has_grad=self.leads_to_backward())
         self.plans.end_forward()
         self.plans.free_unused()
         for observe in self.observers.before_end:
@@ -466,9 +464,8 @@ class Root:
 
     def free_after_forward(self, state: FSDPState, planned: PlannedRun | None, *, has_grad: bool) -> None:
         """Free, shrink or keep ``state`` and its owners after a forward, as their settings and ``planned`` say."""
-        registration = state.group.tensors.registration
-        if registration.keeps_given and registration.was_unsharded:
-            state.note_kept(self.plans.seen_steps)  # functional_call will register the unsharded parameters again
+        if planned is not None and planned.stays:
+            state.note_kept(self.plans.seen_steps)
             return
         for each in (state, *state.owner_states) if state.owner_states else (state,):
             if each.is_in_use:
@@ -482,7 +479,7 @@ class Root:
                 self.launcher.shrink(each.group, each.options.reshard.mesh_size)
             else:
                 self.launcher.free(each.group)
-        if registration.keeps_given:
+        if planned is not None and planned.stays is False:
             self.launcher.free(state.group)
 
     def reduce_gradients(self, state: FSDPState, *, at_end: bool = False, contributes: bool = False) -> None:

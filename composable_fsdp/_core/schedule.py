@@ -98,6 +98,8 @@ class PlannedRun:
     fused: Together = field(default_factory=lambda: ALONE)
     keep: Together = field(default_factory=lambda: ALONE)
     """The groups to keep after forward, each with those that stay in memory with it."""
+    stays: bool | None = None
+    """Keep the group after forward, or free it, whatever its setting is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,8 @@ class ForwardCall:
     """True if the call is inside another call of the same state, e.g. ``forward`` in a registered ``generate``."""
     thread: int = field(default_factory=threading.get_ident)
     inputs: CallInputs = NO_INPUTS
-    given: Sequence[tuple[dict[str, Any], str, Any]] = ()
-    """The values that ``functional_call`` was given, with their places, where full ones are registered."""
+    at_end: Callable[[], None] | None = None
+    """Called when the call ends, also after an exception. Set by an observer."""
 
     # Of the run, in its first call.
 
@@ -177,8 +177,9 @@ class ForwardCall:
         self.caller = self.handled_exception = None
         if inputs.containers:
             inputs.give_back()
-        for registered, name, value in self.given:
-            registered[name] = value
+        if self.at_end is not None:
+            self.at_end()
+            self.at_end = None
         return inputs
 
     # -- backward

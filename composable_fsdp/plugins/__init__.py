@@ -29,6 +29,7 @@ Plugin                  Does                                             On by d
 ``encoded_reduce``      sends gradients encoded, by their codecs         all devices
 ``gradient_hooks``      reduces gradients of tensors with FSDP hooks     all devices
 ``residuals``           commits and restores those of error feedback     all devices
+``functional_call``     computes with the values of torch's function     all devices
 ``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
 ``compiled_codecs``     compiles codecs before the first step            accelerators
 ``spmd_types``          types of the package, on full meshes             all devices
@@ -76,6 +77,7 @@ from composable_fsdp.plugins.codecs.residuals import Residuals
 from composable_fsdp.plugins.explain_errors import ExplainedErrors, explained_methods
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions
 from composable_fsdp.plugins.extensions.gradient_hooks import GradientHooks
+from composable_fsdp.plugins.functional_call import FunctionalCalls
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
 from composable_fsdp.plugins.pass_reports import ReportedPasses, TracedPasses
@@ -180,6 +182,7 @@ DEFAULT: tuple[type[Observer], ...] = (
     Tuning,
     Epochs,
     SkippedModules,
+    FunctionalCalls,
 )
 """The observers of every root, in their order."""
 
