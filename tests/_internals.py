@@ -102,7 +102,6 @@ if TYPE_CHECKING:
         ParameterSpec,
         PlanOptions,
         plan_group,
-        plan_smaller_mesh,
     )
     from composable_fsdp._core.hooks import root_of
     from composable_fsdp._core.layout import (
@@ -227,6 +226,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.shared_memory.shared_parameters import SharedBucket
     from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
     from composable_fsdp.plugins.skipped_modules import UnusedGroups
+    from composable_fsdp.plugins.smaller_mesh import plan_slices, smaller_shard_axis
     from composable_fsdp.plugins.torch_views import ClientState
     from composable_fsdp.plugins.tuning import tuning
     from composable_fsdp.plugins.tuning.calibration import Calibration, measure_collective, over_ranks

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, WorkList
-from composable_fsdp._core.group_plan import BucketPlan, plan_smaller_mesh
-from composable_fsdp._core.layout import GatherLayout, payload_widths, take_shard, unpack_parameter
+from composable_fsdp._core.group_plan import BucketPlan
+from composable_fsdp._core.layout import payload_widths, unpack_parameter
 from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, is_host, view_at
 from composable_fsdp._core.mesh import ProcessGroups, group_by_key
 from composable_fsdp._core.params import ShardedParameter
@@ -46,12 +46,48 @@ class CachedPart:
     begins: Sequence[int]
 
 
-class AnyBucket(Protocol):
-    """The interface of a bucket that a parameter group uses."""
+class Gatherable(Protocol):
+    """What an all-gather reads and fills: a bucket, or slices of its full parameters in place of it."""
 
     plan: BucketPlan
-    parameters: list[ShardedParameter]
     pgs: ProcessGroups
+
+    def sent_bytes(self) -> tuple[list[tuple[int, int]], int]:
+        """Return the bytes of each payload, and of its elements, in an all-gather, and the zero-copy bytes besides.
+
+        Payloads of hooks are known after the first all-gather.
+        """
+        ...
+
+    @property
+    def needs_barrier(self) -> bool:
+        """True if all ranks must have come to the all-gather before its inputs are prepared. All ranks agree on it."""
+        ...
+
+    @property
+    def cached_part(self) -> CachedPart | None:
+        """The inputs and outputs of an all-gather that never changes, or ``None`` if it takes other work."""
+        ...
+
+    def allocate_gather(self) -> torch.Tensor | None:
+        """Allocate the memory that the all-gather writes to directly. Return memory for a cast, if shards need one."""
+        ...
+
+    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
+        """Return the inputs of the all-gather. ``cast`` is the result of :meth:`allocate_gather`; ``None`` if that was
+        not called.
+        """
+        ...
+
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
+        """Allocate the rest of the unsharded memory and copy the received rows into it."""
+        ...
+
+
+class AnyBucket(Gatherable, Protocol):
+    """The interface of a bucket that a parameter group uses."""
+
+    parameters: list[ShardedParameter]
     scatter: BucketReduceScatter
 
     @property
@@ -69,49 +105,12 @@ class AnyBucket(Protocol):
         """The memory in bytes that the full parameters take now, beside the shards."""
         ...
 
-    def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
-        """Return the bytes of each payload, and of its elements, in an all-gather, and the zero-copy bytes besides.
-
-        ``num_shards`` is the size of a smaller mesh, where nothing is encoded. Payloads of hooks are known after the
-        first all-gather.
-        """
-        ...
-
-    @property
-    def needs_barrier(self) -> bool:
-        """True if all ranks must have come to the all-gather before its inputs are prepared. All ranks agree on it."""
-        ...
-
-    @property
-    def cached_part(self) -> CachedPart | None:
-        """The inputs and outputs of an all-gather that never changes, or ``None`` if it takes other work."""
-        ...
-
     def update_plan(self, plan: BucketPlan) -> None:
         """Adopt a plan that differs only in which parameters are trainable."""
-
-    def allocate_gather(self) -> torch.Tensor | None:
-        """Allocate the memory that the all-gather writes to directly. Return memory for a cast, if shards need one."""
-        ...
-
-    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
-        """Return the inputs of the all-gather. ``cast`` is the result of :meth:`allocate_gather`; ``None`` if that was
-        not called.
-        """
-        ...
-
-    def finish_gather(self, gather: AllGatherBuffers) -> None:
-        """Allocate the rest of the unsharded memory and copy the received rows into it."""
-        ...
 
     def free(self) -> None:
         """Free the unsharded parameters. Does nothing if they are free."""
         ...
-
-    def keep_slice(self, smaller: Communicator) -> None:
-        """Keep this rank's slice on a smaller mesh, the input of the all-gather in backward."""
-
-    def drop_slice(self) -> None: ...
 
 
 class Bucket:
@@ -138,16 +137,16 @@ class Bucket:
         self.parameters = [parameters[i] for i in plan.indices]
         self.store = store
         self.pgs = pgs
-        self._shard = pgs.axes.shard
-        self._device = device
+        self.device = device
         self.buffer = OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
-        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed]
-        self._slice: tuple[torch.Tensor, GatherLayout] | None = None
-        self._layout = plan.gather
-        """Layout of the all-gather in flight."""
-        self.plan = plan
+        self.gather_by(plan)
         rest, pinned = store.flat.device, store.flat.is_pinned()
         self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
+
+    def gather_by(self, plan: BucketPlan) -> None:
+        """Use the layouts of ``plan``."""
+        self.plan = plan
+        self._row_places = list(map(self._row_place, plan.gather.packed))
 
     def replace_store(self, store: ShardStore) -> None:
         """Use ``store`` in place of one on the meta device."""
@@ -164,17 +163,15 @@ class Bucket:
     def unsharded_bytes(self) -> int:
         return self.buffer.nbytes
 
-    def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
+    def sent_bytes(self) -> tuple[list[tuple[int, int]], int]:
         layout, itemsize = self.plan.gather, self.plan.compute_dtype.itemsize
-        if num_shards is not None:
-            layout = plan_smaller_mesh(self.plan, num_shards, self._shard.traits.zero_copy_min_bytes)
         zero_copy = sum(layout.shards[i].padded_numel for i in layout.zero_copy) * itemsize
         return [(layout.packed_numel * itemsize, itemsize)] if layout.packed_numel else [], zero_copy
 
     @property
     def cached_part(self) -> CachedPart | None:
         plan, layout, flat = self.plan, self.plan.gather, self.store.flat
-        if not layout.packed_numel or layout.zero_copy or flat.device != self._device:
+        if not layout.packed_numel or layout.zero_copy or flat.device != self.device:
             return None
         if not all(layout.shards[i].concatenates for i in layout.packed):
             return None
@@ -195,22 +192,16 @@ class Bucket:
     # -- shards to full parameters
 
     def allocate_gather(self) -> torch.Tensor | None:
-        layout = self.plan.gather if self._slice is None else self._slice[1]
-        if layout.zero_copy:
+        if self.plan.gather.zero_copy:
             self.buffer.allocate()
         flat, dtype = self.store.flat, self.plan.compute_dtype
-        if self._slice is not None or flat.dtype == dtype or flat.device != self._device:
+        if flat.dtype == dtype or flat.device != self.device:
             return None
-        return torch.empty(flat.numel(), dtype=dtype, device=self._device)
+        return torch.empty(flat.numel(), dtype=dtype, device=self.device)
 
     def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
-        if self._slice is not None:
-            wire, self._layout = self._slice
-        else:
-            flat, dtype = self.store.flat, self.plan.compute_dtype
-            wire = cast_and_move(flat, dtype, self._device) if cast is None else cast.copy_(flat)
-            self._layout = self.plan.gather
-        layout, gather = self._layout, AllGatherBuffers([], [])
+        flat, layout, gather = self.store.flat, self.plan.gather, AllGatherBuffers([], [])
+        wire = cast_and_move(flat, self.plan.compute_dtype, self.device) if cast is None else cast.copy_(flat)
         if layout.zero_copy:
             self.buffer.allocate()
         for i in layout.zero_copy:
@@ -224,41 +215,31 @@ class Bucket:
     def finish_gather(self, gather: AllGatherBuffers) -> None:
         if gather.payloads:
             self.buffer.allocate()
-            self._unpack(gather.rows[0], slice(0, self._layout.num_shards))
+            self._unpack(gather.rows[0], slice(0, self.plan.gather.num_shards))
 
     def _unpack(self, received: torch.Tensor, ranks: slice) -> None:
         """Copy the rows received from ``ranks`` to their places."""
-        layout = self._layout
-        is_full_mesh = layout.num_shards == self._shard.size
+        layout = self.plan.gather
         rows = received.split_with_sizes(layout.packed_widths, dim=1)
         places, sources = [], []
         for position, (i, row) in enumerate(zip(layout.packed, rows, strict=True)):
             shards = layout.shards[i]
             source = row if row.size(1) == shards.padded_numel else row[:, : shards.padded_numel]
             if shards.concatenates:
-                place = self._row_places[position] if is_full_mesh else self._row_place(layout, i)
+                place = self._row_places[position]
                 places.append(place if source.size(0) == layout.num_shards else place[ranks])
                 sources.append(source)
             else:
-                unpack_parameter(shards, source, self._row_place(layout, i))
+                unpack_parameter(shards, source, self._row_places[position])
         if places:
             torch._foreach_copy_(places, sources)
 
-    def _row_place(self, layout: GatherLayout, i: int) -> torch.Tensor:
+    def _row_place(self, i: int) -> torch.Tensor:
         """Return the memory of the full parameter, as one row per rank if it is the concatenation of its shards."""
+        layout = self.plan.gather
         shards = layout.shards[i]
         place = self.buffer.region(layout.places.offsets[i], shards.full_numel)
         return place.view(layout.num_shards, shards.padded_numel) if shards.concatenates else place
-
-    def keep_slice(self, smaller: Communicator) -> None:
-        layout = plan_smaller_mesh(self.plan, smaller.size, smaller.traits.zero_copy_min_bytes)
-        kept = torch.empty(layout.store.numel, dtype=self.plan.compute_dtype, device=self._device)
-        for shards, start, parameter in zip(layout.shards, layout.store.offsets, self.parameters, strict=True):
-            take_shard(shards, parameter.full, smaller.rank, kept[start : start + shards.padded_numel])
-        self._slice = (kept, layout)
-
-    def drop_slice(self) -> None:
-        self._slice = None
 
 
 class InPlaceBucket:
@@ -297,7 +278,7 @@ class InPlaceBucket:
         assert self.store is not None
         return view_at(self.store.flat.data, self.plan.gather.places.offsets[k], self.parameters[k].shape)
 
-    def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
+    def sent_bytes(self) -> tuple[list[tuple[int, int]], int]:
         return [], 0
 
     def update_plan(self, plan: BucketPlan) -> None:
@@ -307,15 +288,15 @@ class InPlaceBucket:
     def allocate_gather(self) -> None: ...
 
     def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
+        return self.use()
+
+    def use(self) -> AllGatherBuffers:
+        """Begin to use the full parameters as they are."""
         return AllGatherBuffers([], [])
 
     def finish_gather(self, gather: AllGatherBuffers) -> None: ...
 
     def free(self) -> None: ...
-
-    def keep_slice(self, smaller: Communicator) -> None: ...
-
-    def drop_slice(self) -> None: ...
 
 
 class GatherCache:
@@ -325,14 +306,12 @@ class GatherCache:
     """
 
     def __init__(self) -> None:
-        self._buckets: Sequence[AnyBucket] = ()
+        self._buckets: Sequence[Gatherable] = ()
         self._communicators: Sequence[Communicator] = ()
         self._gather: CachedGather | None = None
 
-    def of(self, buckets: Sequence[AnyBucket]) -> CachedGather | None:
+    def of(self, buckets: Sequence[Gatherable]) -> CachedGather | None:
         """Return the cached all-gather of all ``buckets``, or ``None`` if their shards cannot be sent unchanged."""
-        if buckets and buckets[0].pgs.smaller is not None:
-            return None  # the smaller mesh sends slices that forward has kept
         communicators = [bucket.pgs.gather for bucket in buckets]
         if buckets != self._buckets or communicators != self._communicators:
             self._gather = None
@@ -342,7 +321,7 @@ class GatherCache:
 
 
 def all_gather_of(
-    buckets: Sequence[AnyBucket], device: torch.device, label: str, last: GatherCache
+    buckets: Sequence[Gatherable], device: torch.device, label: str, last: GatherCache | None
 ) -> _AllGather | CachedLaunch:
     """Return the all-gather of ``buckets``, which is one collective per communicator, to be launched once.
 
@@ -350,16 +329,16 @@ def all_gather_of(
         buckets: in the same order on every rank.
         device: where modules compute.
         label: the name in errors, the same on every rank.
-        last: the cached all-gather of the same buckets, if any.
+        last: the cached all-gather of the same buckets, if any; ``None`` for slices, which are others each time.
     """
-    cached = last.of(buckets)
+    cached = None if last is None else last.of(buckets)
     return _AllGather(buckets, device, label) if cached is None else CachedLaunch(cached, label)
 
 
 class _AllGather:
     """One all-gather in flight. Owns the messages until they are no longer read."""
 
-    def __init__(self, buckets: Sequence[AnyBucket], device: torch.device, label: str) -> None:
+    def __init__(self, buckets: Sequence[Gatherable], device: torch.device, label: str) -> None:
         self._buckets = buckets
         self._label = label
         self._device = device
@@ -379,7 +358,7 @@ class _AllGather:
         self._await_ranks()
         self._gathers = [bucket.prepare_gather(cast) for bucket, cast in zip(self._buckets, self._casts, strict=True)]
         self._casts = []
-        communicators = [bucket.pgs.smaller or bucket.pgs.gather for bucket in self._buckets]
+        communicators = [bucket.pgs.gather for bucket in self._buckets]
         for communicator, gathers in group_by_key(communicators, self._gathers):
             zero_copy = [transfer for gather in gathers for transfer in gather.zero_copy]
             self._messages.append((communicator, zero_copy, pack_messages(gathers, communicator, self._device)))

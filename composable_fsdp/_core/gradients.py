@@ -21,8 +21,8 @@ from composable_fsdp._core.events import (
     after,
     describe_groups,
 )
-from composable_fsdp._core.gather import AnyBucket
-from composable_fsdp._core.group_plan import plan_group, plan_smaller_mesh
+from composable_fsdp._core.gather import AnyBucket, Gatherable
+from composable_fsdp._core.group_plan import plan_group
 from composable_fsdp._core.layout import NEVER_ZERO_COPY, Reduction, aligned_bytes, payload_widths, plan_reduction
 from composable_fsdp._core.memory import CommStreams, InFlight, without_grad
 from composable_fsdp._core.mesh import group_by_key
@@ -41,20 +41,14 @@ class WireBytes(NamedTuple):
     plain_bytes: int
 
 
-def all_gather_wire_bytes(buckets: Sequence[AnyBucket], size: int | None = None) -> WireBytes:
-    """Return the bytes of the all-gather over the full shard axis, or over ``size`` neighbouring ranks."""
-    total = plain = 0
+def all_gather_wire_bytes(buckets: Sequence[Gatherable]) -> WireBytes:
+    """Return the bytes of the all-gather over the shard axis, or of slices over a smaller one."""
+    total = 0
     for pgs, members in group_by_key([bucket.pgs for bucket in buckets], buckets):
-        shard = pgs.axes.shard
-        smaller = None if size is None else min(size, shard.size)
-        sent = [bucket.sent_bytes(smaller) for bucket in members]
+        sent = [bucket.sent_bytes() for bucket in members]
         packed = sum(payload_widths([payload for payloads, _ in sent for payload in payloads]))
-        total += (smaller or shard.size) * (packed + sum(zero_copy for _, zero_copy in sent))
-        for plan in (bucket.plan for bucket in members if bucket.plan.is_gathered):
-            direct_from = shard.traits.zero_copy_min_bytes
-            layout = plan.gather if smaller is None else plan_smaller_mesh(plan, smaller, direct_from)
-            plain += layout.wire_numel * plan.compute_dtype.itemsize
-    return WireBytes(total, plain)
+        total += pgs.axes.shard.size * (packed + sum(zero_copy for _, zero_copy in sent))
+    return WireBytes(total, sum(bucket.plan.wire_bytes for bucket in buckets))
 
 
 def reduce_scatter_wire_bytes(buckets: Sequence[AnyBucket], *, were_summed: bool = False) -> WireBytes:

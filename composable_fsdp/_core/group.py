@@ -22,7 +22,7 @@ from composable_fsdp._core.events import (
     advance,
     after,
 )
-from composable_fsdp._core.gather import AnyBucket, all_gather_of
+from composable_fsdp._core.gather import AnyBucket, Gatherable, all_gather_of
 from composable_fsdp._core.gradients import (
     ParamGroupGradients,
     PendingReduction,
@@ -89,6 +89,10 @@ class ParamGroup:
         self.rename(name)
         self.parameter_state = ParameterState.SHARDED
         self._pending_gather: InFlight[None] | None = None
+        self.cut: Callable[[AnyBucket, int], Gatherable] | None = None
+        """Makes the slices of a bucket from which some neighbouring ranks can gather it again."""
+        self.slices: Sequence[Gatherable] = ()
+        """The slices for the next all-gather, in SHRUNK and until it is done."""
         self._may_be_written = False
         """True if a failed all-gather may still write to the unsharded memory, which then must not be freed."""
         self._noted_bytes = 0
@@ -120,6 +124,7 @@ class ParamGroup:
     def copy_settings(self, other: ParamGroup) -> None:
         """Copy the settings and communicators of ``other``, of which this is a copy."""
         self.gradients.copy_settings(other.gradients)
+        self.cut = other.cut
         for pgs, original in zip(self.process_groups, other.process_groups, strict=True):
             pgs.follow(original)
         self.tensors.build()
@@ -273,8 +278,7 @@ class ParamGroup:
         self.parameter_state = _AFTER_UNSHARD.get(self.parameter_state) or self.advance(_UNSHARD)
         if trace.listeners:
             self.note_memory()
-            smaller = self.process_groups[0].smaller
-            moved = all_gather_wire_bytes(self.buckets, None if smaller is None else smaller.size)
+            moved = all_gather_wire_bytes(self.slices or self.buckets)
             trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, stream, begin, moved.plain_bytes)
 
     def _reduce_before_change(self, streams: CommStreams) -> None:
@@ -305,16 +309,7 @@ class ParamGroup:
             except BaseException:
                 self._may_be_written = not pending.has_arrived
                 raise
-        # Only after the wait: until then, the streams of a device may still read the slices.
-        if self.process_groups[0].smaller is not None:
-            self._drop_slices()
-
-    def _drop_slices(self) -> None:
-        """Drop the kept slices, so that the next all-gather is over the whole shard axis."""
-        for bucket in self.tensors.buckets:
-            bucket.drop_slice()
-        for pgs in self.process_groups:
-            pgs.smaller = None
+        self.slices = ()  # only after the wait: until then, the streams of a device may still read them
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory."""
@@ -341,11 +336,8 @@ class ParamGroup:
     def shrink(self, mesh_size: int) -> None:
         """Reshard, but keep a slice from which ``mesh_size`` neighbouring ranks can all-gather again."""
         self.advance(ParameterOperation.SHRINK)
-        for pgs in self.process_groups:
-            pgs.smaller = pgs.axes.smaller_shard_axis(mesh_size)
-        for bucket in self.buckets:
-            assert bucket.pgs.smaller is not None
-            bucket.keep_slice(bucket.pgs.smaller)
+        assert self.cut is not None
+        self.slices = [self.cut(bucket, mesh_size) for bucket in self.buckets]
         self._release()
 
     def _release(self) -> None:
@@ -372,11 +364,12 @@ def unshard_together(streams: CommStreams, groups: Sequence[ParamGroup], label: 
     If this raises, their unsharded memory is freed, unless part of the all-gather is in flight.
     """
     needed = [group for group in groups if group._needs_gather(streams)]
-    buckets = [bucket for group in needed for bucket in group.tensors.buckets]
+    buckets = [bucket for group in needed for bucket in group.slices or group.tensors.buckets]
     pending, begin = None, None
     if buckets:  # not, for example, a root whose parameters all belong to nested modules
         begin = trace.now() if trace.listeners else None
-        gather = all_gather_of(buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
+        last = None if needed[0].slices else needed[0].tensors.last_gather
+        gather = all_gather_of(buckets, needed[0].axes.device, label, last)
         try:
             # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
             pending = streams.gather.run(
@@ -384,7 +377,7 @@ def unshard_together(streams: CommStreams, groups: Sequence[ParamGroup], label: 
             )
         except BaseException:
             if not gather.writes_to_places:
-                for bucket in buckets:
+                for bucket in (bucket for group in needed for bucket in group.tensors.buckets):
                     bucket.free()
             raise
     for group in needed:

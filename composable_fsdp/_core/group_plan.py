@@ -503,16 +503,3 @@ def _is_gathered(spec: ParameterSpec, axes: PlanOptions) -> bool:
     if spec.gather_claim is not None:
         return spec.gather_claim.is_gathered
     return not axes.alias or spec.dtype != spec.compute_dtype or isinstance(spec.offload, CPUOffloadPolicy)
-
-
-def plan_smaller_mesh(bucket: BucketPlan, num_shards: int, zero_copy_min_bytes: int) -> GatherLayout:
-    """Return the layout of an all-gather of the same bucket from a smaller mesh, into the existing unsharded buffer.
-
-    A multiple of the larger number of shards is also a multiple of the smaller, so the padded places always fit.
-    """
-    return plan_gather(
-        [TensorShards(s.shape, s.dim, num_shards) for s in bucket.gather.shards],
-        itemsize=bucket.compute_dtype.itemsize,
-        zero_copy_min_bytes=zero_copy_min_bytes,
-        places=bucket.gather.places,
-    )

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
-from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicator_over, loopback, part_of
+from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicator_over, loopback
 from composable_fsdp._core.group_plan import MessageSizes, PlanOptions
 from composable_fsdp._core.layout import NEVER_ZERO_COPY
 from composable_fsdp._core.memory import (
@@ -102,33 +102,10 @@ class DataParallelAxes:
             )
         return self if chosen == torch.device(kind) else replace(self, device=chosen)
 
-    def smaller_shard_axis(self, size: int) -> Communicator:
-        """Return the communicator of the ``size`` neighbouring shard ranks around this one, or of the shard axis.
-
-        The shard axis is returned if it has no more than ``size`` ranks. All shard ranks must call it together.
-
-        Raises:
-            MeshError: ``size`` does not divide the shard axis.
-        """
-        if size >= self.shard.size:
-            return self.shard
-        if self.shard.size % size:
-            raise MeshError(
-                f"reshard_after_forward={size} does not divide the {self.shard.size} shard ranks of {self.mesh}, over "
-                "which some parameters of the group are sharded."
-            )
-        shard_group = self.mesh.get_group(self.mesh.ndim - 1)
-        known = _smaller_axes.setdefault(shard_group, {})
-        key = self.mesh.device_type, size
-        if key not in known:
-            known[key] = part_of(shard_group, size)
-        return communicator_over(known[key], self.mesh.device_type)
-
 
 # Keyed by process group, because every slice of a mesh is a new object; then by type of device, because a process group
 # can have a backend for each.
 _shard_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
-_smaller_axes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], dist.ProcessGroup]] = WeakKeyDictionary()
 _default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 
@@ -619,8 +596,6 @@ class ProcessGroups:
 
     Encoded reductions, which add up themselves, use ``exchange``. ``averages`` is true if every axis can compute
     averages itself.
-
-    ``smaller`` is the communicator of the next all-gather, while slices are kept for it.
     """
 
     def __init__(self, axes: DataParallelAxes) -> None:
@@ -628,7 +603,6 @@ class ProcessGroups:
         self.device = device_capabilities(axes.device)
         """The capabilities of the device on which modules compute."""
         self.choose(Channels())
-        self.smaller: Communicator | None = None
         self.message_sizes = self.default_message_sizes
         self.unequal_use = False
         """True if a rank may join a reduction without any gradient.

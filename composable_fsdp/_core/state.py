@@ -442,8 +442,7 @@ def connections(states: Iterable[FSDPState]) -> list[dist.ProcessGroup]:
     for state in states:
         for pgs in state.group.process_groups:
             communicators += [pgs.axes.shard, pgs.axes.replicate, pgs.scatter]
-            if pgs.smaller is not None:
-                communicators.append(pgs.smaller)
+        communicators += [slices.pgs.gather for slices in state.group.slices]
     return list(dict.fromkeys(c.group for c in communicators if is_over_group(c)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from html import escape
 
 from torch import nn
@@ -21,6 +20,7 @@ from composable_fsdp._core.mesh import ProcessGroups, group_by_key
 from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.diagnostics._tables import text_table
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.plugins.smaller_mesh import without_values
 from composable_fsdp.policies import ReshardKind
 
 __all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "states_of"]
@@ -132,8 +132,11 @@ def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
         ("all-gather", times, all_gather_wire_bytes, shard)
     ]
     if kind is ReshardKind.SMALLER and state.options.unshard_in_backward:
-        wire_bytes = partial(all_gather_wire_bytes, size=smaller)
-        found.append(("all-gather (smaller mesh)", 1, wire_bytes, lambda pgs: min(smaller, shard(pgs))))
+
+        def of_slices(buckets: Sequence[AnyBucket]) -> WireBytes:
+            return all_gather_wire_bytes([without_values(bucket, smaller) for bucket in buckets])
+
+        found.append(("all-gather (smaller mesh)", 1, of_slices, lambda pgs: min(smaller, shard(pgs))))
     if state.group.plan.num_trainable:
         found.append(("reduce-scatter", 1, reduce_scatter_wire_bytes, shard))
         found.append(("all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size))

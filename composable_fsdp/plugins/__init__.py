@@ -38,6 +38,9 @@ Plugin                  Does                                             On by d
 ``tuning``              measures costs, and chooses settings by them     no: opt-in by
                                                                          ``calibrate()``,
                                                                          ``set_costs()``
+``smaller_mesh``        gathers slices from fewer ranks in backward      when
+                                                                         ``reshard_after_forward``
+                                                                         is an ``int``
 ``full_params``         registers full parameters for the user           when it is called
 ``custom_comm``         custom collectives, allocators, process groups   when it is called
 ======================= ================================================ ==================

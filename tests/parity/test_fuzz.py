@@ -298,7 +298,7 @@ def forget_residuals(self: EncodedReduce, *args: object) -> object:
 
 def leave_out_a_rank(self: Bucket, *args: object) -> object:
     gather = ORIGINALS["prepare_gather"](self, *args)
-    if self._shard.rank and gather.payloads:
+    if self.pgs.axes.shard.rank and gather.payloads:
         # Replace it: a change in place would change the shard, and the other ranks would not notice.
         gather.payloads[0] = torch.zeros_like(gather.payloads[0])
     return gather

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import state_of
+from tests._internals import ParameterState, state_of
 from tests.helpers.models import TASKS, seeded, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import values_of
@@ -62,9 +62,9 @@ def shrink_a_root_without_parameters() -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=2)
     for _ in range(2):
         output = model(torch.randn(2, 8))
-        assert [pgs.smaller is None for pgs in state_of(model).group.process_groups] == [False]
+        assert state_of(model).group.parameter_state is ParameterState.SHRUNK
         output.sum().backward()
-        assert [pgs.smaller is None for pgs in state_of(model).group.process_groups] == [True]
+        assert state_of(model).group.parameter_state is ParameterState.SHARDED
 
 
 @pytest.mark.behaviour("C-01")

@@ -35,6 +35,7 @@ from tests._internals import (
     find,
     is_over_group,
     part_of,
+    smaller_shard_axis,
 )
 from tests._internals import segment as memory
 from tests.helpers.run_ranks import run_ranks
@@ -303,7 +304,7 @@ def choose_with_failing_memory() -> None:
 
 def choose_in_a_mesh() -> None:
     axes = data_parallel_axes(dist.init_device_mesh("cpu", (4,)))
-    smaller = axes.smaller_shard_axis(2)
+    smaller = smaller_shard_axis(axes, 2)
     assert find(axes.shard, SharedMemoryCommunicator) is not None
     assert is_over_group(axes.shard)
     assert find(smaller, SharedMemoryCommunicator) is not None

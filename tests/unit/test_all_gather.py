@@ -30,8 +30,6 @@ class ShmSocket:
 
 
 class ProcessGroups:
-    smaller = None
-
     def __init__(self, wire: ShmSocket) -> None:
         self.gather = wire
 
@@ -59,6 +57,7 @@ class Group:
     """A group that is sharded."""
 
     name = "a"
+    slices = ()
 
     def __init__(self, buckets: list[Any]) -> None:
         self.axes = SimpleNamespace(device=CPU)

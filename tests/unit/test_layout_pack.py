@@ -24,7 +24,7 @@ from tests._internals import (
     plan_gather,
     plan_group,
     plan_reduce,
-    plan_smaller_mesh,
+    plan_slices,
     take_shard,
     unpack_parameter,
 )
@@ -257,7 +257,7 @@ def test_gathering_from_a_smaller_mesh_restores_the_parameters_at_the_same_offse
     dtype = torch.float32
     specs = tuple(ParameterSpec("w", s.shape, s.dim, dtype, dtype, dtype, dtype, True) for s in drawn)
     (bucket,) = plan_group(specs, (PlanOptions(larger, zero_copy_min_bytes, zero_copy_min_bytes),)).buckets
-    layout = plan_smaller_mesh(bucket, smaller, zero_copy_min_bytes)
+    layout = plan_slices(bucket, smaller, zero_copy_min_bytes).gather
     fulls = [numbered(s.shape, dtype, start=17 * i) for i, s in enumerate(drawn)]
     stores = [store_of(layout, fulls, rank) for rank in range(smaller)]
     buffer = torch.full((bucket.gather.places.numel,), UNTOUCHED)

@@ -17,7 +17,7 @@ from tests._internals import (
     PlanOptions,
     TensorShards,
     plan_group,
-    plan_smaller_mesh,
+    plan_slices,
 )
 from tests.helpers.layouts import DIRECT_BYTES, SHAPES, WORLD_SIZES, assert_disjoint_and_aligned, assert_sent_layout
 
@@ -176,7 +176,7 @@ def test_a_smaller_mesh_gathers_to_the_offsets_of_the_full_mesh(
 ) -> None:
     larger, smaller = sizes
     for bucket in plan_group(specs, (PlanOptions(larger, zero_copy_min_bytes, zero_copy_min_bytes),)).buckets:
-        layout = plan_smaller_mesh(bucket, smaller, zero_copy_min_bytes)
+        layout = plan_slices(bucket, smaller, zero_copy_min_bytes).gather
         itemsize = bucket.compute_dtype.itemsize
         assert layout.places is bucket.gather.places
         assert [(s.shape, s.dim) for s in layout.shards] == [(s.shape, s.dim) for s in bucket.gather.shards]

@@ -33,24 +33,16 @@ class EncodedParameters(GatherKind):
 
 
 class EncodedBucket(Bucket):
-    """A bucket whose shards are encoded, all in one message, and whose received rows are decoded.
-
-    Slices of a smaller mesh, which are parts of decoded parameters, are sent as they are.
-    """
-
-    _decodes = False
-    """True if the received rows must be decoded."""
+    """A bucket whose shards are encoded, all in one message, and whose received rows are decoded."""
 
     @property
     def _codec(self) -> Codec:
         codec, _ = cast(Any, self.plan.gather_claim).key
         return cast(Codec, codec)
 
-    def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
+    def sent_bytes(self) -> tuple[list[tuple[int, int]], int]:
         packed_numel = self.plan.gather.packed_numel
-        if num_shards is not None or not packed_numel:
-            return super().sent_bytes(num_shards)
-        return [(self._codec.payload_bytes(packed_numel), 1)], 0
+        return [(self._codec.payload_bytes(packed_numel), 1)] if packed_numel else [], 0
 
     @property
     def cached_part(self) -> None:
@@ -58,17 +50,13 @@ class EncodedBucket(Bucket):
 
     def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
         gather = super().prepare_gather(cast)
-        self._decodes = self._slice is None
-        if self._decodes:
-            gather.payloads = [encode_rows(self._codec, each.unsqueeze(0)).view(-1) for each in gather.payloads]
+        gather.payloads = [encode_rows(self._codec, each.unsqueeze(0)).view(-1) for each in gather.payloads]
         return gather
 
     def finish_gather(self, gather: AllGatherBuffers) -> None:
-        if not self._decodes or not gather.payloads:
-            super().finish_gather(gather)
-            return
-        self.buffer.allocate()
-        for run in self._runs():
+        if gather.payloads:
+            self.buffer.allocate()
+        for run in self._runs() if gather.payloads else ():
             self._unpack(self._codec.decode(gather.rows[0][run], self.plan.gather.packed_numel), run)
 
     def _runs(self) -> Iterator[slice]:

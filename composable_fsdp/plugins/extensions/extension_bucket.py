@@ -15,7 +15,6 @@ import torch
 
 from composable_fsdp._consistency.broadcast import gather_objects
 from composable_fsdp._core.buckets import GatherKind
-from composable_fsdp._core.comm import Communicator
 from composable_fsdp._core.gather import AllGatherBuffers
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
 from composable_fsdp._core.layout import TensorShards
@@ -122,8 +121,9 @@ class _Gathered:
     """A tensor of each storage that is freed between uses, with the storage's size in bytes."""
     is_refilled: bool = False
     """True once the second hook was seen to refill the full tensor."""
-    kept: tuple[torch.Tensor, ...] | None = None
-    """This rank's slices of ``outputs`` on a smaller mesh, from which the next all-gather starts."""
+
+
+Collect = Callable[[_Gathered, Sequence[torch.Tensor]], None]
 
 
 class ExtendedBucket:
@@ -162,10 +162,7 @@ class ExtendedBucket:
     def cached_part(self) -> None:
         return None
 
-    def sent_bytes(self, num_shards: int | None = None) -> tuple[list[tuple[int, int]], int]:
-        if num_shards is not None:
-            sizes = [(output.numel(), output.itemsize) for gathered in self._gathered for output in gathered.outputs]
-            return [(-(-numel // num_shards) * itemsize, itemsize) for numel, itemsize in sizes], 0
+    def sent_bytes(self) -> tuple[list[tuple[int, int]], int]:
         largest = [
             (max(prod(specs[j][0]) for specs in gathered.specs) * dtype.itemsize, dtype.itemsize)
             for gathered in self._gathered
@@ -187,26 +184,18 @@ class ExtendedBucket:
         """Return ``None``: hooks allocate their inputs."""
 
     def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
-        """Return the inputs of the all-gather: the results of the first hooks, or the slices of a smaller mesh."""
-        payloads = [self._payload(gathered) for gathered in self._gathered]
+        """Return the inputs of the all-gather: the results of the first hooks."""
+        payloads = [gathered.extension.pre_all_gather() for gathered in self._gathered]
         if any(not gathered.specs for gathered in self._gathered):
             self._agree(payloads)
         sent = []
         for gathered, payload in zip(self._gathered, payloads, strict=True):
             gathered.metadata = payload.metadata
-            if gathered.kept is None:
-                self._check_unchanged(gathered, payload)
+            self._check_unchanged(gathered, payload)
             for j, tensor in enumerate(payload.inputs):
-                largest = (
-                    max(prod(specs[j][0]) for specs in gathered.specs) if gathered.kept is None else tensor.numel()
-                )
+                largest = max(prod(specs[j][0]) for specs in gathered.specs)
                 sent.append(_padded(tensor.detach().view(-1).to(self._device), largest))
         return AllGatherBuffers([], sent)
-
-    def _payload(self, gathered: _Gathered) -> Payload:
-        if gathered.kept is not None:
-            return Payload(gathered.kept, gathered.metadata)
-        return gathered.extension.pre_all_gather()
 
     def _agree(self, payloads: Sequence[Payload]) -> None:
         """Learn what every rank sends, and raise on all ranks if the inputs do not fit together."""
@@ -234,18 +223,22 @@ class ExtendedBucket:
 
     def finish_gather(self, gather: AllGatherBuffers) -> None:
         """Concatenate the ranks' inputs and call the second hooks."""
-        rows = iter(gather.rows)
+        self.fill(gather.rows, self._collect)
+
+    def fill(self, received: Sequence[torch.Tensor], collect: Collect) -> None:
+        """Fill the full tensors from gathered outputs, into which ``collect`` copies what was ``received``."""
+        rows = iter(received)
         with torch.inference_mode(False), torch.no_grad():
             for parameter, gathered in zip(self.parameters, self._gathered, strict=True):
                 of_parameter = [next(rows) for _ in gathered.specs[0]]
                 if gathered.storages:
-                    self._refill(parameter, gathered, of_parameter)
+                    self._refill(parameter, gathered, of_parameter, collect)
                 elif not isinstance(gathered.extension, ViewExtension) or parameter.full is not gathered.extension.view:
-                    self._fill(parameter, gathered, of_parameter)
+                    collect(gathered, of_parameter)
+                    self._fill(parameter, gathered)
 
-    def _fill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
+    def _fill(self, parameter: ShardedParameter, gathered: _Gathered) -> None:
         """Make the full tensor, on the first all-gather."""
-        self._collect(gathered, rows)
         full, inner = gathered.extension.post_all_gather(gathered.outputs, gathered.metadata, self.plan.compute_dtype)
         if gathered.releases_outputs and _addresses([*inner, *plain_tensors(full)]) & _addresses(gathered.outputs):
             raise ParameterError(
@@ -258,14 +251,16 @@ class ExtendedBucket:
             _free(gathered.outputs)
         parameter.build_unsharded(full, self._on_gradient)
 
-    def _refill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
+    def _refill(
+        self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor], collect: Collect
+    ) -> None:
         """Fill the same full tensor again, hidden from autograd, which has saved it."""
         for tensor, nbytes in gathered.storages:
             allocate_storage(tensor.untyped_storage(), nbytes)
         out = local_part(parameter.unsharded)
         written = (*gathered.outputs, *gathered.inner, parameter.unsharded, out)
         with torch.autograd._unsafe_preserve_version_counter(written):
-            self._collect(gathered, rows)
+            collect(gathered, rows)
             dtype = self.plan.compute_dtype
             if gathered.is_refilled:
                 gathered.extension.refill(gathered.outputs, gathered.metadata, dtype, out)
@@ -278,7 +273,6 @@ class ExtendedBucket:
 
     def _collect(self, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
         """Concatenate each input of all ranks on dim 0, without the padding that made them equally long."""
-        is_full_mesh = gathered.kept is None
         for j, row in enumerate(rows):
             shapes = [specs[j][0] for specs in gathered.specs]
             length = sum(shape[0] if shape else 1 for shape in shapes)
@@ -286,14 +280,30 @@ class ExtendedBucket:
                 gathered.outputs.append(torch.empty((length, *shapes[0][1:]), dtype=row.dtype, device=self._device))
             output = gathered.outputs[j].view(-1)
             numels = [prod(shape) for shape in shapes]
-            if not is_full_mesh:
-                output.copy_(row.reshape(-1)[: output.numel()])
-            elif len(set(numels)) == 1:
+            if len(set(numels)) == 1:
                 output.view(row.shape).copy_(row)
             else:
                 torch.cat([row[rank, :numel] for rank, numel in enumerate(numels)], out=output)
 
-    def keep_slice(self, smaller: Communicator) -> None:
+    def sliced(self, pgs: ProcessGroups) -> SlicedOutputs:
+        """Return what the ranks of ``pgs``, of a smaller mesh, gather again in place of the inputs."""
+        return SlicedOutputs(self, pgs, self._gathered)
+
+
+class SlicedOutputs:
+    """This rank's slices of the gathered outputs of ``bucket``. Final."""
+
+    needs_barrier = False
+    cached_part = None
+
+    def __init__(self, bucket: ExtendedBucket, pgs: ProcessGroups, gathered: Sequence[_Gathered]) -> None:
+        self.plan, self.pgs = bucket.plan, pgs
+        self._bucket, self._gathered = bucket, gathered
+        self._slices: list[torch.Tensor] = []
+
+    def keep(self) -> None:
+        """Copy the slices."""
+        smaller = self.pgs.gather
         for gathered in self._gathered:
             if gathered.releases_outputs:
                 raise ParameterError(
@@ -301,11 +311,25 @@ class ExtendedBucket:
                     f"{RELEASE_HOOK} says to free. Pass reshard_after_forward=True or False, or return False from that "
                     "method."
                 )
-            gathered.kept = tuple(_slice(output.view(-1), smaller.size, smaller.rank) for output in gathered.outputs)
+            self._slices += [_slice(output.view(-1), smaller.size, smaller.rank) for output in gathered.outputs]
 
-    def drop_slice(self) -> None:
-        for gathered in self._gathered:
-            gathered.kept = None
+    def sent_bytes(self) -> tuple[list[tuple[int, int]], int]:
+        outputs = [output for gathered in self._gathered for output in gathered.outputs]
+        return [(-(-each.numel() // self.pgs.gather.size) * each.itemsize, each.itemsize) for each in outputs], 0
+
+    def allocate_gather(self) -> None: ...
+
+    def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
+        return AllGatherBuffers([], self._slices)
+
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
+        self._bucket.fill(gather.rows, _join)
+
+
+def _join(gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
+    """Join the slices of all ranks of a smaller mesh."""
+    for output, row in zip(gathered.outputs, rows, strict=True):
+        output.view(-1).copy_(row.reshape(-1)[: output.numel()])
 
 
 def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ from composable_fsdp import trace
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.verify_ranks import verify_same
 from composable_fsdp._core.buckets import GatherKind, ParamGroupBuckets
-from composable_fsdp._core.comm import Collective, Communicator
+from composable_fsdp._core.comm import Collective
 from composable_fsdp._core.events import ParameterState, Pass
 from composable_fsdp._core.gather import AllGatherBuffers, InPlaceBucket
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
@@ -156,8 +156,6 @@ class SharedBucket(InPlaceBucket):
             self._at_rest = [store.flat[begin : begin + each.padded_numel] for begin, each in offsets]
         self._cast_from: tuple[int, int] | None = None
         """Version counters and optimizer steps at the last cast of the shards."""
-        self._is_kept = False
-        """True if the next all-gather, on a smaller mesh, reuses the values of forward."""
         self._is_used = False
         """True from an all-gather until the full parameters are freed."""
         self.own_copy: torch.Tensor | None = None
@@ -183,11 +181,14 @@ class SharedBucket(InPlaceBucket):
     @property
     def needs_barrier(self) -> bool:
         """True if casts would write to memory that other ranks may still read."""
-        return self._casts and not self._is_kept and self._segment.released_at == self._segment.axis.epoch
+        return self._casts and self._segment.released_at == self._segment.axis.epoch
 
     def prepare_gather(self, cast: torch.Tensor | None) -> AllGatherBuffers:
-        if self._casts and not self._is_kept:
+        if self._casts:
             self._fill()
+        return self.use()
+
+    def use(self) -> AllGatherBuffers:
         if self._keeps_values:
             self._recorded = [_copies(self._parts)]
         self._segment.awaits_epoch_end = self._is_used = True
@@ -209,12 +210,6 @@ class SharedBucket(InPlaceBucket):
     def finish_gather(self, gather: AllGatherBuffers) -> None:
         if self._was_touched and self._recorded:
             self._recorded.append(_copies([parameter.full for parameter in self.parameters]))
-
-    def keep_slice(self, smaller: Communicator) -> None:
-        self._is_kept = True
-
-    def drop_slice(self) -> None:
-        self._is_kept = False
 
     def free(self) -> None:
         """Note that modules no longer use the full parameters.
