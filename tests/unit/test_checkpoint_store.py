@@ -518,19 +518,15 @@ def test_a_step_may_be_any_kind_of_integer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "where", "kind"),
+    ("extra", "where"),
     [
-        ({"step": 1, "collate": lambda batch: batch}, r"extra\['collate'\]", "function"),
-        ({"loader": {"workers": [1, threading.Lock()]}}, r"extra\['loader'\]\['workers'\]\[1\]", "lock"),
-        ({"items": (i for i in range(3))}, r"extra\['items'\]", "generator"),
+        ({"step": 1, "collate": lambda batch: batch}, r"extra\['collate'\]"),
+        ({"loader": {"workers": [1, threading.Lock()]}}, r"extra\['loader'\]\['workers'\]\[1\]"),
+        ({"items": (i for i in range(3))}, r"extra\['items'\]"),
     ],
 )
-def test_an_item_of_extra_that_cannot_be_pickled_is_named(
-    tmp_path: Path, extra: dict[str, Any], where: str, kind: str
-) -> None:
-    text = (
-        rf"{where} of rank 0 is of the class {kind}, which cannot be pickled \(.*\)\. Save what describes it instead: "
-    )
+def test_an_item_of_extra_that_cannot_be_pickled_is_named(tmp_path: Path, extra: dict[str, Any], where: str) -> None:
+    text = rf"ranks\.0\.{where} cannot be pickled \(.*\)\. Save what describes it instead: numbers"
     with pytest.raises(CheckpointError, match=text):
         save(tmp_path, *trained(), extra)
     assert latest(tmp_path) is None

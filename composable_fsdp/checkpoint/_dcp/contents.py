@@ -16,72 +16,96 @@ Names are those of the model without wrappers such as ``torch.compile``.
 
 from __future__ import annotations
 
-import io
-import pickle
 import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.memory import current_accelerator
-from composable_fsdp._core.params import alias_of, local_part
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
-from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParams, has_shards_shape, is_plain, merge_flags
+from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParams, check_replicated, is_plain, on_host
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, checksum, tensors_of
-from composable_fsdp.errors import CheckpointError
 
-__all__ = [
-    "Contents",
-    "Contribution",
-    "Merged",
-    "Path",
-    "check_replicated",
-    "communication_of",
-    "contents_of",
-    "get_random_state",
-    "key_of",
-    "merge",
-    "serialize",
-    "set_random_state",
-]
+__all__ = ["Contents", "Contribution", "Path", "communication_of", "contents_of", "key_of", "merge", "set_random_state"]
 
 Path = tuple[str, ...]
 """The path of a value in a nested state dict. Joined by dots, it is the key in the checkpoint."""
 
+Groups = Mapping[tuple[str, ...], Mapping[str, Any]]
+"""The param groups of an optimizer by the names of their parameters, with these in ``params``."""
 
-_PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
-"""What pickle raises for objects that it cannot write, depending on their class."""
+
+def key_of(path: Path) -> str:
+    return ".".join(path)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What ranks tell each other before a save: they may hold different parameters, as pipeline stages do.
+
+    ``inner`` describes tensor subclasses by key: on one rank, or, after :func:`merge`, on all of them.
+    """
+
+    groups: Groups
+    replicated: Mapping[str, int]
+    inner: Mapping[str, Any]
+
+
+def merge(contributions: Sequence[Contribution]) -> Contribution:
+    """Merge what all ranks have. If ranks have a group of the same parameters, the first rank's is used."""
+    check_replicated({rank: each.replicated for rank, each in enumerate(contributions)})
+    groups = {members: group for each in contributions[::-1] for members, group in each.groups.items()}
+    return Contribution(groups, {}, inner_tensors.agreed([each.inner for each in contributions]))
 
 
 @dataclass
 class Contents:
-    """The state that one rank has to save, by path. It is complete after :meth:`settle`.
+    """The state of one rank, by path.
 
     Attributes:
         parts: local shards of tensors. A block that several ranks hold is written by one of them.
-        objects: all other values, serialized by ``torch.save``. If several ranks have a key, one of them writes it.
+        objects: all other values. If several ranks have a key, one of them writes it.
         aliases: further paths of tensors in ``parts``, with the path there.
         replicated: checksums of the plain tensors in ``parts`` that must be equal on all ranks, by key.
-        groups: serialized param groups of the optimizer by the names of their parameters, with these in ``params``.
-        may_be_shards: whether plain optimizer state has the shape of a local shard. One rank alone cannot tell whether
-            such a tensor is its shard or a copy that every rank has.
+        groups: see :data:`Groups`.
     """
 
     parts: dict[Path, LocalShard] = field(default_factory=dict)
-    objects: dict[Path, bytes] = field(default_factory=dict)
+    objects: dict[Path, Any] = field(default_factory=dict)
     aliases: dict[Path, Path] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
-    groups: dict[tuple[str, ...], bytes] = field(default_factory=dict)
-    may_be_shards: dict[Path, bool] = field(default_factory=dict)
+    groups: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
+
+    def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
+        params = OptimizerParams(model, optimizer)
+        for members, group in zip(params.groups, optimizer.param_groups, strict=True):
+            names = [member.name for member in members]
+            self.groups[tuple(names)] = {**{key: on_host(value) for key, value in group.items()}, "params": names}
+        for member in params.members.values():
+            for key, value in params.state_of(member).items():
+                path = ("optimizer", "state", member.name, str(key))
+                if not isinstance(value, torch.Tensor):
+                    self.objects[path] = value
+                    continue
+                self.parts[path] = LocalShard(value, member.sharding)
+                if is_plain(value, member):
+                    self.replicated[key_of(path)] = checksum(value)
+
+    def add_rank(self, model: nn.Module, rank: int, extra: Mapping[str, Any]) -> None:
+        """Add the state that belongs to this rank alone."""
+        for name, kept in communication_of(model).items():
+            self.parts["communication", name, "residual"] = LocalShard(kept["residual"])
+            self.objects["communication", name, "rounds"] = kept["rounds"]
+        self.objects["ranks", str(rank), "extra"] = extra
+        self.objects["ranks", str(rank), "random"] = _random_state()
 
     def contribution(self) -> Contribution:
         """Return what the other ranks must know of this rank's contents."""
@@ -89,145 +113,37 @@ class Contents:
         for key, part in parts.items():
             inner_tensors.refuse_unknown(key, part)
         inner = {k: inner_tensors.inner_contribution_of(p) for k, p in parts.items() if inner_tensors.has_inner(p)}
-        return Contribution(self.groups, self.may_be_shards, inner)
+        return Contribution(self.groups, self.replicated, inner)
 
-    def settle(self, merged: Merged) -> None:
-        """Complete the contents by what all ranks have."""
-        for path in self.may_be_shards:
-            if not merged.are_shards[path]:
-                part = self.parts[path] = LocalShard(local_part(self.parts[path].value))
-                if not inner_tensors.has_inner(part):
-                    self.replicated[key_of(path)] = checksum(part.local)
+    def settle(self, merged: Contribution) -> None:
+        """Add the groups of all ranks, and replace each tensor subclass by its inner tensors and its record."""
         if merged.groups:
-            groups = [torch.load(io.BytesIO(d), map_location="cpu", weights_only=False) for d in merged.groups.values()]
-            self.objects["optimizer", "param_groups"] = serialize(groups)
-        self._expand(merged.records)
-
-    def _expand(self, merged: Mapping[str, inner_tensors.Record]) -> None:
-        """Replace each tensor in ``merged`` by its inner tensors and its record."""
-        for path in [path for path in self.parts if key_of(path) in merged]:
-            part, record = self.parts.pop(path), merged[key_of(path)]
+            self.objects["optimizer", "param_groups"] = list(merged.groups.values())
+        for path in [path for path in self.parts if key_of(path) in merged.inner]:
+            part, record = self.parts.pop(path), merged.inner[key_of(path)]
             aliases = [alias for alias, of in self.aliases.items() if of == path]
             for each in (path, *aliases):
                 self.aliases.pop(each, None)
-                self.objects["classes", key_of(each)] = serialize(replace(record, path=each).encoded())
+                self.objects["classes", key_of(each)] = replace(record, path=each).encoded()
             for suffix, inner in inner_tensors.parts_of(part, record).items():
-                self.parts[_with_suffix(path, suffix)] = inner
-                self.aliases |= {_with_suffix(alias, suffix): _with_suffix(path, suffix) for alias in aliases}
+                own = (*path[:-1], path[-1] + suffix)
+                self.parts[own] = inner
+                self.aliases |= {(*alias[:-1], alias[-1] + suffix): own for alias in aliases}
 
 
-def key_of(path: Path) -> str:
-    return ".".join(path)
-
-
-def serialize(value: object) -> bytes:
-    data = io.BytesIO()
-    torch.save(value, data)
-    return data.getvalue()
-
-
-def _with_suffix(path: Path, suffix: str) -> Path:
-    return (*path[:-1], f"{path[-1]}{suffix}")
-
-
-def contents_of(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    averages: ShardedEMA | None,
-    extra: Mapping[str, Any],
-    rank: int,
-) -> Contents:
-    """Return everything that this rank has to save. Tensors are not copied."""
+def contents_of(model: nn.Module, averages: ShardedEMA | None) -> Contents:
+    """Return the tensors and extra states of ``model``, which is prepared, and ``averages``. Nothing is copied."""
     contents = Contents()
     tensors, others = tensors_of(model)
     for first, *shared in tensors:
         contents.parts["model", first.name] = LocalShard(first.value, first.sharding)
-        for entry in shared:
-            contents.aliases["model", entry.name] = ("model", first.name)
-    for entry in others:
-        contents.objects["model", entry.name] = serialize(entry.value)
-    if optimizer is not None:
-        _add_optimizer(contents, model, optimizer)
+        contents.aliases |= {("model", entry.name): ("model", first.name) for entry in shared}
+    contents.objects = {("model", entry.name): entry.value for entry in others}
     if averages is not None:
         for entry in averages.entries():
             contents.parts["averages", "values", entry.name] = LocalShard(entry.value, entry.sharding)
-        contents.objects["averages", "steps"] = serialize(averages.steps)
-    for name, kept in communication_of(model).items():
-        contents.parts["communication", name, "residual"] = LocalShard(kept["residual"])
-        contents.objects["communication", name, "rounds"] = serialize(kept["rounds"])
-    try:
-        contents.objects["ranks", str(rank), "extra"] = serialize(dict(extra))
-    except _PICKLE_ERRORS as error:
-        where, value = _unpicklable(dict(extra), "extra")
-        raise CheckpointError(
-            f"{where} of rank {rank} is of the class {type(value).__name__}, which cannot be pickled ({error}). Save "
-            "what describes it instead: numbers, strings, lists, dicts and tensors"
-        ) from error
-    contents.objects["ranks", str(rank), "random"] = serialize(get_random_state())
+        contents.objects["averages", "steps"] = averages.steps
     return contents
-
-
-def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer) -> None:
-    params = OptimizerParams(model, optimizer)
-    for members, group in zip(params.groups, optimizer.param_groups, strict=True):
-        names = [member.name for member in members]
-        contents.groups[tuple(names)] = serialize({**group, "params": names})
-    for member in params.members.values():
-        for key, value in params.state_of(member).items():
-            path = ("optimizer", "state", member.name, str(key))
-            if not isinstance(value, torch.Tensor):
-                contents.objects[path] = serialize(value)
-                continue
-            if is_plain(value, member):
-                contents.may_be_shards[path] = is_shard = has_shards_shape(value, member)
-                value = alias_of(cast(DTensor, member.parameter), value) if is_shard else value
-            contents.parts[path] = LocalShard(value, member.sharding)
-
-
-# -- what ranks tell each other before a save: they may hold different parameters, as pipeline stages do
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """One rank's param groups and plain optimizer state, as in :class:`Contents`, and its tensor subclasses by key."""
-
-    groups: Mapping[tuple[str, ...], bytes]
-    may_be_shards: Mapping[Path, bool]
-    inner: Mapping[str, inner_tensors.InnerContribution]
-
-
-@dataclass(frozen=True)
-class Merged:
-    """The contributions of all ranks together."""
-
-    groups: Mapping[tuple[str, ...], bytes]
-    are_shards: Mapping[Path, bool]
-    records: Mapping[str, inner_tensors.Record]
-
-
-def merge(contributions: Sequence[Contribution]) -> Merged:
-    """Merge what all ranks have. If ranks have a group of the same parameters, the first rank's is used."""
-    groups: dict[tuple[str, ...], bytes] = {}
-    for each in contributions:
-        groups = {**each.groups, **groups}
-    are_shards = merge_flags(each.may_be_shards for each in contributions)
-    return Merged(groups, are_shards, inner_tensors.agreed([each.inner for each in contributions]))
-
-
-def check_replicated(checksums: Sequence[Mapping[str, int]]) -> None:
-    """Raise unless the tensors that are saved once are equal on all ranks, which have ``checksums`` of them by key."""
-    first: dict[str, tuple[int, int]] = {}
-    for rank, on_rank in enumerate(checksums):
-        for key, found in on_rank.items():
-            first_rank, expected = first.setdefault(key, (rank, found))
-            if found != expected:
-                raise CheckpointError(
-                    f"{key} is a plain tensor with other values on rank {rank} than on rank {first_rank}, but "
-                    "only one is saved. Have the optimizer keep a DTensor, or a tensor of the local shard's shape."
-                )
-
-
-# -- state besides tensors
 
 
 def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -235,12 +151,14 @@ def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     return CommunicationState(model).state_dict() if states_below(model) else {}
 
 
-def get_random_state() -> dict[str, Any]:
+# -- random number generators
+
+
+def _random_state() -> dict[str, Any]:
     """Return the random states of Python, torch (CPU and current accelerator), and numpy if it is imported."""
     state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
-    accelerator = _accelerator()
-    if accelerator is not None:
-        state[accelerator] = torch.get_device_module(accelerator).get_rng_state()
+    if (accelerator := current_accelerator()) is not None:
+        state[accelerator.type] = torch.get_device_module(accelerator.type).get_rng_state()
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = [kind, keys.tolist(), *rest]
@@ -248,31 +166,11 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the states from :func:`get_random_state`, except those of generators that do not exist here."""
+    """Restore the states that :func:`_random_state` returned, except those of generators that do not exist here."""
     random.setstate(state["python"])
     torch.set_rng_state(state["cpu"])
-    accelerator = _accelerator()
-    if accelerator is not None and accelerator in state:
-        torch.get_device_module(accelerator).set_rng_state(state[accelerator])
+    accelerator = current_accelerator()
+    if accelerator is not None and accelerator.type in state:
+        torch.get_device_module(accelerator.type).set_rng_state(state[accelerator.type])
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
-
-
-def _accelerator() -> str | None:
-    device = current_accelerator()
-    return None if device is None else device.type
-
-
-def _unpicklable(value: object, where: str) -> tuple[str, object]:
-    """Return the innermost item of ``value`` that cannot be pickled, and its place, such as ``extra['a'][0]``."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    bad = next(((key, item) for key, item in items if not _is_picklable(item)), None)
-    return (where, value) if bad is None else _unpicklable(bad[1], f"{where}[{bad[0]!r}]")
-
-
-def _is_picklable(value: object) -> bool:
-    try:
-        serialize(value)
-    except _PICKLE_ERRORS:
-        return False
-    return True

@@ -10,20 +10,19 @@ import io
 import logging
 import os
 import pickle
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._core.extents import like
-from composable_fsdp._core.params import alias_of, local_part
+from composable_fsdp._core.params import local_part
 from composable_fsdp.checkpoint._coordination.mismatch import (
     Mismatch,
     check_arguments,
@@ -37,7 +36,8 @@ from composable_fsdp.checkpoint._coordination.mismatch import (
     tensor_text,
 )
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, RankGroup, meet
-from composable_fsdp.checkpoint._dcp.contents import communication_of, set_random_state
+from composable_fsdp.checkpoint._dcp.contents import Contents, communication_of, contents_of, key_of, set_random_state
+from composable_fsdp.checkpoint._dcp.contents import Path as ContentsPath
 from composable_fsdp.checkpoint._dcp.directory import (
     MANIFEST,
     Manifest,
@@ -49,8 +49,8 @@ from composable_fsdp.checkpoint._dcp.directory import (
 from composable_fsdp.checkpoint._dcp.storage import Blocks, read, read_metadata
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
-from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, has_shards_shape
-from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, plain_name, prepare_for_access, tensors_of
+from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, replicated
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, plain_name, prepare_for_access
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["load", "read_objects"]
@@ -74,8 +74,7 @@ def load(
     """Load a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
 
     Each rank reads directly into its shards. Optimizer state is allocated as the checkpoint describes it and passed to
-    ``optimizer.load_state_dict``. An optimizer that has not stepped yet needs no step first, unless it keeps local
-    shards as plain tensors, which the checkpoint does not show.
+    ``optimizer.load_state_dict``. An optimizer that has not stepped yet needs no step first.
 
     Everything is checked before anything is changed: if a file is damaged or does not fit, model and optimizer stay as
     they are. Damage can be found during reading only if no checksums were compared, with ``verify=False`` or without a
@@ -114,141 +113,114 @@ def load(
     """
     check_arguments("load(path, model, optimizer)", path, model, optimizer)
     ranks = meet(f"load({os.fspath(path)!r})", timeout)
-    loader = _Load(ranks, Path(path), contents=verify, fallback=fallback)
-    loader.prepare(model, optimizer, averages, strict=strict, weights_only=weights_only)
-    loader.read()
-    if restore_rng and loader.same_ranks and (state := loader.of_rank("random")) is not None:
-        set_random_state(state)
-    return cast(dict[str, Any], loader.of_rank("extra") or {})
+    what = f"loading {path}"
+    folder, manifest = _choose(ranks, what, Path(path), verify, fallback)
+    same_ranks = manifest is not None and manifest.ranks == ranks.size
+    own = f"ranks.{ranks.rank if same_ranks else 0}."
+    restore: _Restore | None = None
+    failure: Exception | None = None
 
+    def match() -> _Fit:
+        nonlocal restore
+        metadata = read_metadata(folder)
+        kinds = ["model.", "classes.", "communication.", own]
+        kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
+        keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
+        objects = read_objects(folder, metadata, keys, weights_only=weights_only)
+        restore = _Restore(model, optimizer, averages, metadata, objects)
+        return restore.mismatch, restore.has_codec_state, restore.fits_communication
 
-_Fit = tuple[Mismatch, bool | None]
-"""The differences that one rank found, and whether the codec state fits, ``None`` without codecs that keep state."""
-
-
-class _Load:
-    """One load on one rank. The constructor finds the checkpoint, and raises if it is damaged."""
-
-    def __init__(self, ranks: RankGroup, path: Path, *, contents: bool, fallback: bool) -> None:
-        self._ranks = ranks
-        self._what = f"loading {path}"
-        self.folder, self._manifest = self._choose(path, contents, fallback)
-        self._is_verified = contents or self._manifest is None
-        self.same_ranks = self._manifest is not None and self._manifest.ranks == ranks.size
-        self._rank_prefix = f"ranks.{ranks.rank if self.same_ranks else 0}"
-
-    def _choose(self, path: Path, contents: bool, fallback: bool) -> tuple[Path, Manifest | None]:
-        """Return the checkpoint to load and its manifest, if any; equal on all ranks."""
-        checkpoints = self._ranks.from_rank0(self._what, lambda: checkpoints_at(path))
-        if checkpoints == [path] and not self._ranks.from_rank0(self._what, (path / MANIFEST).is_file):
-            if self._ranks.rank == 0:
-                logger.warning("%s has no %s: whether it is intact cannot be verified", path, MANIFEST)
-            return path, None
-        damaged: dict[str, str] = {}
-        for checkpoint in checkpoints:
-            manifest, problem = self._examine(checkpoint, contents)
-            if problem:
-                damaged[checkpoint.name] = problem
-                continue
-            if damaged and not fallback:
-                raise CheckpointError(
-                    f"{self._what}: the newest checkpoint is damaged. {checkpoint.name} is the newest that is intact: "
-                    f"pass fallback=True to load it. Damaged:{damage_text(damaged)}"
-                )
-            if damaged and self._ranks.rank == 0:
-                text = "%s: %s is loaded, the newest checkpoint that is intact. Damaged:%s"
-                logger.warning(text, self._what, checkpoint.name, damage_text(damaged))
-            return checkpoint, manifest
-        if len(checkpoints) == 1:
-            raise CheckpointError(f"{self._what}: {damaged[checkpoints[0].name]}")
-        raise CheckpointError(f"{self._what}: no checkpoint in it is intact:{damage_text(damaged)}")
-
-    def _examine(self, checkpoint: Path, contents: bool) -> tuple[Manifest | None, str]:
-        """Return the manifest, and a description of the damage, empty if there is none. Each rank checks some files."""
-        manifest, problem = self._ranks.from_rank0(self._what, lambda: read_manifest(checkpoint))
-        if manifest is None:
-            return None, problem
-        share = manifest.share(self._ranks.rank, self._ranks.size)
-
-        def each() -> str:
-            return check_files(checkpoint, share, contents=contents)
-
-        def together(found: list[str]) -> str:
-            return join_rank_texts({rank: text for rank, text in enumerate(found) if text}, len(found))
-
-        return manifest, self._ranks.combine(self._what, each, together)
-
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        averages: ShardedEMA | None,
-        *,
-        strict: bool,
-        weights_only: bool,
-    ) -> None:
-        """Read the objects of the checkpoint, match its tensors with the model's, and raise if they do not fit."""
-
-        def each() -> _Fit:
-            metadata = read_metadata(self.folder)
-            kinds = ["model.", "classes.", "communication.", f"{self._rank_prefix}."]
-            kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
-            keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
-            self._objects = read_objects(self.folder, metadata, keys, weights_only=weights_only)
-            self._plan = _RestorePlan(model, optimizer, averages, metadata, self._objects)
-            return self._plan.mismatch, self._plan.fits_communication
-
-        name = type(model).__name__
-        self._communication = self._ranks.combine(self._what, each, lambda fits: self._decide(fits, name, strict))
-
-    def read(self) -> None:
-        """Read this rank's shards of all tensors."""
-        failure: Exception | None = None
-
-        def each() -> tuple[bool, str]:
-            nonlocal failure
-            try:
-                self._plan.run(self.folder, communication=self._communication)
-            except Exception as error:
-                failure = error
-            return self._plan.has_changed, "" if failure is None else said(failure)
-
+    def read_all() -> tuple[bool, str]:
+        nonlocal failure
+        assert restore is not None
         try:
-            self._ranks.combine(self._what, each, self._check_reads)
-        except CheckpointError as error:
-            raise error from failure
+            restore.run(folder, communication=with_codecs)
+        except Exception as error:
+            failure = error
+        return restore.has_changed, "" if failure is None else said(failure)
 
-    def of_rank(self, name: str) -> Any:
-        """Return the object that this rank saved, or rank 0 if the number of ranks has changed."""
-        return self._objects.get(f"{self._rank_prefix}.{name}")
-
-    def _check_reads(self, reads: list[tuple[bool, str]]) -> None:
-        """Raise if a rank had a problem, the second of its pair. The first says if it has changed anything."""
+    def check_reads(reads: list[tuple[bool, str]]) -> None:
         problems = {rank: problem for rank, (_, problem) in enumerate(reads) if problem}
         if problems:
             state = "The model is loaded in part." if any(changed for changed, _ in reads) else "Nothing was loaded."
-            advice = "" if self._is_verified else " verify=True finds damage before anything is loaded."
-            found = join_rank_texts(problems, len(reads))
-            raise CheckpointError(f"{self.folder} could not be loaded: {found}. {state}{advice}")
-
-    def _decide(self, fits: list[_Fit], model: str, strict: bool) -> bool:
-        """Raise or warn about differences, and return whether to load the codec state."""
-        mismatches = {rank: mismatch for rank, (mismatch, _) in enumerate(fits)}
-        leave_common_unexpected(mismatches.values())
-        ignore = () if strict else ("missing", "unexpected", "dtypes", "others")
-        refuse(f"{self.folder} does not fit {model}", mismatches, ignore)
-        differences = mismatch_text(mismatches)
-        if differences:
-            logger.warning("%s is loaded in part.\n%s", self.folder, differences)
-        codecs = {fits_communication for _, fits_communication in fits}
-        loads = self.same_ranks and True in codecs and False not in codecs
-        if not loads and (codecs != {None} or self._plan.has_codec_state):
-            logger.warning(
-                "%s: the state of codecs with error feedback is not loaded: it was saved on another number of ranks "
-                "or with other codecs. Only the compression error of one step is lost.",
-                self.folder,
+            advice = "" if verify or manifest is None else " verify=True finds damage before anything is loaded."
+            raise CheckpointError(
+                f"{folder} could not be loaded: {join_rank_texts(problems, len(reads))}. {state}{advice}"
             )
-        return loads
+
+    with_codecs = ranks.combine(
+        what, match, lambda fits: _decide(fits, f"{folder} does not fit {type(model).__name__}", strict, same_ranks)
+    )
+    try:
+        ranks.combine(what, read_all, check_reads)
+    except CheckpointError as error:
+        raise error from failure
+    assert restore is not None
+    if restore_rng and same_ranks and (state := restore.objects.get(f"{own}random")) is not None:
+        set_random_state(state)
+    return cast(dict[str, Any], restore.objects.get(f"{own}extra") or {})
+
+
+def _choose(ranks: RankGroup, what: str, path: Path, contents: bool, fallback: bool) -> tuple[Path, Manifest | None]:
+    """Return the checkpoint to load and its manifest, if any; equal on all ranks."""
+    checkpoints = ranks.from_rank0(what, lambda: checkpoints_at(path))
+    if checkpoints == [path] and not ranks.from_rank0(what, (path / MANIFEST).is_file):
+        if ranks.rank == 0:
+            logger.warning("%s has no %s: whether it is intact cannot be verified", path, MANIFEST)
+        return path, None
+    damaged: dict[str, str] = {}
+    for checkpoint in checkpoints:
+        manifest, problem = _examine(ranks, what, checkpoint, contents)
+        if problem:
+            damaged[checkpoint.name] = problem
+            continue
+        if damaged and not fallback:
+            raise CheckpointError(
+                f"{what}: the newest checkpoint is damaged. {checkpoint.name} is the newest that is intact: "
+                f"pass fallback=True to load it. Damaged:{damage_text(damaged)}"
+            )
+        if damaged and ranks.rank == 0:
+            text = "%s: %s is loaded, the newest checkpoint that is intact. Damaged:%s"
+            logger.warning(text, what, checkpoint.name, damage_text(damaged))
+        return checkpoint, manifest
+    if len(checkpoints) == 1:
+        raise CheckpointError(f"{what}: {damaged[checkpoints[0].name]}")
+    raise CheckpointError(f"{what}: no checkpoint in it is intact:{damage_text(damaged)}")
+
+
+def _examine(ranks: RankGroup, what: str, checkpoint: Path, contents: bool) -> tuple[Manifest | None, str]:
+    """Return the manifest, and a description of the damage, empty if there is none. Each rank checks some files."""
+    manifest, problem = ranks.from_rank0(what, lambda: read_manifest(checkpoint))
+    if manifest is None:
+        return None, problem
+    share = manifest.share(ranks.rank, ranks.size)
+
+    def together(found: list[str]) -> str:
+        return join_rank_texts({rank: text for rank, text in enumerate(found) if text}, len(found))
+
+    return manifest, ranks.combine(what, lambda: check_files(checkpoint, share, contents=contents), together)
+
+
+_Fit = tuple[Mismatch, bool, bool | None]
+"""What one rank found: differences, whether there is codec state, and whether it fits (``None``: no such codecs)."""
+
+
+def _decide(fits: list[_Fit], what: str, strict: bool, same_ranks: bool) -> bool:
+    """Raise or warn about differences, and return whether to load the codec state."""
+    mismatches = {rank: mismatch for rank, (mismatch, _, _) in enumerate(fits)}
+    leave_common_unexpected(mismatches.values())
+    refuse(what, mismatches, () if strict else ("missing", "unexpected", "dtypes", "others"))
+    if differences := mismatch_text(mismatches):
+        logger.warning("%s. It is loaded in part.\n%s", what, differences)
+    codecs = {fits_communication for _, _, fits_communication in fits}
+    loads = same_ranks and True in codecs and False not in codecs
+    if not loads and (codecs != {None} or fits[0][1]):
+        logger.warning(
+            "%s: the state of codecs with error feedback is not loaded: it was saved on another number of ranks "
+            "or with other codecs. Only the compression error of one step is lost.",
+            what,
+        )
+    return loads
 
 
 def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weights_only: bool) -> dict[str, Any]:
@@ -270,11 +242,13 @@ def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
         ) from error
 
 
-class _RestorePlan:
+class _Restore:
     """The state that ``model``, ``optimizer`` and ``averages`` load from a checkpoint. Only :meth:`run` changes them.
 
     Attributes:
+        objects: the values in the checkpoint that are no tensors, by key.
         mismatch: differences between the checkpoint and the state to load.
+        has_codec_state: whether the checkpoint has any.
         fits_communication: True if the checkpoint has the state of the model's codecs in the right shapes; ``None`` if
             they keep none.
         has_changed: True if :meth:`run` has changed anything so far.
@@ -291,13 +265,10 @@ class _RestorePlan:
         self._model = model
         self._averages = averages
         self._metadata = metadata
-        self._saved = metadata.state_dict_metadata
-        self._objects = objects
-        self._records = {
-            key.removeprefix("classes."): Record.decoded(value)
-            for key, value in objects.items()
-            if key.startswith("classes.")
-        }
+        self._saved = saved = metadata.state_dict_metadata
+        self.objects = objects
+        records = {key.removeprefix("classes."): value for key, value in objects.items() if key.startswith("classes.")}
+        self._records = {key: Record.decoded(value) for key, value in records.items()}
         self._parts: dict[str, LocalShard] = {}
         self._absent: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
         """Local tensors, with memory for those of their inner tensors that are None so far, by attribute."""
@@ -307,27 +278,27 @@ class _RestorePlan:
         """Values that modules load through ``load_state_dict``, by plain name."""
         self._params: OptimizerParams | None = None
         self._groups: list[Mapping[str, Any] | None] = []
-        prepare_for_access(model)
-        self._communication = communication_of(model)
         self.mismatch = Mismatch()
         self.has_changed = False
-        self._match_model()
+        prepare_for_access(model)
+        if averages is not None and "averages.steps" not in objects:
+            self.mismatch.others.append("the checkpoint has no averages.")
+            averages = None
+        self._match_contents(contents_of(model, averages), "model." if averages is None else ("model.", "averages."))
         if optimizer is not None:
             self._match_optimizer(optimizer)
-        if averages is not None:
-            self._match_averages(averages)
-        self.fits_communication = self._matches_communication() if self._communication else None
-
-    @property
-    def has_codec_state(self) -> bool:
-        return any(key.startswith("communication.") for key in self._saved)
+        self._communication = communication_of(model)
+        residuals = {n: saved.get(f"communication.{n}.residual") for n in self._communication}
+        fits = all(_fits(residuals[name], each["residual"]) for name, each in self._communication.items())
+        self.fits_communication = fits if self._communication else None
+        self.has_codec_state = any(key.startswith("communication.") for key in saved)
 
     def run(self, folder: Path, *, communication: bool) -> None:
         """Read this rank's shards of everything. If it raises and ``has_changed``, the model is loaded in part."""
         if communication:
             for name, each in self._communication.items():
                 self._parts[f"communication.{name}.residual"] = LocalShard(each["residual"])
-                each["rounds"] = self._objects[f"communication.{name}.rounds"]
+                each["rounds"] = self.objects[f"communication.{name}.rounds"]
 
         def changed() -> None:
             self.has_changed = True
@@ -341,47 +312,38 @@ class _RestorePlan:
             for tensor, absent in self._absent:
                 for attribute, value in absent.items():
                     setattr(tensor, attribute, value)
-            self._load_through_modules()
+            if self._by_module:
+                names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
+                self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
         if self._params is not None:
             self._params.load(self._groups, self._state, {})
         if self._averages is not None:
-            self._averages.steps = self._objects.get("averages.steps", self._averages.steps)
+            self._averages.steps = self.objects.get("averages.steps", self._averages.steps)
         if communication and self._communication:
             CommunicationState(self._model).load_state_dict(self._communication)
 
-    def _match_model(self) -> None:
+    def _match_contents(self, contents: Contents, prefixes: str | tuple[str, ...]) -> None:
+        """Match the tensors and extra states of the model and of its averages."""
         registered = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
-        tensors, others = tensors_of(self._model)
-        for entry in others:
-            if f"model.{entry.name}" in self._objects:
-                self._by_module[entry.name] = self._objects[f"model.{entry.name}"]
+        names: dict[ContentsPath, list[ContentsPath]] = {path: [path] for path in contents.parts}
+        for alias, path in contents.aliases.items():
+            names[path].append(alias)
+        for path, part in contents.parts.items():
+            key = next((k for k in map(key_of, names[path]) if k in self._saved or k in self._records), key_of(path))
+            is_made = path[0] == "model" and id(part.value) not in registered  # created by a state dict hook
+            if is_made:
+                part = LocalShard(part.value.detach().clone())
+            if self._match_tensor(key, _label(key), part) and is_made:
+                self._by_module[_label(key)] = part.value
+        for path in (path for path in contents.objects if path[0] == "model"):
+            if key_of(path) in self.objects:
+                self._by_module[path[1]] = self.objects[key_of(path)]
             else:
-                self.mismatch.missing[entry.name] = "an object"
-        for entries in tensors:
-            entry = next((e for e in entries if self._has(f"model.{e.name}")), entries[0])
-            is_made = id(entry.value) not in registered  # created by a state dict hook
-            value = entry.value.detach().clone() if is_made else entry.value
-            if self._match_tensor(f"model.{entry.name}", entry.name, LocalShard(value, entry.sharding)) and is_made:
-                self._by_module[entry.name] = value
-        self._note_unexpected("model.", {entry.name for entries in (others, *tensors) for entry in entries})
-
-    def _match_averages(self, averages: ShardedEMA) -> None:
-        if "averages.steps" not in self._objects:
-            self.mismatch.others.append("the checkpoint has no averages.")
-            return
-        prefix = "averages.values."
-        for entry in averages.entries():
-            part = LocalShard(entry.value, entry.sharding)
-            self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", part)
-        self._note_unexpected(prefix, averages.averages, "average of ")
-
-    def _note_unexpected(self, prefix: str, names: Collection[str], label: str = "") -> None:
+                self.mismatch.missing[path[1]] = "an object"
+        known = {key_of(path) for path in (*contents.parts, *contents.aliases, *contents.objects)}
         for key, saved in self._saved.items():
-            if key.startswith(prefix) and (self._outer_key(key) or key).removeprefix(prefix) not in names:
-                self.mismatch.unexpected[f"{label}{key.removeprefix(prefix)}"] = _describe(saved)
-
-    def _has(self, key: str) -> bool:
-        return key in self._saved or key in self._records
+            if key.startswith(prefixes) and (self._outer_key(key) or key) not in known:
+                self.mismatch.unexpected[_label(key)] = _describe(saved)
 
     def _outer_key(self, key: str) -> str | None:
         """Return the key of the outer tensor if ``key`` is that of an inner tensor, else ``None``."""
@@ -401,10 +363,9 @@ class _RestorePlan:
             return True
         if saved is None:
             mismatch.missing[name] = tensor_text(wanted.dtype, wanted.shape)
-        elif not isinstance(saved, TensorStorageMetadata):
-            mismatch.shapes[name] = differ("an object", tuple(wanted.shape))
-        elif saved.size != wanted.shape:
-            mismatch.shapes[name] = differ(tuple(saved.size), tuple(wanted.shape))
+        elif not _fits(saved, wanted):
+            found = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else "an object"
+            mismatch.shapes[name] = differ(found, tuple(wanted.shape))
         else:
             if saved.properties.dtype != wanted.dtype:
                 mismatch.dtypes[name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
@@ -417,7 +378,7 @@ class _RestorePlan:
         return (tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
     def _match_optimizer(self, optimizer: Optimizer) -> None:
-        saved_groups, states = _saved_param_groups(self._objects), self._state_keys()
+        saved_groups, states = _saved_param_groups(self.objects), self._state_keys()
         self._params = params = OptimizerParams(self._model, optimizer)
         if saved_groups:
             self._groups = params.match_groups(saved_groups, self.mismatch)
@@ -436,10 +397,10 @@ class _RestorePlan:
         """Return the value to load: the optimizer's own tensor where it fits, else a new one."""
         saved, record = self._saved.get(full_key), self._records.get(full_key)
         if isinstance(saved, TensorStorageMetadata):
-            value, self._parts[full_key] = _allocate(key, saved, member, existing)
-            return value
+            self._parts[full_key] = part = _part_of_state(key, saved, member, existing)
+            return part.value
         if record is None:
-            return self._objects[full_key]
+            return self.objects[full_key]
         name = f"optimizer state {key} of {member.name}"
         if existing is None:  # only its own class can create a tensor that has inner tensors
             local = local_part(member.parameter)
@@ -449,31 +410,30 @@ class _RestorePlan:
                 return None
             dtype = getattr(torch, record.dtype)
             existing = like(member.parameter, torch.empty_like(local, dtype=dtype, requires_grad=False))
-        is_shard = has_shards_shape(existing, member)
-        part = alias_of(cast(DTensor, member.parameter), existing) if is_shard else existing
-        self._match_tensor(full_key, name, LocalShard(part, member.sharding))
+        self._match_tensor(full_key, name, LocalShard(existing, member.sharding))
         return existing
 
     def _state_keys(self) -> dict[str, dict[str, str]]:
         """Return the checkpoint's keys of optimizer state by parameter name and state key."""
+        paths = {k: tuple(p) for k, p in (self._metadata.planner_data or {}).items() if k in self._saved}
+        paths = {key: path for key, path in paths.items() if path[:1] == ("optimizer",) and not self._outer_key(key)}
+        paths |= {key: record.path for key, record in self._records.items()}
         found: dict[str, dict[str, str]] = {}
-        for key, path in (self._metadata.planner_data or {}).items():
-            is_state = tuple(path[:2]) == ("optimizer", "state") and len(path) == 4 and key in self._saved
-            if is_state and self._outer_key(key) is None:
+        for key, path in paths.items():
+            if path[:2] == ("optimizer", "state") and len(path) == 4:
                 found.setdefault(path[2], {})[path[3]] = key
-        for key, record in self._records.items():
-            if record.path[:2] == ("optimizer", "state"):
-                found.setdefault(record.path[2], {})[record.path[3]] = key
         return found
 
-    def _matches_communication(self) -> bool:
-        found = {name: self._spec(f"communication.{name}.residual") for name in self._communication}
-        return all(spec and spec[0] == self._communication[name]["residual"].shape for name, spec in found.items())
 
-    def _load_through_modules(self) -> None:
-        if self._by_module:
-            names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
-            self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
+def _label(key: str) -> str:
+    """Return the name of a tensor in error texts."""
+    return (
+        key.removeprefix("model.") if key.startswith("model.") else f"average of {key.removeprefix('averages.values.')}"
+    )
+
+
+def _fits(saved: object, wanted: torch.Tensor) -> TypeGuard[TensorStorageMetadata]:
+    return isinstance(saved, TensorStorageMetadata) and saved.size == wanted.shape
 
 
 def _saved_param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -489,35 +449,23 @@ def _saved_param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [groups[index] for index in sorted(groups)]
 
 
-def _allocate(
-    key: str, saved: TensorStorageMetadata, member: OptimizerParam, existing: object
-) -> tuple[torch.Tensor, LocalShard]:
-    """Return a tensor to read optimizer state into, and the part of the saved tensor that it takes.
+def _part_of_state(key: str, saved: TensorStorageMetadata, member: OptimizerParam, existing: object) -> LocalShard:
+    """Return the tensor to read optimizer state into: the optimizer's own if it has the shape, else a new one.
 
-    State of the parameter's shape is sharded like the parameter: as a plain shard where the optimizer keeps one, else
-    as a DTensor. Other state is unsharded, and scalars are on the CPU.
+    State of the parameter's shape is sharded like the parameter. Other state is replicated, and scalars are on the CPU.
     """
-    dtype, shape, parameter = saved.properties.dtype, saved.size, member.parameter
-    if isinstance(existing, torch.Tensor) and existing.shape == shape and existing.dtype == dtype:
-        return existing, LocalShard(existing, member.sharding)
-    local = local_part(parameter)
-    if shape == parameter.shape and (shape or key != "step"):
-        fits = has_shards_shape(existing, member) and existing.dtype == dtype
-        own = cast(torch.Tensor, existing) if fits else _empty_like(local, dtype)
-        if has_shards_shape(existing, member):
-            return own, LocalShard(alias_of(cast(DTensor, parameter), own), member.sharding)
-        placed = like(parameter, own)
-        return placed, LocalShard(placed, member.sharding)
+    dtype, shape, local = saved.properties.dtype, saved.size, local_part(member.parameter)
+    if isinstance(existing, torch.Tensor) and existing.shape == shape:
+        return LocalShard(existing, member.sharding)
+    if shape == member.parameter.shape and (shape or key != "step"):
+        plain = LocalShard(local).local
+        if type(plain) is torch.Tensor:
+            own = torch.empty_like(plain, dtype=dtype, requires_grad=False)
+        else:  # a subclass with inner tensors
+            own = torch.empty(local.shape, dtype=dtype, device=local.device)
+        return LocalShard(like(member.parameter, own), member.sharding)
     full = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
-    return full, LocalShard(full)
-
-
-def _empty_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a plain tensor, with the strides of ``local`` unless that is a tensor subclass with inner tensors."""
-    plain = LocalShard(local).local
-    if type(plain) is torch.Tensor:
-        return torch.empty_like(plain, dtype=dtype, requires_grad=False)
-    return torch.empty(local.shape, dtype=dtype, device=local.device)
+    return LocalShard(replicated(full, member.parameter))
 
 
 def _describe(saved: object) -> str:

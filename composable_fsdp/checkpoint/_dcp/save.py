@@ -17,13 +17,8 @@ from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint._coordination.mismatch import check_arguments
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, PendingSave, RankGroup, meet
-from composable_fsdp.checkpoint._dcp.contents import (
-    Contents,
-    Contribution,
-    check_replicated,
-    contents_of,
-    merge,
-)
+from composable_fsdp.checkpoint._dcp.contents import Contents, Contribution, contents_of, merge
+from composable_fsdp.checkpoint._dcp.contents import Path as ContentsPath
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, PartialCheckpoint, complete
 from composable_fsdp.checkpoint._dcp.storage import ChecksummingWriter, SavePlanner
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
@@ -49,9 +44,8 @@ def save(
 
     The save is atomic: if a process is killed or the disk is full, the earlier checkpoints stay valid, including one of
     the same step until the new one is complete. Every rank writes the shards that it holds, and replicated values are
-    written once. So values that differ between ranks must be DTensors, or have different names on each rank. Plain
-    optimizer state counts as a DTensor if on every rank it is the rank's shard of one. The format is that of
-    ``torch.distributed.checkpoint``, whose ``load`` can read it too, with an additional manifest of checksums.
+    written once. So values that differ between ranks must be DTensors, or have different names on each rank. The format
+    is that of ``torch.distributed.checkpoint``, whose ``load`` can read it too, with a manifest of checksums.
 
     A checkpoint contains parameters, buffers, extra states of modules, optimizer state by parameter name, each rank's
     random number generators, and the state of codecs with error feedback.
@@ -132,20 +126,24 @@ class _Save:
         def contribution() -> Contribution:
             nonlocal contents
             prepare_for_access(model)
-            contents = contents_of(model, optimizer, averages, extra, self._ranks.rank)
+            contents = contents_of(model, averages)
+            if optimizer is not None:
+                contents.add_optimizer(model, optimizer)
+            contents.add_rank(model, self._ranks.rank, extra)
             return contents.contribution()
 
         merged = self._ranks.combine(what, contribution, merge)
 
-        def each() -> tuple[SavePlan, Contents]:
+        def each() -> tuple[SavePlan, Mapping[ContentsPath, ContentsPath]]:
             contents.settle(merged)
             self._planner = SavePlanner(contents)
-            return self._planner.create_local_plan(), Contents(aliases=contents.aliases, replicated=contents.replicated)
+            return self._planner.create_local_plan(), contents.aliases
 
-        def central(planned: list[tuple[SavePlan, Contents]]) -> Sequence[tuple[Path, Path, int, SavePlan]]:
-            check_replicated([each.replicated for _, each in planned])
+        def central(
+            planned: list[tuple[SavePlan, Mapping[ContentsPath, ContentsPath]]],
+        ) -> Sequence[tuple[Path, Path, int, SavePlan]]:
             plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in planned])
-            self._aliases = {alias: of for _, each in planned for alias, of in each.aliases.items()}
+            self._aliases = {alias: of for _, aliases in planned for alias, of in aliases.items()}
             step = max(complete(self._path), default=-1) + 1 if self._requested_step is None else self._requested_step
             self._partial_checkpoint = directory = PartialCheckpoint(self._path, step)
             plans = ChecksummingWriter(directory.partial).prepare_global_plan(plans)

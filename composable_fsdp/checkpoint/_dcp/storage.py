@@ -79,7 +79,7 @@ class SavePlanner(DefaultSavePlanner):
         self._staged: dict[MetadataIndex, torch.Tensor | bytes] = {}
         self.is_coordinator = False
         self.state_dict = {key_of(path): Blocks(part.shape, part.blocks()) for path, part in contents.parts.items()}
-        self.state_dict |= {key_of(path): data for path, data in contents.objects.items()}
+        self.state_dict |= {key_of(path): _serialized(key_of(path), value) for path, value in contents.objects.items()}
         self.mappings = {key_of(path): path for path in (*contents.parts, *contents.objects, *contents.aliases)}
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor | bytes:
@@ -99,6 +99,21 @@ class SavePlanner(DefaultSavePlanner):
         self.state_dict = {}
         if any(isinstance(value, torch.Tensor) and value.is_pinned() for value in self._staged.values()):
             torch.accelerator.synchronize()
+
+
+def _serialized(key: str, value: object) -> bytes:
+    data = io.BytesIO()
+    try:
+        torch.save(value, data)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # depending on the class
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for item, inner in items:
+            _serialized(f"{key}[{item!r}]", inner)  # to name the innermost one
+        raise CheckpointError(
+            f"{key} cannot be pickled ({error}). Save what describes it instead: numbers, strings, lists, dicts and "
+            "tensors"
+        ) from error
+    return data.getvalue()
 
 
 def _on_host(block: torch.Tensor) -> torch.Tensor:

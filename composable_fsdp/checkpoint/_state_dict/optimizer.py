@@ -1,46 +1,51 @@
 """State dicts of optimizers, keyed by parameter names.
 
-A state tensor with its parameter's shape is sharded like the parameter: as a DTensor, or, for optimizers that work on
-local tensors, as a plain tensor of the local shard's shape. Everything else is the same on every rank.
+A state tensor with its parameter's shape is a DTensor that is sharded like the parameter. Everything else must be the
+same on every rank. Only the local form has plain tensors that are this rank's shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from composable_fsdp._core.extents import Cut, ShardExtent, like, shardings_of, states_below
+from composable_fsdp._core.extents import Cut, ShardExtent, has_own_memory, like, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding, as_dtensor
 from composable_fsdp._core.params import ShardedParameter, find_replaced, local_part
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch
-from composable_fsdp.checkpoint._state_dict.forms import Form, Local, compare, fill, shard_for, to_form
+from composable_fsdp.checkpoint._state_dict.forms import Form, Local, compare, shard_for, to_form
 from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks, StateDictLoader, digest
 from composable_fsdp.checkpoint._state_dict.model import SHARDED, comes_from_rank0, streams_from_rank0
-from composable_fsdp.checkpoint._state_dict.tensors import on_meta, parameter_names, plain_name, prepare_for_access
+from composable_fsdp.checkpoint._state_dict.tensors import (
+    checksum,
+    on_meta,
+    parameter_names,
+    plain_name,
+    prepare_for_access,
+)
 from composable_fsdp.errors import CheckpointError, ParameterError
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
 
 __all__ = [
     "OptimizerParam",
     "OptimizerParams",
-    "has_shards_shape",
+    "check_replicated",
     "is_plain",
     "lacking",
     "load_optimizer_state_dict",
-    "merge_flags",
+    "on_host",
     "optimizer_state_dict",
     "rekey_optimizer",
     "rekey_optimizer_state_dict",
+    "replicated",
     "restored",
 ]
-
-K = TypeVar("K")
 
 _MEMBERS = ("params", "param_names")
 
@@ -149,25 +154,34 @@ def _moved(value: Any, own: object) -> Any:
     return value.to(own.device) if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) else value
 
 
-# -- the state of optimizers that work on local tensors: plain tensors that are this rank's shards
+# -- plain tensors beside DTensors
 
 
 def is_plain(value: object, member: OptimizerParam) -> TypeGuard[torch.Tensor]:
-    """Return whether ``value`` is a plain tensor but its parameter a DTensor: a local shard, or a replicated value."""
-    return isinstance(member.parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    """Return whether ``value`` is a plain tensor, and no scalar, while its parameter is a DTensor."""
+    is_tensor = isinstance(value, torch.Tensor) and value.ndim > 0 and has_own_memory(value)
+    return is_tensor and isinstance(member.parameter, DTensor)
 
 
-def has_shards_shape(value: object, member: OptimizerParam) -> TypeGuard[torch.Tensor]:
-    """Return whether ``value`` may be a local shard. It is one if this holds on every rank that has it."""
-    return is_plain(value, member) and value.ndim > 0 and value.shape == local_part(member.parameter).shape
+def check_replicated(checksums: Mapping[int, Mapping[str, int]]) -> None:
+    """Raise unless the plain tensors are equal on all ranks, which have ``checksums`` of them by key."""
+    first: dict[str, tuple[int, int]] = {}
+    for rank, on_rank in checksums.items():
+        for key, found in on_rank.items():
+            first_rank, expected = first.setdefault(key, (rank, found))
+            if found != expected:
+                raise CheckpointError(
+                    f"{key} is a plain tensor with other values on rank {rank} than on rank {first_rank}, but only one "
+                    "is saved. Have the optimizer keep a DTensor."
+                )
 
 
-def merge_flags(flags: Iterable[Mapping[K, bool]]) -> dict[K, bool]:
-    """Combine the flags of ranks: true if it is on every rank that has the tensor."""
-    merged: dict[K, bool] = {}
-    for each in flags:
-        merged |= {key: flag and merged.get(key, True) for key, flag in each.items()}
-    return merged
+def replicated(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` as a replicated DTensor if ``parameter`` is a DTensor: operations need both to be one."""
+    if not value.ndim or not isinstance(parameter, DTensor):
+        return value
+    mesh = parameter.device_mesh
+    return as_dtensor(value, mesh, [Replicate()] * mesh.ndim, tuple(value.shape))
 
 
 # -- save
@@ -188,7 +202,8 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
         ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``
 
     Raises:
-        CheckpointError: the optimizer has parameters that are not the model's, or ranks have state of different ones.
+        CheckpointError: the optimizer has parameters that are not the model's, ranks have state of different ones, or
+            state of a sharded parameter is a plain tensor that differs between ranks. The local form takes that.
     """
     prepare_for_access(model)
     params = OptimizerParams(model, optimizer)
@@ -198,12 +213,12 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     packed = optimizer.state_dict()
     ids = [i for group in packed["param_groups"] for i in group["params"]]
     entries = {m.name: packed["state"][i] for i, m in zip(ids, members, strict=True) if i in packed["state"]}
-    distributed = _distributed(members, entries, owners)
+    _check_alike(members, entries, owners, form)
     state: dict[Any, Any] = {}
     with torch.inference_mode(False), torch.no_grad():
         for member in members:
             receives = owners.provides(member.parameter)
-            for key, value in distributed.get(member.name, {}).items():
+            for key, value in entries.get(member.name, {}).items():
                 name = f"the state {key} of {member.name}"
                 found = to_form(name, value, member.sharding, form) if isinstance(value, torch.Tensor) else value
                 if receives:
@@ -219,26 +234,19 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     return {**packed, "state": state, "param_groups": named}
 
 
-def _distributed(
-    members: Sequence[OptimizerParam], entries: Mapping[str, Mapping[str, Any]], owners: OwnerRanks
-) -> dict[str, dict[str, Any]]:
-    """Wrap local shards in DTensors: plain tensors that have the local shard's shape on every rank.
-
-    Ranks with state of different parameters raise here, since their collectives would hang.
-    """
+def _check_alike(
+    members: Sequence[OptimizerParam], entries: Mapping[str, Mapping[str, Any]], owners: OwnerRanks, form: Form
+) -> None:
+    """Raise if ranks have state of different parameters, whose collectives would hang, or plain tensors that differ."""
     items = [(m, key, value) for m in members for key, value in entries.get(m.name, {}).items()]
-    flags = {(m.name, str(key)): has_shards_shape(value, m) for m, key, value in items if is_plain(value, m)}
-    found = owners.exchange((digest([*((m.name, str(key)) for m, key, _ in items), *sorted(flags)]), flags))
+    keys = [f"{member.name!r}, {key!r}" for member, key, _ in items]
+    plain = {} if isinstance(form, Local) else {f"{m.name}.{k}": checksum(v) for m, k, v in items if is_plain(v, m)}
+    found = owners.exchange((digest(keys), plain))
     if len({which for which, _ in found.values()}) > 1:
-        keys = owners.exchange([f"{member.name!r}, {key!r}" for member, key, _ in items])
-        some = {rank: [k for k in has if any(k not in other for other in keys.values())] for rank, has in keys.items()}
+        all_keys = owners.exchange(keys).items()
+        some = {rank: [k for k in has if any(k not in other for _, other in all_keys)] for rank, has in all_keys}
         raise CheckpointError(f"ranks have different state, by rank: {some}. Have all of them make the same steps.")
-    are_shards = merge_flags(each for _, each in found.values())
-    distributed: dict[str, dict[str, Any]] = {}
-    for member, key, value in items:
-        shard = like(member.parameter, value) if are_shards.get((member.name, str(key))) else value
-        distributed.setdefault(member.name, {})[key] = shard
-    return distributed
+    check_replicated({rank: checksums for rank, (_, checksums) in found.items()})
 
 
 # -- load
@@ -256,8 +264,7 @@ def load_optimizer_state_dict(
 
     All ranks must call it together, and agree on errors before anything is loaded. A fresh optimizer needs no step
     first. Parameters and groups are matched by names, in any order, and the groups' hyperparameters are restored.
-    Existing state is filled in place. New state is allocated, as a DTensor if it is sharded like its parameter. An
-    optimizer that keeps such state as plain local tensors must have it already, by a step, or be given the local form.
+    Existing state is filled in place. New state is allocated, as DTensors where the parameter is one.
     ``optimizer.load_state_dict`` runs last, with its hooks and casts.
 
     Args:
@@ -324,7 +331,7 @@ class _Load:
             if len(saved) != len(groups):
                 others.append(f"{len(saved)} parameter groups, expected {len(groups)}")
             if owners.only_sources:
-                groups = [group and {key: _on_host(value) for key, value in group.items()} for group in groups]
+                groups = [group and {key: on_host(value) for key, value in group.items()} for group in groups]
             report.settings = groups, {k: v for k, v in state.items() if k not in ("state", "param_groups")}
             report.mismatch.unexpected |= {name: "state" for name in entries if name not in self._members}
         loader.given = {name: entries[name] for name in self._members if name in entries and name in mine}
@@ -362,32 +369,20 @@ class _Load:
         value = value.detach()
         if not value.ndim and not isinstance(value, DTensor):
             return value.clone()
-        is_local = isinstance(self._form, Local) and not isinstance(value, DTensor)
-        if value.shape == (local_part(member.parameter) if is_local else member.parameter).shape:
-            return self._load_sharded(member, key, value)
-        return self._load_replicated(member, key, value)
-
-    def _load_sharded(self, member: OptimizerParam, key: str, value: torch.Tensor) -> torch.Tensor:
         parameter, existing = member.parameter, self._existing(member, key)
-        shard = shard_for(parameter, member.sharding, value, self._form)
+        is_local = isinstance(self._form, Local) and not isinstance(value, DTensor)
+        is_sharded = value.shape == (local_part(parameter) if is_local else parameter).shape
+        fits = existing is not None and existing.shape == value.shape
+        target = parameter if is_sharded else existing if fits else value
+        shard = shard_for(cast(torch.Tensor, target), member.sharding if is_sharded else None, value, self._form)
         if existing is not None and local_part(existing).shape == shard.shape:
             local_part(existing).copy_(shard)
             return existing
         device = local_part(parameter).device
         own = torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard)
-        return like(parameter, own)
-
-    def _load_replicated(self, member: OptimizerParam, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor of another shape than the parameter's, replicated unless it is a DTensor with placements."""
-        parameter, existing = member.parameter, self._existing(member, key)
-        if existing is not None and existing.shape == value.shape:
-            fill(existing, None, value, self._form)
-            return existing
-        own = value.clone().to(local_part(parameter).device)
-        if isinstance(own, DTensor) or not isinstance(parameter, DTensor):
-            return own
-        mesh = parameter.device_mesh
-        return as_dtensor(own, mesh, [Replicate()] * mesh.ndim, tuple(own.shape))
+        if is_sharded or isinstance(value, DTensor):
+            return like(parameter if is_sharded else value, own)
+        return replicated(own, parameter)
 
 
 def _is_state(state: Any) -> bool:
@@ -395,14 +390,14 @@ def _is_state(state: Any) -> bool:
     return isinstance(entries, Mapping) and all(isinstance(entry, Mapping) for entry in entries.values())
 
 
-def _on_host(value: Any) -> Any:
+def on_host(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _described(value: Any) -> Any:
     """Return what is sent of a value with the report: of a tensor that is not a scalar, only shape and dtype."""
     is_sent_later = isinstance(value, torch.Tensor) and value.ndim > 0
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_sent_later else _on_host(value)
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_sent_later else on_host(value)
 
 
 # -- optimizers made before fully_shard

@@ -176,6 +176,6 @@ class LocalShard:
 
 
 def checksum(value: torch.Tensor) -> int:
-    """Return a CRC-32 of the shape, the dtype and the bytes."""
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """Return a CRC-32 of the shape, the dtype and the bytes of a tensor that has its own memory."""
+    data = value.detach().as_subclass(torch.Tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
     return crc32(data.numpy().data, crc32(repr((tuple(value.shape), value.dtype)).encode()))

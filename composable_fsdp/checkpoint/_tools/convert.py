@@ -168,7 +168,7 @@ def _write_dcp(conversion: _Conversion, target: Path, max_file_bytes: int) -> No
     state = contents.Contents(aliases=dict(conversion.aliases))
     state.parts = {path: LocalShard(tensor) for path, tensor in conversion.tensors.items()}
     values = {tuple(map(str, path)): value for path, value in conversion.objects.items()}  # DCP's paths have indices
-    state.objects = {path: contents.serialize(value) for path, value in values.items() if path != ("step",)}
+    state.objects = {path: value for path, value in values.items() if path != ("step",)}
     step = conversion.objects.get(("step",)) if conversion.manifest is None else conversion.manifest.step
     ranks = {path[1] for path in conversion.objects if path[0] == "ranks"}
     with _complete_only(target) as folder:
