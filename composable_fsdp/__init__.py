@@ -26,9 +26,9 @@ from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.codecs.error_feedback import ErrorFeedback
 from composable_fsdp.codecs.float8 import Float8
-from composable_fsdp.diagnostics._recording import Recorder
 from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow, communication_report
-from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription, describe, describe_groups
+from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription, describe
+from composable_fsdp.diagnostics.fault_file import Recorder
 from composable_fsdp.diagnostics.nonfinite import find_nonfinite
 from composable_fsdp.errors import (
     ArgumentTypeError,
@@ -144,7 +144,7 @@ OBSERVERS.append(Recorder())  # diagnostics stand above plugins
 
 _attributes: Any = fully_shard
 _attributes.state = client_state  # as torch's has
-_attributes.groups = describe_groups
+_attributes.groups = lambda model: list(describe(model).groups)
 
 # Imported on first use, because they import torch.distributed.checkpoint, which is slow.
 _WITH_CHECKPOINTS = {

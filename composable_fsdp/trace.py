@@ -95,7 +95,7 @@ class TraceEvent:
 
 
 listeners: list[Callable[[TraceEvent], None]] = []
-fault_listeners: list[Callable[[BaseException | None, str, Position | None], None]] = []
+fault_listeners: list[Callable[[BaseException | None, str], None]] = []
 """Callables with the arguments of :func:`emit_fault`."""
 
 now = time.perf_counter
@@ -118,16 +118,15 @@ def emit(
         listener(event)
 
 
-def emit_fault(error: BaseException | None, where: str, position: Position | None = None) -> None:
+def emit_fault(error: BaseException | None, where: str) -> None:
     """Send the error that ended a pass or a collective of this rank to every fault listener, before it is raised.
 
     Args:
         error: ``None`` if nobody saw it, as in a backward that ended in an exception.
         where: the pass or the collective.
-        position: that of the collective.
     """
     for listener in tuple(fault_listeners):
-        listener(error, where, position)
+        listener(error, where)
 
 
 class Recorder:

@@ -191,17 +191,16 @@ if TYPE_CHECKING:
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
     from composable_fsdp.codecs.blockwise import hadamard_
-    from composable_fsdp.diagnostics._recording import enable_from_environment
-    from composable_fsdp.diagnostics._records import (
+    from composable_fsdp.diagnostics.fault_file import (
         ABSENT,
         FORGOTTEN,
         Dump,
-        Fault,
         Files,
         decode,
-        encode,
+        enable_from_environment,
         file_name,
         read,
+        recorded_events,
         sequences,
     )
     from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from composable_fsdp import trace
 from composable_fsdp._core.layout import NEVER_ZERO_COPY, ReduceOp
 from composable_fsdp._core.memory import Work, backend_capabilities, device_capabilities, is_host
 from composable_fsdp.errors import PeerError
@@ -241,11 +240,6 @@ class GroupReference:
 def is_over_group(communicator: object) -> TypeGuard[GroupCommunicator]:
     """Return whether ``communicator``, or what it is around, communicates over a process group."""
     return hasattr(communicator, "ranks")
-
-
-def trace_position(communicator: GroupCommunicator, number: int) -> trace.Position:
-    """Return the position of the ``number``-th collective since the ranks have connected, from 1."""
-    return trace.Position(communicator.name, communicator.ranks, communicator.generation, number)
 
 
 def find(communicator: object, kind: type[T]) -> T | None:

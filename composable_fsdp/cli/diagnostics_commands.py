@@ -13,7 +13,7 @@ from rich.table import Table
 
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp.cli.printing import Json, console, print_error, print_json, table_of
-from composable_fsdp.diagnostics._records import Dump, Files, Sequences, faults_in_order, read, sequences
+from composable_fsdp.diagnostics.fault_file import Dump, Files, Sequences, read, sequences
 from composable_fsdp.diagnostics.timeline import draw_step, merged, write_chrome_trace
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 
@@ -105,23 +105,23 @@ def _show(out: Console, files: Files, found: Sequence[Sequences], *, stacks: boo
         )
     for each in found:
         out.print(_sequences(each))
-    for rank, fault in faults_in_order(files.dumps):
-        text = _first_line(fault.text)
-        where = "" if text.startswith(fault.where) else f" in {fault.where}"
-        out.print(f"{_clock(fault.time)} rank {rank}{where}: {fault.error and f'{fault.error}: '}{text}")
+    faults = [(fault["time"], rank, fault) for rank, dump in files.dumps.items() for fault in dump["faults"]]
+    for moment, rank, fault in sorted(faults, key=lambda each: each[:2]):  # clocks of hosts may differ
+        text = _first_line(fault["text"])
+        where = "" if text.startswith(fault["where"]) else f" in {fault['where']}"
+        out.print(f"{_clock(moment)} rank {rank}{where}: {fault['error'] and fault['error'] + ': '}{text}")
     for rank, dump in sorted(files.dumps.items()) if stacks else ():
-        for thread, frames in dump.stacks:
+        for thread, frames in dump["stacks"]:
             out.print(f"\nrank {rank}, thread {thread}", *frames, sep="\n  ")
 
 
 def _ranks(dumps: Mapping[int, Dump]) -> Table:
-    versions = {", ".join(f"{name} {v}" for name, v in sorted(dump.versions.items())) for dump in dumps.values()}
+    versions = {", ".join(f"{name} {v}" for name, v in sorted(dump["versions"].items())) for dump in dumps.values()}
     title = "VERSIONS DIFFER: " * (len(versions) > 1) + "; ".join(sorted(versions))
     table = table_of(("rank", "process", "written", "because of", "where"), title=title)
     for rank, dump in sorted(dumps.items()):
-        where = str(dump.report).removeprefix(f"rank {rank} ") if dump.report is not None else ""
-        process = f"{dump.process} on {dump.host}"
-        table.add_row(str(rank), process, _clock(dump.written), _first_line(dump.reason), where)
+        process, where = f"{dump['process']} on {dump['host']}", dump["state"].removeprefix(f"rank {rank} ")
+        table.add_row(str(rank), process, _clock(dump["written"]), _first_line(dump["reason"]), where)
     return table
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp.cli.printing import Json, console, count, print_json
-from composable_fsdp.diagnostics._recording import versions
+from composable_fsdp.diagnostics.fault_file import versions
 from composable_fsdp.plugins.shared_memory.connect import host_identity
 
 __all__ = ["Finding", "check_launch", "check_ranks", "check_versions", "doctor", "examine_ranks"]

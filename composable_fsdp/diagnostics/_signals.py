@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from types import FrameType
 
 __all__ = ["SignalWatch"]
@@ -45,13 +44,11 @@ class SignalWatch:
         for each in self._before:
             signal.signal(each, self._handle)
         threading.Thread(target=self._run, name="composable_fsdp signals", daemon=True).start()
-        _active.add(self)
-        _stop_in_children()
 
     def stop(self) -> None:
-        """Restore the previous handlers, unless they were replaced since. Idempotent."""
-        if self not in _active:
-            return
+        """Restore the previous handlers, unless they were replaced since. A forked child must, which would write its
+        signals to the parent's socket.
+        """
         for each, before in self._before.items():
             if signal.getsignal(each) == self._handle:
                 signal.signal(each, before)
@@ -59,7 +56,6 @@ class SignalWatch:
         if current != self._writer.fileno():
             signal.set_wakeup_fd(current)
         self._writer.close()
-        _active.remove(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Run the previous handler, in the main thread, once the signal has been reported."""
@@ -91,18 +87,3 @@ class SignalWatch:
             set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
             set_handler(number, None)
             os.kill(os.getpid(), number)
-
-
-_active: set[SignalWatch] = set()
-
-
-@cache
-def _stop_in_children() -> None:
-    """Stop all watches in forked children, which would write their signals to the parent's socket."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_stop_all)
-
-
-def _stop_all() -> None:
-    for watch in tuple(_active):
-        watch.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from torch import nn
 
@@ -18,12 +17,11 @@ from composable_fsdp._core.gradients import (
 from composable_fsdp._core.hooks import name_states, root_of
 from composable_fsdp._core.mesh import ProcessGroups, group_by_key
 from composable_fsdp._core.state import FSDPState, find_state
-from composable_fsdp.diagnostics._tables import text_table
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plugins.smaller_mesh import without_values
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "states_of"]
+__all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "reshard_kind", "states_of", "text_table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +43,9 @@ class CommunicationRow:
     plain_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CommunicationReport:
-    """The rows of :func:`communication_report`; ``str()`` is a table."""
+    """The rows of :func:`communication_report`, printed as a table."""
 
     rows: tuple[CommunicationRow, ...]
 
@@ -61,7 +59,7 @@ class CommunicationReport:
         """The same without codecs and hooks."""
         return sum(row.plain_bytes for row in self.rows)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [*self.rows, CommunicationRow("total", "", 0, self.bytes, self.plain_bytes)]
         cells = [
             (
@@ -77,8 +75,16 @@ class CommunicationReport:
         numbers = ("per step", "bytes", "plain bytes", "ratio")
         return text_table(("group", "direction", *numbers), cells, numbers)
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+
+def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> str:
+    """Return a table. The columns named in ``numbers`` are aligned to the right."""
+    lines = [titles, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    signs = [">" if title in numbers else "<" for title in titles]
+    return "\n".join(
+        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 def communication_report(model: nn.Module) -> CommunicationReport:
@@ -118,31 +124,36 @@ def states_of(model: nn.Module) -> list[tuple[str, FSDPState]]:
     return list(name_states(places).items())
 
 
-def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
+def reshard_kind(state: FSDPState) -> ReshardKind:
+    """Return what happens to unsharded parameters after forward."""
     kind = state.options.reshard.kind
     if kind is ReshardKind.AUTO:
-        kind = ReshardKind.NEVER if root_of(state).root_state is state else ReshardKind.ALWAYS
-    smaller = state.options.reshard.mesh_size
+        return ReshardKind.NEVER if root_of(state).root_state is state else ReshardKind.ALWAYS
+    return kind
 
-    def shard(pgs: ProcessGroups) -> int:
-        return pgs.axes.shard.size
 
-    times = 2 if kind is ReshardKind.ALWAYS and state.options.unshard_in_backward else 1
-    found: list[tuple[str, int, Callable[[Sequence[AnyBucket]], WireBytes], Callable[[ProcessGroups], int]]] = [
-        ("all-gather", times, all_gather_wire_bytes, shard)
-    ]
-    if kind is ReshardKind.SMALLER and state.options.unshard_in_backward:
+def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
+    kind, smaller, again = reshard_kind(state), state.options.reshard.mesh_size, state.options.unshard_in_backward
+
+    def row(
+        direction: str,
+        times: int,
+        wire_bytes: Callable[[Sequence[AnyBucket]], WireBytes],
+        size_of: Callable[[ProcessGroups], int] = lambda pgs: pgs.axes.shard.size,
+    ) -> CommunicationRow:
+        groups = group_by_key([bucket.pgs for bucket in state.group.buckets], state.group.buckets)
+        each = [(size_of(pgs), wire_bytes(buckets)) for pgs, buckets in groups]
+        sent = sum(times * traffic.bytes * (size - 1) // size for size, traffic in each)
+        plain = sum(times * traffic.plain_bytes * (size - 1) // size for size, traffic in each)
+        return CommunicationRow(name, direction, times, sent, plain)
+
+    yield row("all-gather", 2 if kind is ReshardKind.ALWAYS and again else 1, all_gather_wire_bytes)
+    if kind is ReshardKind.SMALLER and again:
 
         def of_slices(buckets: Sequence[AnyBucket]) -> WireBytes:
             return all_gather_wire_bytes([without_values(bucket, smaller) for bucket in buckets])
 
-        found.append(("all-gather (smaller mesh)", 1, of_slices, lambda pgs: min(smaller, shard(pgs))))
+        yield row("all-gather (smaller mesh)", 1, of_slices, lambda pgs: min(smaller, pgs.axes.shard.size))
     if state.group.plan.num_trainable:
-        found.append(("reduce-scatter", 1, reduce_scatter_wire_bytes, shard))
-        found.append(("all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size))
-    groups = group_by_key([bucket.pgs for bucket in state.group.buckets], state.group.buckets)
-    for direction, times, wire_bytes_of, size_of in found:
-        each = [(size_of(pgs), wire_bytes_of(buckets)) for pgs, buckets in groups]
-        sent = sum(times * traffic.bytes * (size - 1) // size for size, traffic in each)
-        plain = sum(times * traffic.plain_bytes * (size - 1) // size for size, traffic in each)
-        yield CommunicationRow(name, direction, times, sent, plain)
+        yield row("reduce-scatter", 1, reduce_scatter_wire_bytes)
+        yield row("all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import groupby
 from math import prod
 
@@ -16,12 +15,12 @@ from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.state import FSDPState
-from composable_fsdp.diagnostics._tables import text_table
-from composable_fsdp.diagnostics.communication_report import states_of
+from composable_fsdp.diagnostics.communication_report import reshard_kind, states_of, text_table
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["GroupDescription", "ModelDescription", "describe", "describe_groups"]
+__all__ = ["GroupDescription", "ModelDescription", "describe"]
 
+_AFTER_FORWARD = {ReshardKind.ALWAYS: "free", ReshardKind.NEVER: "keep", ReshardKind.SMALLER: "keep 1/{}"}
 _LARGE_FRACTION = 0.5
 """Fraction of all bytes above which one group is too large: all of it is unsharded while a module of it computes."""
 
@@ -67,9 +66,9 @@ class GroupDescription:
         return f"{named} [root]" if self.is_root else named
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelDescription:
-    """The result of :func:`describe`. ``str()`` is a plain table.
+    """The result of :func:`describe`, printed as a table.
 
     Attributes:
         groups: the parameter groups, in the order of modules.
@@ -101,11 +100,8 @@ class ModelDescription:
             )
         return tuple(notes)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return _table(self)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def describe(model: nn.Module) -> ModelDescription:
@@ -129,11 +125,6 @@ def describe(model: nn.Module) -> ModelDescription:
     )
 
 
-def describe_groups(model: nn.Module) -> list[GroupDescription]:
-    """Return the rows of :func:`describe`."""
-    return list(describe(model).groups)
-
-
 def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupDescription:
     parameters, specs = state.group.parameters, state.group.plan.specs
     used = [p for owner in state.owner_states for p in owner.group.parameters if _is_used(p, state)]
@@ -147,7 +138,7 @@ def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupD
         placements=_distinct(" ".join(map(str, p.sharding.placements)) for p in parameters),
         meshes=_distinct(_mesh(m) for m in [p.sharding.mesh for p in parameters] or [state.group.axes.mesh]),
         dtypes=tuple(dict.fromkeys((s.dtype, s.compute_dtype, s.reduce_dtype) for s in specs)),
-        after_forward=_after_forward(state),
+        after_forward=_AFTER_FORWARD[reshard_kind(state)].format(state.options.reshard.mesh_size),
         strategy=_strategy(state),
         tied=tuple(_names(p, places) for p in (*parameters, *used) if len(p.owners) > 1),
         owners=len({owner for p in parameters for owner, _ in p.owners}),
@@ -175,15 +166,6 @@ def _mesh(mesh: DeviceMesh) -> str:
     )
 
 
-def _after_forward(state: FSDPState) -> str:
-    kind = state.options.reshard.kind
-    if kind is ReshardKind.AUTO:
-        kind = ReshardKind.NEVER if root_of(state).root_state is state else ReshardKind.ALWAYS
-    if kind is ReshardKind.SMALLER:
-        return f"keep 1/{state.options.reshard.mesh_size}"
-    return "free" if kind is ReshardKind.ALWAYS else "keep"
-
-
 def _strategy(state: FSDPState) -> ShardingStrategy:
     frees = state.options.reshard.kind is not ReshardKind.NEVER
     if all(pgs.axes.shard.size == 1 for pgs in state.group.process_groups):
@@ -195,32 +177,20 @@ def _strategy(state: FSDPState) -> ShardingStrategy:
 
 # -- as text
 
-_COLUMNS = (
-    "group",
-    "class",
-    "parameters",
-    "bytes",
-    "per rank",
-    "placement",
-    "mesh",
-    "dtypes (rest, compute, reduce)",
-    "after forward",
-    "strategy",
-    "tied",
-)
 _NUMBERS = ("parameters", "bytes", "per rank")
 _COMMON_COLUMNS = ("placement", "mesh", "dtypes (rest, compute, reduce)", "strategy")
 
 
 def _table(description: ModelDescription) -> str:
     """Return the table without empty columns. Columns with one distinct value are in a note instead."""
-    columns = dict(zip(_COLUMNS, zip(*map(_cells, _merge_repeated(description.groups)), strict=True), strict=True))
+    rows = [_cells(group) for group in _merge_repeated(description.groups)]
+    columns = {title: [row[title] for row in rows] for title in rows[0]}
     distinct = {title: set(filter(None, column)) for title, column in columns.items()}
     same = {title: text for title in _COMMON_COLUMNS if len(distinct[title]) == 1 for text in distinct[title]}
     shown = {title: column for title, column in columns.items() if distinct[title] and title not in same}
     common = "; ".join(f"{title}: {text}" for title, text in same.items())
     notes = [*([f"All groups: {common}."] if common else []), *description.notes]
-    return text_table(tuple(shown), list(zip(*shown.values(), strict=True)), _NUMBERS, notes)
+    return "\n".join([text_table(tuple(shown), list(zip(*shown.values(), strict=True)), _NUMBERS), *notes])
 
 
 def _merge_repeated(groups: Sequence[GroupDescription]) -> list[GroupDescription]:
@@ -236,20 +206,21 @@ def _merge_repeated(groups: Sequence[GroupDescription]) -> list[GroupDescription
     return folded
 
 
-def _cells(group: GroupDescription) -> tuple[str, ...]:
-    return (
-        group.label,
-        ", ".join(dict.fromkeys(group.classes)),
-        f"{group.parameters:,}",
-        _size(group.bytes),
-        _size(group.bytes_per_rank),
-        "; ".join(group.placements),
-        "; ".join(group.meshes),
-        "; ".join(", ".join(str(dtype).removeprefix("torch.") for dtype in kind) for kind in group.dtypes),
-        group.after_forward,
-        group.strategy.name,
-        "; ".join(" = ".join(names) for names in group.tied),
-    )
+def _cells(group: GroupDescription) -> dict[str, str]:
+    kinds = [", ".join(str(dtype).removeprefix("torch.") for dtype in kind) for kind in group.dtypes]
+    return {
+        "group": group.label,
+        "class": ", ".join(dict.fromkeys(group.classes)),
+        "parameters": f"{group.parameters:,}",
+        "bytes": _size(group.bytes),
+        "per rank": _size(group.bytes_per_rank),
+        "placement": "; ".join(group.placements),
+        "mesh": "; ".join(group.meshes),
+        "dtypes (rest, compute, reduce)": "; ".join(kinds),
+        "after forward": group.after_forward,
+        "strategy": group.strategy.name,
+        "tied": "; ".join(" = ".join(names) for names in group.tied),
+    }
 
 
 def _count(number: int, noun: str) -> str:

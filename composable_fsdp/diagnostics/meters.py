@@ -57,7 +57,7 @@ class Reading:
 
 
 class Meter:
-    """Measures training steps on this rank. Final. Call it after each optimizer step, as a callback.
+    """Measures training steps on this rank. Call it after each optimizer step, as a callback.
 
     Args:
         model: the root of the sharded modules.
@@ -139,7 +139,7 @@ class Meter:
 
 
 class ProgressLine:
-    """Shows the last reading beside a progress bar in a terminal, and prints a line for each elsewhere. Final.
+    """Shows the last reading beside a progress bar in a terminal, and prints a line for each elsewhere.
 
     It needs ``rich``, of the extra ``cli``.
 
@@ -153,15 +153,13 @@ class ProgressLine:
         from rich.console import Console  # an optional dependency
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._total, self._title = total, title
+        self._total, self._title, self._text = total, title, ""
         self._console = console or Console(highlight=False)
         text = TextColumn("{task.fields[text]}")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
-        self._bar = Progress(*columns, console=self._console)
+        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._task = self._bar.add_task(title, total=total, text="")
-        self._text = ""
-        if self._console.is_terminal:
-            self._bar.start()
+        self._bar.start()
 
     def __call__(self, reading: Reading) -> None:
         """Show a reading."""
@@ -170,16 +168,14 @@ class ProgressLine:
     def show(self, step: int, text: str = "") -> None:
         """Show that ``step`` steps are done, with a text; without one, only move the bar."""
         self._text = text or self._text
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=step, text=self._text)
-        elif text:
+        self._bar.update(self._task, completed=step, text=self._text)
+        if text and not self._console.is_terminal:
             line = f"{self._title} {step:>{len(str(self._total))}}/{self._total}  {text}"
             self._console.print(line, soft_wrap=True, markup=False)
 
     def close(self) -> None:
         """Leave the bar as it is."""
-        if self._console.is_terminal:
-            self._bar.stop()
+        self._bar.stop()
 
 
 def _write_function(writer: Any) -> Callable[[Reading], object]:

@@ -12,12 +12,12 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from composable_fsdp.diagnostics._records import read
+from composable_fsdp.diagnostics.fault_file import read, recorded_events
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.trace import Operation, TraceEvent
 
@@ -32,22 +32,19 @@ _COLORS = {COMPUTE: "#8fb9dd", GATHER: "#7cc39a", REDUCE: "#f0b26b", WAITS: "#d9
 _MOST_PROCESSES = 8
 _LETTERS_PER_WIDTH = 130
 """The letters of a label that fit into the width of the picture."""
-_MICROSECONDS = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """An interval of one lane, in seconds. ``details`` are JSON values."""
 
     lane: str
     name: str
     begin: float
     end: float
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, float] = {}  # never changed
 
     @property
     def seconds(self) -> float:
-        """The length of the interval, in seconds."""
         return self.end - self.begin
 
 
@@ -90,9 +87,6 @@ class Lanes:
             sums = [sum(value_of(each) for each in own if begin <= each.begin < end) for begin, end in steps]
             return median(sums or [0])
 
-        def sent(each: Slice) -> float:
-            return float(each.details.get("bytes", 0))
-
         seconds = median([end - begin for begin, end in steps] or [0.0])
         exposed = per_step(WAITS, lambda each: each.seconds)
         return {
@@ -101,8 +95,8 @@ class Lanes:
             "seconds": seconds,
             "exposed_seconds": exposed,
             "exposed_share": exposed / seconds if seconds else 0.0,
-            "gathered_bytes": per_step(GATHER, sent),
-            "reduced_bytes": per_step(REDUCE, sent),
+            "gathered_bytes": per_step(GATHER, lambda each: each.details["bytes"]),
+            "reduced_bytes": per_step(REDUCE, lambda each: each.details["bytes"]),
             "peak_bytes": max((held for _, held in self.memory), default=0),
         }
 
@@ -111,8 +105,7 @@ def performed(events: Iterable[TraceEvent], title: str = "rank 0") -> Lanes:
     """Return the timeline of recorded ``events``, as a ``Recorder`` has them.
 
     Collectives of one lane run one after the other, so a slice begins at its launch or when the one before has ended.
-    It ends when the host had waited for it. ``details`` have the bytes, the process group, its ranks, the number of the
-    collective in it, and how long the host waited.
+    It ends when the host had waited for it. ``details`` have the bytes and how long the host waited.
     """
     known = sorted(events, key=lambda event: event.end)
     slices = sorted([*_passes_and_computation(known), *_collectives(known)], key=lambda each: each.begin)
@@ -150,40 +143,34 @@ def _passes_and_computation(events: Sequence[TraceEvent]) -> Iterator[Slice]:
 
 
 def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
-    """Yield the collectives of all lanes. Those of one launch are one slice."""
-    launched: list[TraceEvent] = []
-    """The collectives since the last launch of a group."""
-    in_flight: dict[str, list[tuple[float, list[str], dict[str, Any]]]] = {GATHER: [], REDUCE: []}
-    """The launched operations: their begin, groups and details."""
-    free_from = dict.fromkeys(in_flight, 0.0)
+    """Yield the collectives of both lanes. Groups that share a launch are one slice."""
     begins = {Operation.UNSHARD: GATHER, Operation.REDUCE: REDUCE}
     ends = {Operation.WAIT: GATHER, Operation.REDUCED: REDUCE}
+    in_flight: dict[str, list[list[TraceEvent]]] = {GATHER: [], REDUCE: []}
+    free_from = dict.fromkeys(in_flight, 0.0)
+    last_collective = 0.0
     for event in events:
         if event.operation is Operation.COLLECTIVE:
-            launched.append(event)
+            last_collective = event.begin
         elif event.operation in begins:
-            flying = in_flight[begins[event.operation]]
-            own = [each.position for each in launched if each.begin >= event.begin and each.position is not None]
-            launched.clear()
-            if not flying or flying[-1][0] != event.begin:
-                if not event.bytes and not own:  # a group without parameters. Over shared memory, nothing is sent.
-                    continue
-                flying.append((event.begin, [], {"bytes": 0, "plain_bytes": 0, "collectives": [], "ranks": []}))
-            _, groups, details = flying[-1]
-            groups.append(event.group)
-            details["bytes"] += event.bytes
-            details["plain_bytes"] += event.plain_bytes
-            details["collectives"] += [f"{each.group}/{each.connection}/{each.number}" for each in own]
-            details["ranks"] = list(own[0].ranks) if own else details["ranks"]
+            if not event.bytes and last_collective < event.begin:  # no parameters. Over shared memory, nothing is sent.
+                continue
+            launches = in_flight[begins[event.operation]]
+            if not launches or launches[-1][0].begin != event.begin:
+                launches.append([])
+            launches[-1].append(event)
         elif event.operation in ends:
             lane = ends[event.operation]
-            for ended in [each for each in in_flight[lane] if event.group in each[1]][:1]:
-                in_flight[lane].remove(ended)
-                launch, groups, details = ended
-                begin = max(launch, min(free_from[lane], event.end))
+            for launch in [each for each in in_flight[lane] if any(e.group == event.group for e in each)][:1]:
+                in_flight[lane].remove(launch)
+                details = {
+                    "bytes": sum(each.bytes for each in launch),
+                    "plain_bytes": sum(each.plain_bytes for each in launch),
+                    "exposed_ms": round(1e3 * (event.end - event.begin), 4),
+                }
+                begin = max(launch[0].begin, min(free_from[lane], event.end))
                 free_from[lane] = event.end
-                details["exposed_ms"] = round(1e3 * (event.end - event.begin), 4)
-                yield Slice(lane, f"{lane} {', '.join(groups)}", begin, event.end, details)
+                yield Slice(lane, f"{lane} {', '.join(each.group for each in launch)}", begin, event.end, details)
         elif event.operation is Operation.BACKWARD:
             in_flight[REDUCE].clear()  # sums that stay on this rank until a later backward
 
@@ -227,8 +214,8 @@ def merged(folder: Path) -> list[Lanes]:
         )
     found = []
     for rank, dump in sorted(files.dumps.items()):
-        ahead = dump.written - dump.clock
-        events = [replace(each, begin=each.begin + ahead, end=each.end + ahead) for each in dump.events]
+        ahead = dump["written"] - dump["clock"]
+        events = [replace(each, begin=each.begin + ahead, end=each.end + ahead) for each in recorded_events(dump)]
         found.append(performed(events, f"rank {rank}"))
     return found
 
@@ -241,30 +228,28 @@ def write_chrome_trace(path: str | os.PathLike[str], processes: Sequence[Lanes])
 
 
 def _chrome_events(process: int, lanes: Lanes, origin: float) -> Iterator[dict[str, Any]]:
-    def of(kind: str, name: str, lane: str = "", **values: Any) -> dict[str, Any]:
-        return {"ph": kind, "name": name, "pid": process, "tid": 1 + LANES.index(lane) if lane else 0, **values}
+    def of(kind: str, name: str, lane: str, args: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+        return {"ph": kind, "name": name, "pid": process, "tid": LANES.index(lane), "args": args, **values}
 
-    def time(moment: float) -> float:
-        return round(_MICROSECONDS * (moment - origin), 3)
+    def microseconds(seconds: float) -> float:
+        return round(1e6 * seconds, 3)
 
-    yield of("M", "process_name", args={"name": lanes.title})
-    yield of("M", "process_sort_index", args={"sort_index": process})
-    for lane in LANES:
-        if lanes.lane(lane):
-            yield of("M", "thread_name", lane, args={"name": lane})
-            yield of("M", "thread_sort_index", lane, args={"sort_index": LANES.index(lane)})
+    yield of("M", "process_name", PASSES, {"name": lanes.title})
+    for lane in filter(lanes.lane, LANES):
+        yield of("M", "thread_name", lane, {"name": lane})
+        yield of("M", "thread_sort_index", lane, {"sort_index": LANES.index(lane)})
     for each in lanes.slices:
-        duration = round(_MICROSECONDS * each.seconds, 3)
-        yield of("X", each.name, each.lane, cat=each.lane, ts=time(each.begin), dur=duration, args=each.details)
+        times = {"ts": microseconds(each.begin - origin), "dur": microseconds(each.seconds)}
+        yield of("X", each.name, each.lane, each.details, cat=each.lane, **times)
     for moment, held in lanes.memory:
-        yield of("C", "unsharded parameters", ts=time(moment), args={"bytes": held})
+        yield of("C", "unsharded parameters", PASSES, {"bytes": held}, ts=microseconds(moment - origin))
 
 
 # -- pictures
 
 
 def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: int = -1) -> None:
-    """Draw one training step as a picture, the processes one above the other, and their memory below.
+    """Draw one training step as a picture, the processes one above the other.
 
     Args:
         path: the file. Its ending chooses the format, such as ``.png`` or ``.svg``.
@@ -284,29 +269,19 @@ def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: in
         raise ConfigurationError(f"there is no step {step}: {len(steps)} training steps were recorded.")
     begin, end = steps[step]
     shown = processes[:_MOST_PROCESSES]
-    heights = [max(1, len(_lanes_of(lanes))) for lanes in shown]
-    figure = Figure(figsize=(13, 1.5 + 0.42 * sum(heights) + 1.6), layout="constrained")
-    rows = figure.subplots(len(shown) + 1, 1, sharex=True, gridspec_kw={"height_ratios": [*heights, 4]})
-    for axes, lanes in zip(rows, shown, strict=False):
+    figure = Figure(figsize=(13, 1 + 1.9 * len(shown)), layout="constrained")
+    rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, lanes in zip(rows, shown, strict=True):
         _draw_lanes(axes, lanes, begin, end)
-        _draw_memory(rows[-1], lanes, begin, end)
-    rows[-1].set(xlabel="ms", ylabel="MiB", xlim=(0, 1e3 * (end - begin)), ylim=(0, None))
-    rows[-1].grid(alpha=0.3)
-    if any(lanes.memory for lanes in shown):
-        rows[-1].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="x-small", frameon=False)
+    rows[-1].set(xlabel="ms", xlim=(0, 1e3 * (end - begin)))
     figure.savefig(path, dpi=120)
 
 
-def _lanes_of(lanes: Lanes) -> list[str]:
-    return [lane for lane in _COLORS if lanes.lane(lane)]
-
-
 def _draw_lanes(axes: Axes, lanes: Lanes, begin: float, end: float) -> None:
-    names = _lanes_of(lanes)
-    for row, lane in enumerate(names):
+    for row, (lane, color) in enumerate(_COLORS.items()):
         inside = [each for each in lanes.lane(lane) if each.end > begin and each.begin < end]
         bars = [(1e3 * (each.begin - begin), 1e3 * each.seconds) for each in inside]
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLORS[lane], edgecolor="white", linewidth=0.4)
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.4)
         for each, (left, width) in zip(inside, bars, strict=True):
             label = each.name.removeprefix(f"{lane} ")
             if len(label) <= _LETTERS_PER_WIDTH * each.seconds / (end - begin):
@@ -314,21 +289,8 @@ def _draw_lanes(axes: Axes, lanes: Lanes, begin: float, end: float) -> None:
     for each in lanes.lane(PASSES):
         if begin <= each.end <= end:
             axes.axvline(1e3 * (each.end - begin), color="grey", linewidth=0.6, linestyle=":")
-    axes.set_yticks(range(len(names)), names, fontsize="small")
+    axes.set_yticks(range(len(_COLORS)), _COLORS, fontsize="small")
     axes.invert_yaxis()
-    axes.set_title(_title(lanes), loc="left", fontsize="medium")
-
-
-def _title(lanes: Lanes) -> str:
     found = lanes.summary()
-    steps = "" if found["steps"] <= 1 else f", median of {found['steps']} steps"
-    return f"{lanes.title}: {1e3 * found['seconds']:.1f} ms per step, {found['exposed_share']:.0%} exposed{steps}"
-
-
-def _draw_memory(axes: Axes, lanes: Lanes, begin: float, end: float) -> None:
-    before = [held for moment, held in lanes.memory if moment < begin]
-    inside = [(moment, held) for moment, held in lanes.memory if begin <= moment <= end]
-    if inside:
-        times = [0.0, *(1e3 * (moment - begin) for moment, _ in inside)]
-        values = [held / 2**20 for held in [before[-1] if before else 0, *(held for _, held in inside)]]
-        axes.step(times, values, where="post", linewidth=1.0, label=f"{lanes.title}: unsharded parameters")
+    title = f"{lanes.title}: {1e3 * found['seconds']:.1f} ms per step, {found['exposed_share']:.0%} exposed"
+    axes.set_title(title + ", median of all steps", loc="left", fontsize="medium")

@@ -13,7 +13,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 
 from composable_fsdp import trace
-from composable_fsdp._core.comm import SUM, Around, Collective, Transfer, is_over_group, trace_position
+from composable_fsdp._core.comm import SUM, Around, Collective, Transfer, is_over_group
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 
@@ -35,9 +35,9 @@ class Visible(Around):
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
         if trace.listeners and is_over_group(self.base):
             nbytes = sum(transfer.input.nbytes for transfer in transfers)
-            trace.emit(
-                trace.Operation.COLLECTIVE, label, nbytes, position=trace_position(self.base, self.base.launched + 1)
-            )
+            base = self.base
+            position = trace.Position(base.name, base.ranks, base.generation, base.launched + 1)
+            trace.emit(trace.Operation.COLLECTIVE, label, nbytes, position=position)
         if self.traits.dispatches:
             return self.base.launch(kind, transfers, label, op)
         if self.size > 1 and torch._C._len_torch_dispatch_stack():

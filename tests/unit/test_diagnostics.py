@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,14 +23,11 @@ from tests._internals import (
     ABSENT,
     FORGOTTEN,
     Dump,
-    Fault,
-    OperationId,
-    RankReport,
     decode,
     enable_from_environment,
-    encode,
     file_name,
     read,
+    recorded_events,
     sequences,
 )
 
@@ -49,23 +48,22 @@ def collective(label: str, number: int, connection: int = 0, ranks: tuple[int, .
 def make_dump(
     rank: int,
     *launched: TraceEvent,
-    faults: Sequence[Fault] = (),
-    waiting: OperationId | None = None,
     world_size: int = 2,
     attempt: int = 0,
 ) -> Dump:
-    report, stacks = RankReport(rank, waiting=waiting), (("MainThread", ("f",)),)
-    about = (rank, world_size, attempt, "host", 1, "asked for", 1e9, 100.0, {"torch": "2"})
-    return Dump(*about, report, tuple(faults), stacks, launched)
+    about = {"format": 4, "rank": rank, "world_size": world_size, "attempt": attempt, "host": "host", "process": 1}
+    about |= {"reason": "asked for", "written": 1e9, "clock": 100.0, "versions": {"torch": "2"}, "state": ""}
+    events = [asdict(event) for event in launched]
+    return {**about, "faults": [], "stacks": [["MainThread", ["f"]]], "events": events}
 
 
 def by_rank(*dumps: Dump) -> dict[int, Dump]:
-    return {dump.rank: dump for dump in dumps}
+    return {dump["rank"]: dump for dump in dumps}
 
 
 def store(folder: Path, dumps: Mapping[int, Dump]) -> None:
     for rank, dump in dumps.items():
-        (folder / file_name(rank)).write_text(encode(dump))
+        (folder / file_name(rank)).write_text(json.dumps(dump))
 
 
 def labels(launched: str, connection: int = 0) -> list[TraceEvent]:
@@ -75,21 +73,17 @@ def labels(launched: str, connection: int = 0) -> list[TraceEvent]:
 # -- format
 
 
-def test_records_round_trip_through_files() -> None:
-    position = Position("group", (0, 1), 0, 3)
-    plain = TraceEvent(Operation.UNSHARD, "a", 8, "gather", 1.0, 2.0)
-    fault = Fault("PeerError", "two\nlines", "here", 5.0, position, ("frame",))
-    dump = make_dump(1, plain, collective("b", 3), faults=[fault], waiting=OperationId((0, 1), 3, "b"))
-    assert decode(encode(dump)) == dump
+def test_events_round_trip_through_files() -> None:
+    events = [TraceEvent(Operation.UNSHARD, "a", 8, "gather", 1.0, 2.0), collective("b", 3)]
+    assert recorded_events(decode(json.dumps(make_dump(1, *events)))) == events
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "not a file of diagnostics: KeyError: 'format'"),
-        ("[]", "not a file of diagnostics: TypeError"),
-        ('{"format": 2}', "format 2, which this version does not know: it reads 3"),
-        ('{"format": 3}', "not a file of diagnostics: KeyError: 'report'"),
+        ("{}", "not a file of diagnostics"),
+        ("[]", "not a file of diagnostics"),
+        ('{"format": 2}', "format 2, which this version does not know: it reads 4"),
         ('{"format": ', "Expecting value"),
     ],
 )
@@ -102,7 +96,7 @@ def test_a_folder_lists_missing_damaged_and_old_files(tmp_path: Path) -> None:
     store(tmp_path, by_rank(make_dump(0, world_size=4, attempt=1), make_dump(2, world_size=4)))
     (tmp_path / file_name(3)).write_text("{")
     found = read(tmp_path)
-    assert (list(found.dumps), found.missing, list(found.damaged)) == ([0], (1, 2, 3), [file_name(3)])
+    assert (list(found.dumps), found.missing, list(found.damaged)) == ([0], [1, 2, 3], [file_name(3)])
 
 
 # -- comparison of ranks
@@ -170,22 +164,22 @@ def test_the_last_events_and_the_last_collectives_are_kept(tmp_path: Path) -> No
         trace.emit(Operation.UNSHARD, group, 8)
     path = diagnostics.dump()
     assert path == tmp_path / file_name(0)
-    found = read(tmp_path).dumps[0]
-    assert [each.group for each in found.events] == ["number 2", "b", "c"], "the last collective is known anyway"
+    found = recorded_events(read(tmp_path).dumps[0])
+    assert [each.group for each in found] == ["number 2", "b", "c"], "the last collective is known anyway"
     assert os.listdir(tmp_path) == [file_name(0)]
 
 
 def test_a_fault_is_written_once_and_says_where(tmp_path: Path) -> None:
     diagnostics.enable(tmp_path)
     error = PeerError("rank 1 is gone")
-    trace.emit_fault(error, "all-gather of a", Position("group", (0, 1), 0, 3))
+    trace.emit_fault(error, "all-gather of a")
     trace.emit_fault(error, "the forward of a")
     assert str(error) == (
         f"rank 1 is gone\n{tmp_path / file_name(0)} has what this rank did until then; "
         f"composable-fsdp diagnostics merge {tmp_path}"
     )
-    (fault,) = read(tmp_path).dumps[0].faults
-    assert (fault.error, fault.text, fault.where) == ("PeerError", "rank 1 is gone", "all-gather of a")
+    (fault,) = read(tmp_path).dumps[0]["faults"]
+    assert (fault["error"], fault["text"], fault["where"]) == ("PeerError", "rank 1 is gone", "all-gather of a")
 
 
 def test_a_file_that_cannot_be_written_does_not_hide_the_error(
@@ -208,7 +202,7 @@ def test_an_uncaught_exception_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     error = ArithmeticError("test failure")
     sys.excepthook(type(error), error, None)
     assert seen == [error]
-    assert read(tmp_path).dumps[0].reason == "ArithmeticError: test failure"
+    assert read(tmp_path).dumps[0]["reason"] == "ArithmeticError: test failure"
     diagnostics.disable()
     assert sys.excepthook is before
 
@@ -221,7 +215,7 @@ def test_a_signal_is_written_and_then_handled_as_before(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0)  # the handler runs between two instructions
         assert handled == [True]
-        assert read(tmp_path).dumps[0].reason == "SIGUSR1"
+        assert read(tmp_path).dumps[0]["reason"] == "SIGUSR1"
     finally:
         diagnostics.disable()
         signal.signal(signal.SIGUSR1, before)

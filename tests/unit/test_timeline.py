@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,8 +18,6 @@ from composable_fsdp.diagnostics import write_timeline
 from composable_fsdp.diagnostics.timeline import Lanes, performed
 from composable_fsdp.trace import Operation, Position, TraceEvent
 from tests._internals import (
-    Dump,
-    encode,
     file_name,
     merged,
     write_chrome_trace,
@@ -68,15 +66,9 @@ def test_events_become_lanes_of_passes_computation_collectives_and_waits() -> No
     }
 
 
-def test_a_collective_has_its_bytes_its_process_group_and_its_exposed_part() -> None:
+def test_a_collective_has_its_bytes_and_its_exposed_part() -> None:
     _, b = performed(STEP).lane("gather")
-    assert b.details == {
-        "bytes": 300,
-        "plain_bytes": 300,
-        "collectives": ["world/0/2"],
-        "ranks": [0, 1],
-        "exposed_ms": 500.0,
-    }
+    assert b.details == {"bytes": 300, "plain_bytes": 300, "exposed_ms": 500.0}
 
 
 def test_groups_that_share_a_launch_are_one_slice() -> None:
@@ -95,12 +87,11 @@ def test_a_gather_over_shared_memory_sends_no_bytes() -> None:
         event("collective", "all-gather of a in forward", 1.05, 1.05, 0, number=1),
         event("unshard", "a", 1.0, 1.1),
         event("wait", "a", 1.2, 2.0),
-        event("collective", "barrier", 2.05, 2.05, 0, number=2),
         event("unshard", "without parameters", 2.1, 2.1),
         event("wait", "without parameters", 2.2, 2.2),
     )
     (gather,) = performed(shared).lane("gather")
-    assert (gather.name, gather.details["bytes"], gather.details["collectives"]) == ("gather a", 0, ["world/0/1"])
+    assert (gather.name, gather.details["bytes"]) == ("gather a", 0)
 
 
 def test_a_recording_may_begin_in_the_middle_of_a_step() -> None:
@@ -137,7 +128,7 @@ def test_the_lanes_of_a_chrome_trace_do_not_overlap(tmp_path: Path) -> None:
     counts = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["pid"] == 1]
     assert counts == [(0.1e6, 4096), (2e6, 0)]
     (b,) = [e for e in events if e["ph"] == "X" and (e["pid"], e["name"]) == (1, "gather b")]
-    assert (b["ts"], b["dur"], b["args"]["ranks"]) == (1e6, 1.5e6, [0, 1])
+    assert (b["ts"], b["dur"], b["args"]["bytes"]) == (1e6, 1.5e6, 300)
     for process in (0, 1):
         for lane in names:
             spans = [e for e in events if e["ph"] == "X" and (e["pid"], e["cat"]) == (process, lane)]
@@ -157,7 +148,7 @@ def test_notebooks_show_reports_as_they_are_printed() -> None:
     rows = s.Schedule((s.Step(s.Event(s.Hook.PRE_FORWARD, "<a>"), (s.Wait("<a>"), s.Free("<a>"))),))._repr_html_()
     assert rows == "<pre>pre-forward &lt;a&gt; | wait &lt;a&gt;; free &lt;a&gt;</pre>"
     report = CommunicationReport((CommunicationRow("root", "all-gather", 2, 1000, 2000),))
-    assert report._repr_html_() == f"<pre>{report}</pre>"
+    assert repr(report) == str(report), "notebooks show it"
     assert str(report) == (
         "group  direction   per step  bytes  plain bytes  ratio\n"
         "root   all-gather         2  1,000        2,000   0.50\n"
@@ -192,8 +183,8 @@ def write_dump(folder: Path, rank: int) -> None:
     """Write the file of a rank whose counter of time is ahead by 10 seconds for each rank before it."""
     ahead = 10.0 * rank
     events = [replace(each, begin=each.begin + ahead, end=each.end + ahead) for each in STEP]
-    dump = Dump(rank, 2, 0, "host", 0, "", 1999.0, 1000.0 + ahead, {}, events=tuple(events))
-    (folder / file_name(rank)).write_text(encode(dump))
+    dump = {"format": 4, "rank": rank, "world_size": 2, "attempt": 0, "written": 1999.0, "clock": 1000.0 + ahead}
+    (folder / file_name(rank)).write_text(json.dumps(dump | {"events": [asdict(each) for each in events]}))
 
 
 def test_the_command_merges_all_ranks(tmp_path: Path) -> None:

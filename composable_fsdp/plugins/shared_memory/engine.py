@@ -312,17 +312,14 @@ class ShmEngine:
             self._watchdog.blame(error.ranks)
         operation = failed or (self._running[0] if self._running else "an operation")
         self._socket.give_up(self._peers.failure_text(self.rank, error, operation))
-        text, position = self._current_operation_text(), self._position(self.completed)
+        text = self._current_operation_text()
         self._running.clear()
         _thread_engines().discard(self)
-        trace.emit_fault(error, text, position)
+        trace.emit_fault(error, text)
 
     def _current_operation_text(self) -> str:
         """Return a description of the oldest operation in flight."""
         return f"{self._running[0]} over {self._peers}" if self._running else f"an operation over {self._peers}"
-
-    def _position(self, sequence: int) -> trace.Position:
-        return trace.Position(self._name, tuple(self._peers.ranks), self.generation, sequence + 1)
 
     def poll_events(self) -> dict[int, int]:
         """Return the events to poll for, by file descriptor."""

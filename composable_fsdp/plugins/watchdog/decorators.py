@@ -13,7 +13,7 @@ from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.watchdog import Watchdog
-from composable_fsdp._core.comm import SUM, Around, Collective, GroupCommunicator, LostError, Transfer, trace_position
+from composable_fsdp._core.comm import SUM, Around, Collective, GroupCommunicator, LostError, Transfer
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
@@ -78,7 +78,7 @@ class Watched(Around):
                 f"at the output of each for the first error. {error}"
             )
         give_up(str(found).split("\n", 1)[0])
-        trace.emit_fault(found, str(operation), trace_position(self, operation.number))
+        trace.emit_fault(found, str(operation))
         raise found from error
 
 
@@ -158,8 +158,7 @@ class OrderChecked(Around):
             self._label = label
             self.checker.begin(label, tuple([transfer.input.nbytes for transfer in transfers]))
         except DivergenceError as error:
-            operation = self._watched.next_operation(label)
-            trace.emit_fault(error, str(operation), trace_position(self._watched, operation.number))
+            trace.emit_fault(error, str(self._watched.next_operation(label)))
             raise
         return self._watched.launch(kind, transfers, label, op)
 
