@@ -36,13 +36,13 @@ from composable_fsdp._core.params import note_replaced
 from composable_fsdp._core.seams import OBSERVERS, check_observers
 from composable_fsdp._core.state import FSDPState, Options, find_state, state_of
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
-from composable_fsdp.plugins.smaller_mesh import cut_over
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Reshard,
+    ReshardKind,
 )
 
 if TYPE_CHECKING:
@@ -200,7 +200,11 @@ def fully_shard(
             other_meshes = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
             for each in modules:
                 broadcast_module_states(each, axes.mesh, ignored, other_meshes)
-        cut = cut_over((axes, *(source.sharding.axes for source in sources)), reshard.mesh_size)
+        cut = None
+        if reshard.kind is ReshardKind.SMALLER:
+            from composable_fsdp.plugins.smaller_mesh import cut_over
+
+            cut = cut_over((axes, *(source.sharding.axes for source in sources)), reshard.mesh_size)
         name = ", ".join(type(each).__name__ for each in modules)
         classes = [sharded_class(type(each)) for each in modules]  # before anything changes: may raise
         group = ParamGroup(name, sources, axes)

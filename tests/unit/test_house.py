@@ -16,7 +16,7 @@ HOOKS = "_core/hooks.py"
 
 MOST_LINES = {
     ".": 710,
-    "_api": 2184,
+    "_api": 2188,
     "_consistency": 2047,
     "_core": 11222,
     "checkpoint": 5440,
@@ -33,7 +33,7 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 20627
+MOST_CODE = 20629
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10992
@@ -48,7 +48,7 @@ MOST_FIELDS = {
 }
 MOST_FIELDS_OF_OTHERS = 19
 
-MOST_IMPORTED_NAMES = 48
+MOST_IMPORTED_NAMES = 49
 """The names that one file imports from the package."""
 
 MOST_FRAMES_TO_C10D = {"forward": 11, "backward": 15}
