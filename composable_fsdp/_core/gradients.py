@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
 import torch
@@ -27,7 +27,7 @@ from composable_fsdp._core.layout import NEVER_ZERO_COPY, Reduction, aligned_byt
 from composable_fsdp._core.memory import CommStreams, InFlight, without_grad
 from composable_fsdp._core.mesh import group_by_key
 from composable_fsdp._core.params import ShardedParameter, accept_gradients
-from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, launch_reduction
+from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, stages_of
 
 
 class WireBytes(NamedTuple):
@@ -121,8 +121,8 @@ class ParamGroupGradients:
         self.divide_factor: float | None = None
         self.sum_only = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.on_ready: Callable[[], None] = _nothing
-        """Called when the next gradient bucket is ready, in ARRIVING, and when all gradients are, in LOCAL."""
+        self.owner: Callable[[], Any] = _nobody
+        """Returns the FSDP state, whose root is told of complete gradients, or ``None``."""
         self.state = GradientState.NONE
         self.run = AutogradRun()
         self._tensors = tensors
@@ -159,10 +159,11 @@ class ParamGroupGradients:
         own = parameter.accumulated is not None or parameter.unsharded.grad is not None
         return self.state is GradientState.LOCAL and own
 
-    def arrive(self, grad_bucket: int, *, is_nested: bool) -> None:
+    def arrive(self, grad_bucket: int, *, is_nested: bool) -> bool:
         """Handle a new gradient of an unsharded parameter in ``grad_bucket``, except those counted by their hooks.
 
         With ``is_nested`` it comes from an autograd run inside that of the backward, as reentrant checkpoints have.
+        Return whether the next gradient bucket is ready, in ARRIVING, or all gradients are, in LOCAL.
         """
         plan = self._tensors.plan
         if self.state is not _ARRIVING:
@@ -172,22 +173,20 @@ class ParamGroupGradients:
         if is_nested:  # more gradients may follow
             if grad_bucket < self._launched:
                 self._arrived[grad_bucket] += 1
-            return
+            return False
         self._num_ready += 1
         if self._num_ready >= plan.num_trainable:
             self._num_ready = 0
             self.state = _AFTER_READY[self.state]
-            self.on_ready()
-        elif not plan.in_grad_buckets:
+            return True
+        if not plan.in_grad_buckets:
             self._ahead = plan.num_trainable - 1 - self._num_ready
             self._num_ready += self._ahead
-        else:
-            self._arrived[grad_bucket] += 1
-            grad_bucket = self._next
-            if self._arrived[grad_bucket] >= plan.grad_buckets[grad_bucket] and any(
-                plan.grad_buckets[grad_bucket + 1 :]
-            ):
-                self.on_ready()
+            return False
+        self._arrived[grad_bucket] += 1
+        grad_bucket = self._next
+        is_complete = self._arrived[grad_bucket] >= plan.grad_buckets[grad_bucket]
+        return is_complete and any(plan.grad_buckets[grad_bucket + 1 :])
 
     def complete(self) -> None:
         """Note that all gradients of this backward have arrived."""
@@ -414,8 +413,11 @@ def gradient_hooks(group: HasGradients) -> Callable[[int], Callable[[torch.Tenso
             run = gradients.run.number
             if gradients._ahead and (run == _current_run() or run == -1):  # without a call per parameter
                 gradients._ahead -= 1
-            else:
-                gradients.arrive(grad_bucket, is_nested=run != -1 and run != _current_run())
+            elif gradients.arrive(grad_bucket, is_nested=run != -1 and run != _current_run()):
+                state = gradients.owner()
+                root = None if state is None else state.root
+                if root is not None:
+                    root.gradient_ready(state)
 
         return hook
 
@@ -511,7 +513,10 @@ class ReductionLaunch:
         try:
             begin = trace.now() if trace.listeners else None
             first, name = self.members[0], describe_groups([member.name for member in self.members])
-            pending = launch_reduction(self._streams, self._jobs(), first.device, name, partial=self.partial)
+            pending: InFlight[Any] | None = None
+            for stage in stages_of(self._streams, self._jobs(), first.device, name, partial=self.partial):
+                pending = stage.stream.run(stage.launch, stage.finish, after=pending)
+            assert pending is not None
             for member, grad_buckets in self.by_group:
                 if trace.listeners:
                     moved = member.traffic_of(grad_buckets)
@@ -574,8 +579,8 @@ class PendingReduction:
                 trace.emit(trace.Operation.REDUCED, member.name, begin=begin)
 
 
-def _nothing() -> None:
-    pass
+def _nobody() -> None:
+    return None
 
 
 class FusedBuckets:

@@ -15,7 +15,7 @@ import torch
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, WorkList
 from composable_fsdp._core.group_plan import SMALL_BYTES, BucketPlan
 from composable_fsdp._core.layout import Reduction, aligned_bytes, divide, pack_gradient, split_at
-from composable_fsdp._core.memory import CommStreams, InFlight, Work
+from composable_fsdp._core.memory import CommStream, CommStreams, Work
 from composable_fsdp._core.mesh import ProcessGroups, group_by_key
 from composable_fsdp._core.params import ShardedParameter, take_gradients
 
@@ -498,24 +498,32 @@ class BucketReduction(NamedTuple):
     divides_first: bool = False
 
 
-def launch_reduction(
-    streams: CommStreams, reductions: Sequence[BucketReduction], device: torch.device, name: str, *, partial: bool
-) -> InFlight[list[ReducedBucket]]:
-    """Launch a reduction over the shard axis, then over the replicate axis; the result is the sharded gradients.
+class Stage(NamedTuple):
+    """Collectives on one stream, and what follows them. The next stage begins when they are done."""
 
-    ``reductions`` and ``name`` are the same on every rank. A partial one is over the shard axis only. The buckets keep
-    its sums for a later reduction, and its result is empty.
+    stream: CommStream
+    launch: Callable[[], Work]
+    finish: Callable[[], Any]
+
+
+def stages_of(
+    streams: CommStreams, reductions: Sequence[BucketReduction], device: torch.device, name: str, *, partial: bool
+) -> list[Stage]:
+    """Return the stages of a reduction over the shard axis, then over the replicate axis.
+
+    ``reductions`` and ``name`` are the same on every rank. The last stage returns the sharded gradients. A partial
+    reduction is over the shard axis only: the buckets keep its sums for a later one, and its result is empty.
     """
     reduce = _HybridReduce(reductions, device, name)
     if partial:
-        return streams.reduce.run(reduce.scatter, reduce.keep_partial)
+        return [Stage(streams.reduce, reduce.scatter, reduce.keep_partial)]
     if all(each.scatter.pgs.axes.replicate.size == 1 for each in reductions):
-        return streams.reduce.run(reduce.scatter, reduce.finish_unreplicated)
-    scattered = streams.reduce.run(reduce.scatter, reduce.finish_scatter)
+        return [Stage(streams.reduce, reduce.scatter, reduce.finish_unreplicated)]
+    scatter = Stage(streams.reduce, reduce.scatter, reduce.finish_scatter)
     if not any(each.scatter.has_own_all_reduce for each in reductions):
-        return streams.replicate.run(reduce.all_reduce, reduce.finish, after=scattered)
-    summed = streams.replicate.run(reduce.all_reduce, reduce.finish_own_sums, after=scattered)
-    return streams.replicate.run(reduce.gather_own_sums, reduce.finish, after=summed)
+        return [scatter, Stage(streams.replicate, reduce.all_reduce, reduce.finish)]
+    all_reduce = Stage(streams.replicate, reduce.all_reduce, reduce.finish_own_sums)
+    return [scatter, all_reduce, Stage(streams.replicate, reduce.gather_own_sums, reduce.finish)]
 
 
 class _HybridReduce:

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -134,8 +133,6 @@ class Root:
         self.is_verified = False
         """True once the observers have compared the model between ranks."""
         self.tape = Tape()
-        for state in states.values():
-            state.group.gradients.on_ready = _weak_callback(self, state)
         self.observers = Observers(self, observers)
 
     # -- around every hook
@@ -665,15 +662,3 @@ class Root:
         for observe in self.observers.before_first_collective:
             observe(self)
         self.is_verified = True
-
-
-def _weak_callback(root: Root, state: FSDPState) -> Callable[[], None]:
-    """Return a callable that owns neither, because both own objects that hold it."""
-    weak_root, weak_state = ref(root), ref(state)
-
-    def call() -> None:
-        known, its_state = weak_root(), weak_state()
-        if known is not None and its_state is not None:
-            known.gradient_ready(its_state)
-
-    return call

@@ -268,6 +268,7 @@ class FSDPState:
         self._root: Callable[[], Any] = _no_root
         for module in modules:
             self.attach(module)
+        group.gradients.owner = ref(self)
         for parameter in group.parameters:
             parameter.state_ref = ref(self)
 
