@@ -46,6 +46,7 @@ OWN: Mapping[str, Sequence[str]] = {
         "tests/unit/test_codec_fused.py",
     ),
     "watched": ("tests/ranks/test_watchdog.py", "tests/ranks/test_wait_warning.py"),
+    "FullParameters": ("tests/unit/test_usage_errors.py",),
     "LateTies": ("tests/unit/test_dropped_models.py", "tests/ranks/test_shared_parameters.py"),
     "Recovery": ("tests/ranks/test_recovery.py",),
     "PlainParameters": ("tests/ranks/test_module_kinds.py",),

@@ -671,7 +671,8 @@ class FSDPModule(TorchFSDPModule):
                 gradients.drop()
             else:
                 gradients.zero(parameters, set_to_none=set_to_none)
-            if state.group.parameter_state is not ParameterState.SHARDED:  # ``super`` sees the registered ones only
+            is_sharded = state.group.parameter_state is ParameterState.SHARDED
+            if not is_sharded or not state.group.tensors.registration.is_current:  # ``super`` sees registered ones only
                 _zero_sharded(parameters, set_to_none=set_to_none)
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 

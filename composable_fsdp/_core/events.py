@@ -140,8 +140,6 @@ class ParameterState(Key):
     UNSHARDED = "UNSHARDED"
     SHRUNK = "SHRUNK"
     """Resharded after forward to a smaller mesh: the sharded parameters are registered, and a larger slice is kept."""
-    LENT = "LENT"
-    """Full parameters are registered for the user, as inside ``unsharded_params``, on some or all ranks."""
 
 
 class ParameterOperation(Key):
@@ -151,8 +149,6 @@ class ParameterOperation(Key):
     WAIT = "WAIT"
     RESHARD = "RESHARD"
     SHRINK = "SHRINK"
-    LEND = "LEND"
-    RETURN = "RETURN"
 
 
 class GradientState(Key):
@@ -186,7 +182,6 @@ _P, _PO = ParameterState, ParameterOperation
 PARAMETER_TRANSITIONS: Mapping[tuple[ParameterState, ParameterOperation], ParameterState] = {
     (_P.SHARDED, _PO.UNSHARD): _P.UNSHARDING,
     (_P.SHARDED, _PO.RESHARD): _P.SHARDED,
-    (_P.SHARDED, _PO.LEND): _P.LENT,
     (_P.UNSHARDING, _PO.UNSHARD): _P.UNSHARDING,  # already prefetched
     (_P.UNSHARDING, _PO.WAIT): _P.UNSHARDED,
     (_P.UNSHARDING, _PO.RESHARD): _P.SHARDED,  # prefetched, never used
@@ -196,8 +191,6 @@ PARAMETER_TRANSITIONS: Mapping[tuple[ParameterState, ParameterOperation], Parame
     (_P.UNSHARDED, _PO.SHRINK): _P.SHRUNK,
     (_P.SHRUNK, _PO.UNSHARD): _P.UNSHARDING,  # from the smaller mesh
     (_P.SHRUNK, _PO.RESHARD): _P.SHARDED,
-    (_P.LENT, _PO.RESHARD): _P.LENT,  # a state dict reshards first, and shows what is registered
-    (_P.LENT, _PO.RETURN): _P.SHARDED,
 }
 
 _G, _GO = GradientState, GradientOperation
@@ -228,12 +221,6 @@ LOCAL_GRADIENTS = frozenset({_G.ARRIVING, _G.LOCAL})
 HELD_GRADIENTS = LOCAL_GRADIENTS | {_G.PARTIAL}
 """The states with gradients that are not yet in the sharded ones."""
 
-_REMEDIES: Mapping[Key, str] = {
-    _P.LENT: "A forward, unshard() or another operation of a sharded module came inside unsharded_params, where "
-    "parameters of its root are full, or inside a function that initialize called. Leave it first.",
-}
-_REMEDY = "After an exception in forward or backward, call reset_iter_state() on the root module."
-
 S = TypeVar("S", bound=Key)
 Op = TypeVar("Op", bound=Key)
 
@@ -251,7 +238,7 @@ def advance(table: Mapping[tuple[S, Op], S], state: S, operation: Op, group: str
         legal = ", ".join(o.name for s, o in table if s is state)
         raise LifecycleError(
             f"group {group!r} is {state.name}: {operation.name} is not legal here (legal: {legal}). "
-            f"{_REMEDIES.get(state, _REMEDY)}"
+            "After an exception in forward or backward, call reset_iter_state() on the root module."
         ) from None
 
 

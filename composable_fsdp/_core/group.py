@@ -134,8 +134,7 @@ class ParamGroup:
 
         Does nothing while gradients in the old layout are held: the next all-gather reduces them first.
         """
-        is_sharded = self.parameter_state in (ParameterState.SHARDED, ParameterState.LENT)
-        if not is_sharded or self.tensors.registration.is_current:
+        if self.parameter_state is not ParameterState.SHARDED or self.tensors.registration.is_current:
             return
         self.check_data()
         if self.gradients.state in HELD_GRADIENTS and any(parameter.was_flipped for parameter in self.parameters):
@@ -243,10 +242,6 @@ class ParamGroup:
         """Set ``parameter_state`` to that after ``operation``, or raise a ``LifecycleError`` if it is not legal."""
         self.parameter_state = advance(PARAMETER_TRANSITIONS, self.parameter_state, operation, self.name)
         return self.parameter_state
-
-    def check_can_unshard(self) -> None:
-        """Raise ``LifecycleError`` if the group is LENT, the only state in which it cannot be unsharded."""
-        advance(PARAMETER_TRANSITIONS, self.parameter_state, _UNSHARD, self.name)
 
     def unshard(self, streams: CommStreams) -> None:
         """Launch the all-gather, unless it is in flight or done."""

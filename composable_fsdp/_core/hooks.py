@@ -144,8 +144,6 @@ def assemble(root_state: FSDPState) -> Root:
     A module that ran on its own before its parent was a root; its states now belong to the new root.
     """
     states = states_by_name(root_state)
-    for state in states.values():
-        state.group.check_can_unshard()
     for observer in OBSERVERS:
         observer.before_assembly(root_state, states)
     launcher = StreamLauncher(CommStreams(root_state.group.axes.device))

@@ -98,7 +98,7 @@ class Observer:
         """Note that ``clone`` is a copy of ``state``."""
 
     def before_assembly(self, root: FSDPState, states: Mapping[str, FSDPState]) -> None:
-        """Note that ``states``, those below ``root``, are about to get a root object."""
+        """Note that ``states``, those below ``root``, are about to get a root object. It may raise."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that ``optimizer`` is about to step. Called while the process has FSDP states, for every optimizer."""

@@ -17,6 +17,7 @@ Plugin                  Does                                             On by d
 ``gloo``                own collectives over gloo's point-to-point       CPU
 ``watchdog``            reports waits, and compares operations           all devices
 ``visible_collectives`` shows launches in traces and profiles            all devices
+``full_params``         registers full parameters, and refuses forwards  all devices
 ``recovery``            lets ranks meet and reconnect in a reset         all devices
 ``pass_reports``        tells other ranks and traces which passes run    all devices
 ``plain_parameters``    warns of parameters added after fully_shard      all devices
@@ -41,7 +42,6 @@ Plugin                  Does                                             On by d
 ``smaller_mesh``        gathers slices from fewer ranks in backward      when
                                                                          ``reshard_after_forward``
                                                                          is an ``int``
-``full_params``         registers full parameters for the user           when it is called
 ``custom_comm``         custom collectives, allocators, process groups   when it is called
 ======================= ================================================ ==================
 """
@@ -80,6 +80,7 @@ from composable_fsdp.plugins.codecs.residuals import Residuals
 from composable_fsdp.plugins.explain_errors import ExplainedErrors, explained_methods
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions
 from composable_fsdp.plugins.extensions.gradient_hooks import GradientHooks
+from composable_fsdp.plugins.full_params import FullParameters
 from composable_fsdp.plugins.functional_call import FunctionalCalls
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
@@ -165,6 +166,7 @@ DEFAULT_REDUCE_KINDS: tuple[type[ReduceKind], ...] = (
 """Asked for each group of parameters, in this order."""
 
 DEFAULT: tuple[type[Observer], ...] = (
+    FullParameters,  # before those that change the groups of a new root
     Recovery,  # first, so that it is told last of the end of a reset, which it may refuse
     ReportedPasses,
     TracedPasses,

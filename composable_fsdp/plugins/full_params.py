@@ -1,6 +1,6 @@
 """Temporary access to full parameters: ``unsharded_params``, and ``apply_to_full_params`` for one group at a time.
 
-Meanwhile the parameter groups are LENT, and no module of their roots may run.
+Meanwhile the parameter groups are *lent*, and no module of their roots may run.
 
 Invariants: inside, a sharded parameter is registered nowhere on a rank that shows full ones. Outside, the same object
 is registered everywhere that it was before. The collectives of a rank depend on modules, meshes and arguments alone:
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from functools import partial
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp._consistency.broadcast import broadcast_
 from composable_fsdp._core.buckets import ParamPlace, registered_parameters
-from composable_fsdp._core.events import ParameterOperation, ParameterState
 from composable_fsdp._core.extents import assemble_full, extent_of, states_below
+from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import is_being_called
 from composable_fsdp._core.params import ShardedParameter, as_parameter
+from composable_fsdp._core.seams import Observer
 from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 
 __all__ = [
+    "FullParameters",
     "apply_to_full_params",
     "empty_full_parameter",
     "full_parameter",
@@ -260,6 +263,25 @@ def _code(value: object) -> int:
 
 # -- full parameters in place of the sharded ones
 
+_lent: set[ParamGroup] = set()
+
+
+class FullParameters(Observer):
+    """Refuses the first forward of a root while a group in it is lent. Roots that exist refuse by themselves."""
+
+    def before_assembly(self, root: FSDPState, states: Mapping[str, FSDPState]) -> None:
+        for state in states.values():
+            if state.group in _lent:
+                _refuse(state.group)
+
+
+def _refuse(group: ParamGroup) -> NoReturn:
+    raise LifecycleError(
+        f"group {group.name!r} is LENT: UNSHARD is not legal here (legal: RESHARD, RETURN). A forward, unshard() or "
+        "another operation of a sharded module came inside unsharded_params, where parameters of its root are full, or "
+        "inside a function that initialize called. Leave it first."
+    )
+
 
 def prepare_to_lend(states: Sequence[FSDPState], caller: str = "unsharded_params") -> None:
     """Check that nothing uses parameters of ``states``, and reshard them.
@@ -278,7 +300,7 @@ def prepare_to_lend(states: Sequence[FSDPState], caller: str = "unsharded_params
         )
     for state in states:
         root = state.root
-        if state.group.parameter_state is ParameterState.LENT or (root is not None and root.refuse is not None):
+        if state.group in _lent or (root is not None and root.refuse is not None):
             raise LifecycleError(
                 f"{caller} was entered for {state.name!r} inside another one for modules of the same root. "
                 "Leave that one first, or use one for all: with recurse=True it reaches every module below its own."
@@ -311,10 +333,9 @@ def lend(states: Sequence[FSDPState], full_params: Mapping[ParamPlace, nn.Parame
     """
     groups = list(dict.fromkeys(state.group for state in states))
     roots = {found: state.group for state in reversed(states) if (found := state.root) is not None}
-    for group in groups:
-        group.advance(ParameterOperation.LEND)
+    _lent.update(groups)
     for root, group in roots.items():
-        root.refuse = group.check_can_unshard
+        root.refuse = partial(_refuse, group)
     shown: list[object] = []
     try:
         for place, full_param in full_params.items():
@@ -325,8 +346,7 @@ def lend(states: Sequence[FSDPState], full_params: Mapping[ParamPlace, nn.Parame
         shown += [place.current() for place in full_params]
         for place in full_params:
             place.put(place.parameter)
-        for group in groups:
-            group.advance(ParameterOperation.RETURN)
+        _lent.difference_update(groups)
         for root in roots:
             root.refuse = None
 

@@ -118,19 +118,16 @@ def test_every_operation_is_legal_somewhere(table: Table, operations: type[Enum]
     assert {operation for _, operation in table} == set(operations)
 
 
-NOT_LENT = [state for state in P if state is not P.LENT]
-
-
-@pytest.mark.parametrize("state", NOT_LENT)
+@pytest.mark.parametrize("state", P)
 @pytest.mark.parametrize(("operation", "ends"), [(PO.UNSHARD, {P.UNSHARDING, P.UNSHARDED}), (PO.RESHARD, {P.SHARDED})])
-def test_unshard_and_reshard_are_legal_in_every_state_but_lent(
+def test_unshard_and_reshard_are_legal_in_every_state(
     state: ParameterState, operation: ParameterOperation, ends: set[ParameterState]
 ) -> None:
     assert advance(PARAMETER_TRANSITIONS, state, operation, "g") in ends
 
 
-@pytest.mark.parametrize("state", NOT_LENT)
-def test_unshard_and_then_wait_gives_unsharded_parameters_from_every_state_but_lent(state: ParameterState) -> None:
+@pytest.mark.parametrize("state", P)
+def test_unshard_and_then_wait_gives_unsharded_parameters_from_every_state(state: ParameterState) -> None:
     unsharding = advance(PARAMETER_TRANSITIONS, state, PO.UNSHARD, "g")
     assert advance(PARAMETER_TRANSITIONS, unsharding, PO.WAIT, "g") is P.UNSHARDED
 
@@ -150,28 +147,12 @@ def test_reduce_is_legal_in_every_state_and_sends_only_unsent_gradients(state: G
 
 @pytest.mark.parametrize(
     ("table", "state", "operation"),
-    [
-        (t, *row)
-        for t in (PARAMETER_TRANSITIONS, GRADIENT_TRANSITIONS)
-        for row in t
-        if row[1] not in (PO.SHRINK, PO.LEND, PO.RETURN)
-    ],
+    [(t, *row) for t in (PARAMETER_TRANSITIONS, GRADIENT_TRANSITIONS) for row in t if row[1] is not PO.SHRINK],
     ids=lambda value: value.name if isinstance(value, Enum) else "",
 )
 def test_operations_are_idempotent(table: Table, state: Enum, operation: Enum) -> None:
     once = advance(table, state, operation, "g")
     assert advance(table, once, operation, "g") is once
-
-
-@pytest.mark.parametrize("state", [state for state in P if state is not P.SHARDED])
-def test_only_sharded_parameters_can_be_lent(state: ParameterState) -> None:
-    with pytest.raises(LifecycleError, match="LEND is not legal here"):
-        advance(PARAMETER_TRANSITIONS, state, PO.LEND, "g")
-
-
-def test_lent_parameters_can_only_be_returned_or_resharded_without_effect() -> None:
-    legal = {op: end for (begin, op), end in PARAMETER_TRANSITIONS.items() if begin is P.LENT}
-    assert legal == {PO.RESHARD: P.LENT, PO.RETURN: P.SHARDED}
 
 
 @pytest.mark.parametrize("state", [P.SHARDED, P.UNSHARDING, P.SHRUNK])
@@ -217,7 +198,7 @@ def test_gradients_are_local_exactly_while_some_have_not_been_sent(operations: l
 
 def test_an_illegal_operation_names_group_state_legal_operations_and_remedy() -> None:
     message = (
-        "group 'layers.3' is SHARDED: WAIT is not legal here (legal: UNSHARD, RESHARD, LEND). "
+        "group 'layers.3' is SHARDED: WAIT is not legal here (legal: UNSHARD, RESHARD). "
         "After an exception in forward or backward, call reset_iter_state() on the root module."
     )
     with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$") as caught:
@@ -225,16 +206,6 @@ def test_an_illegal_operation_names_group_state_legal_operations_and_remedy() ->
     assert isinstance(caught.value, FSDPError)
     assert isinstance(caught.value, RuntimeError)
     assert caught.value.__suppress_context__  # the KeyError does not help the user
-
-
-def test_an_illegal_operation_on_lent_parameters_names_the_group_and_the_context_to_leave() -> None:
-    message = (
-        "group 'layers.3' is LENT: UNSHARD is not legal here (legal: RESHARD, RETURN). A forward, unshard() or another "
-        "operation of a sharded module came inside unsharded_params, where parameters of its root are full, or inside "
-        "a function that initialize called. Leave it first."
-    )
-    with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$"):
-        advance(PARAMETER_TRANSITIONS, P.LENT, PO.UNSHARD, "layers.3")
 
 
 def test_an_illegal_gradient_operation_has_the_same_error_format() -> None:
