@@ -397,7 +397,7 @@ class FSDPModule(TorchFSDPModule):
 
         found = read_costs(costs)
         check_costs(states_by_name(_state(self)), found)
-        set_root_option(_state(self), "costs", found)
+        set_root_option(_state(self), "of_plugins", {**_state(self).options.of_plugins, "costs": found})
         if (root := _state(self).root) is not None:
             tuning_of(root)
 
@@ -424,7 +424,7 @@ class FSDPModule(TorchFSDPModule):
 
     def costs(self) -> Costs | None:
         """Return the table by which settings are chosen: that of ``set_costs``, or the one that was measured last."""
-        return cast("Costs | None", _state(self).options.costs)
+        return cast("Costs | None", _state(self).options.of_plugins.get("costs"))
 
     def schedule_choice(self) -> Choice | None:
         """Return the settings that were chosen by costs, with the predicted time and memory of a step.
@@ -481,7 +481,10 @@ class FSDPModule(TorchFSDPModule):
         from composable_fsdp.plugins.watchdog.attach import compare
 
         chosen = order_check_from(level)
-        compare(connections(_change(self, recurse=True, order_check=chosen)), chosen)
+        states = _states(self, recurse=True)
+        for state in states:
+            state.change_for_plugin("order check", chosen)
+        compare(connections(states), chosen)
 
     def set_version_check(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set how backward detects parameters that have changed since their forward.

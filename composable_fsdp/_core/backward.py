@@ -67,21 +67,18 @@ def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
     of_root = _values(root)
     for state in states:
         for name, value in _values(state).items():
-            if value not in (of_root[name], None):
-                remedy = _REMEDIES.get(name, f"Call set_{name.replace(' ', '_')} on the root{_only(name)}.")
+            if value not in (of_root.get(name), None):
+                only = "" if root.options.of_plugins.get(name) is not None else " only"
+                remedy = _REMEDIES.get(name, f"Call set_{name.replace(' ', '_')} on the root{only}.")
                 raise ConfigurationError(
                     f"the {name} of {state.name!r} ({state.class_name}) is {value}, but that of {root.name!r} "
-                    f"({root.class_name}), which contains it, is {of_root[name]}, and one counts for all. {remedy}"
+                    f"({root.class_name}), which contains it, is {of_root.get(name)}, and one counts for all. {remedy}"
                 )
-
-
-def _only(name: str) -> str:
-    return "" if name == "order check" else " only"
 
 
 def _values(state: FSDPState) -> dict[str, object]:
     options = {name: getattr(state.options, name) for name in ROOT_OPTIONS}
-    return {"device": state.group.axes.device, "order check": options.pop("order_check"), **options}
+    return {"device": state.group.axes.device, **state.options.of_plugins, **options}
 
 
 _MOST_FORWARDS = 256

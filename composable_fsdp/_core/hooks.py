@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from itertools import count
 from types import FrameType, MethodType
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -95,20 +95,6 @@ def calling_frame(depth: int = 2) -> FrameType:
     while frame.f_back is not None and (frame.f_code is _CODE or "_dynamo" in frame.f_code.co_filename):
         frame = frame.f_back
     return frame
-
-
-def frame_of_call(module: nn.Module) -> FrameType:
-    """Return the frame that runs the call of ``module`` to which the current hook belongs.
-
-    Other functions may be in between. If ``module`` is not being called, e.g. because the hook wraps a method, return
-    the frame that called the hook.
-    """
-    caller = frame = calling_frame(3)
-    while frame.f_back is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
-            return frame
-        frame = frame.f_back
-    return caller
 
 
 ROOT_NAME = "root"
@@ -232,18 +218,11 @@ def _roots_of(sharded: Sequence[tuple[torch.Tensor, FSDPState]]) -> set[Root]:
     return {root_of(state) for state in {state for _, state in sharded} if state.root is not None}
 
 
-class ClientHooks(NamedTuple):
-    """The hooks of one module, which a client wraps and registers instead of ours."""
-
-    pre_forward: Callable[..., Any]
-    post_forward: Callable[..., Any]
-
-
 def install_hooks(state: FSDPState) -> dict[nn.Module, HookHandles]:
     """Register hooks so that the modules of ``state`` unshard before they compute and reshard afterwards."""
     handles = {}
     for module in state.modules:
-        hooks = _ModuleHooks(state)
+        hooks = ModuleHooks(state)
         handles[module] = HookHandles(
             module.register_forward_pre_hook(DynamoDisabled(hooks.pre_forward), prepend=True, with_kwargs=True),
             module.register_forward_hook(DynamoDisabled(hooks.post_forward), always_call=True),
@@ -253,12 +232,6 @@ def install_hooks(state: FSDPState) -> dict[nn.Module, HookHandles]:
         module.register_load_state_dict_pre_hook(hooks.before_load_state_dict)
         module.register_load_state_dict_post_hook(hooks.after_load_state_dict)
     return handles
-
-
-def hooks_for_clients(state: FSDPState) -> ClientHooks:
-    """Return the forward hooks for a module of ``state``. Functions of a client may call them."""
-    hooks = _ModuleHooks(state)
-    return ClientHooks(DynamoDisabled(hooks.pre_forward_through_others), DynamoDisabled(hooks.post_forward))
 
 
 def wrap_forward_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
@@ -310,7 +283,7 @@ def _call_as_forward(
     state: FSDPState, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return ``method(*args, **kwargs)``, called with unsharded parameters of ``state``, as in a call of ``module``."""
-    hooks = _ModuleHooks(state)
+    hooks = ModuleHooks(state)
     call = hooks.begin(sys._getframe())
     try:
         if not call.is_inner:
@@ -339,7 +312,7 @@ def is_being_called(state: FSDPState) -> bool:
     return False
 
 
-class _ModuleHooks:
+class ModuleHooks:
     """The hooks of the modules of one FSDP state, which keeps the stack of open calls. Final.
 
     A call inside another call of the same state only casts: the outer one unshards and reshards.
@@ -352,14 +325,6 @@ class _ModuleHooks:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call = self.begin(calling_frame())
-        if not call.is_inner:
-            call.root.pre_forward(self._state)
-        return self.take_inputs(call, args, kwargs)
-
-    def pre_forward_through_others(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        call = self.begin(frame_of_call(module))
         if not call.is_inner:
             call.root.pre_forward(self._state)
         return self.take_inputs(call, args, kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import FrameType
@@ -67,22 +67,20 @@ class Options:
     backward_prefetch: tuple[ref[FSDPState], ...] | None = None
     """The states to prefetch in backward, if the user has chosen them."""
 
-    # Of a root, whose values count for all of its states: ROOT_OPTIONS.
+    # Of a root, whose values count for all of its states: ROOT_OPTIONS, and those of plugins.
 
-    order_check: Any = None
-    """The checks between ranks before collectives."""
     max_unsharded_bytes: int | None = None
     """The bound for prefetching, in bytes of unsharded parameters."""
     prefetch_limit: int | None = None
     """The number of groups to prefetch, if the user has set it."""
     max_fused_bytes: int | None = None
     """The size up to which adjacent small groups share an all-gather or a reduction, if the user has set it."""
-    costs: Any = None
-    """The costs by which settings are chosen that the user has not set."""
+    of_plugins: Mapping[str, Any] = field(default_factory=dict)
+    """Options that plugins read, by their names in errors."""
 
 
-ROOT_OPTIONS = ("order_check", "max_unsharded_bytes", "prefetch_limit", "max_fused_bytes", "costs")
-"""The names of the options that have one value for all states of a root."""
+ROOT_OPTIONS = ("max_unsharded_bytes", "prefetch_limit", "max_fused_bytes")
+"""The names of the core's options that have one value for all states of a root."""
 
 
 class Kept(NamedTuple):
@@ -285,6 +283,10 @@ class FSDPState:
         """Replace ``options`` by other values, if they are."""
         if any(getattr(self.options, name) != value for name, value in options.items()):
             self.options = replace(self.options, **options)
+
+    def change_for_plugin(self, name: str, value: object) -> None:
+        """Replace the option ``name`` of a plugin."""
+        self.change(of_plugins={**self.options.of_plugins, name: value})
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -20,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._api.torch_types import find_state, register_state, set_torch_state
 from composable_fsdp._core.events import HELD_GRADIENTS, Pass
-from composable_fsdp._core.hooks import hooks_for_clients, root_of
+from composable_fsdp._core.hooks import DynamoDisabled, ModuleHooks, calling_frame, root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState, ModuleReference
@@ -95,6 +97,30 @@ def _replaceable(name: str) -> Any:
     return property(read, replace)
 
 
+def _pre_forward_through_others(
+    hooks: ModuleHooks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Do the work of the pre-forward hook, called by a function of a client."""
+    call = hooks.begin(_frame_of_call(module))
+    if not call.is_inner:
+        call.root.pre_forward(call.state)
+    return hooks.take_inputs(call, args, kwargs)
+
+
+def _frame_of_call(module: nn.Module) -> FrameType:
+    """Return the frame that runs the call of ``module`` to which the current hook belongs.
+
+    Other functions may be in between. If ``module`` is not being called, e.g. because the hook wraps a method, return
+    the frame that called the hook.
+    """
+    caller = frame = calling_frame(3)
+    while frame.f_back is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
+            return frame
+        frame = frame.f_back
+    return caller
+
+
 class ClientState:
     """View of the FSDP state of ``module`` with the attributes of torch's ``FSDPState`` and ``FSDPParamGroup``.
 
@@ -157,8 +183,8 @@ class ClientState:
         """End a backward: reduce remaining gradients, and wait for the reductions if it is the last backward."""
         root_of(self._state).end_backward()
 
-    _pre_forward = property(lambda view: hooks_for_clients(view._state).pre_forward)
-    _post_forward = property(lambda view: hooks_for_clients(view._state).post_forward)
+    _pre_forward = property(lambda view: DynamoDisabled(partial(_pre_forward_through_others, ModuleHooks(view._state))))
+    _post_forward = property(lambda view: DynamoDisabled(ModuleHooks(view._state).post_forward))
 
     @property
     def _post_forward_hook_handle(self) -> RemovableHandle:

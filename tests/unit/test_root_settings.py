@@ -157,4 +157,4 @@ def test_a_setter_replaces_the_options_of_a_state_if_it_changes_them() -> None:
         sharded(layer).set_reshard_after_backward(False)
     assert state.options == replace(before, reshard_after_backward=False), "set inside, and kept"
     with pytest.raises(FrozenInstanceError):
-        state.options.costs = None  # type: ignore[misc]
+        state.options.prefetch_limit = None  # type: ignore[misc]

@@ -34,7 +34,7 @@ class ForwardOrder(Observer):
 
     def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
         is_whole = running.kind == "forward" and running.module == root.root_state.name and running.succeeded
-        if is_whole and root.root_state.options.order_check is not OrderCheck.OFF:
+        if is_whole and root.root_state.options.of_plugins.get("order check") is not OrderCheck.OFF:
             self.compare(root.plans.record.ended)
 
     def compare(self, order: Sequence[str]) -> None:

@@ -43,7 +43,7 @@ class ModelCheck(Observer):
 
     def given_values(self, parameter: ShardedParameter, full: torch.Tensor) -> None:
         state = state_of_parameter(parameter)
-        is_checked = state is not None and state.options.order_check is not OrderCheck.OFF
+        is_checked = state is not None and state.options.of_plugins.get("order check") is not OrderCheck.OFF
         if not is_checked or parameter.sharding.axes.num_ranks == 1:
             return
         start = sample_start(local_part(full), parameter.local_now)
@@ -66,7 +66,7 @@ def _check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
         ParameterError: ranks hold the same random values as shards that should differ. All ranks raise it with the same
             text.
     """
-    if root.options.order_check is OrderCheck.OFF:
+    if root.options.of_plugins.get("order check") is OrderCheck.OFF:
         return
     every = dict.fromkeys([root.group.axes, *(c.axes for state in states.values() for c in state.group.process_groups)])
     for axes in every:
@@ -163,9 +163,10 @@ def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
 
 
 def _environment_text(root: FSDPState, axes: DataParallelAxes) -> str:
+    order_check = str(root.options.of_plugins.get("order check"))
     return (
         f"composable_fsdp {_version()}, torch {torch.__version__}, mesh of ranks {axes.mesh.mesh.tolist()}, "
-        f"order check {str(root.options.order_check)!r}, max_fused_bytes {root.options.max_fused_bytes}, "
+        f"order check {order_check!r}, max_fused_bytes {root.options.max_fused_bytes}, "
         f"max_unsharded_bytes {root.options.max_unsharded_bytes}, prefetch_limit {root.options.prefetch_limit}, "
         f"deterministic algorithms {torch.are_deterministic_algorithms_enabled()}"
     )

@@ -44,7 +44,7 @@ class Tuning(Observer):
         """The inputs of plans, and the specs that belong to them."""
 
     def for_root(self, root: ObservedRoot) -> Observer | None:
-        return None if root.root_state.options.costs is None else Tuning()
+        return None if _costs_of(root) is None else Tuning()
 
     def calibrate(self, root: ObservedRoot, steps: int) -> None:
         """Measure the costs of collectives now, and of computation in the next ``steps``."""
@@ -83,7 +83,7 @@ class Tuning(Observer):
             costs = observer.begin_step()
             if costs is not None:
                 self._stop(root)
-                root.root_state.change(costs=_fitted(root, costs, observer.waited))
+                root.root_state.change_for_plugin("costs", _fitted(root, costs, observer.waited))
         if self._is_due(root) and not _is_under_way(root):
             root.drain()
             begin = trace.now()
@@ -96,7 +96,7 @@ class Tuning(Observer):
         New costs count at once. A change of the order, of options or of plans counts once two forwards in a row have
         it, so that a model that alternates between two orders keeps its settings.
         """
-        costs = root.root_state.options.costs
+        costs = _costs_of(root)
         if costs is None:
             return self.choice is not None
         before, self._inputs = self._inputs, self._inputs_now(root)
@@ -109,11 +109,11 @@ class Tuning(Observer):
         if self._specs[0] is not inputs:
             self._specs = inputs, specs_for(root, plans.settings)
         options = inputs.limits, bound, plans.max_reductions
-        return root.root_state.options.costs, plans.known.events, options, self._specs[1]
+        return _costs_of(root), plans.known.events, options, self._specs[1]
 
     def _choose(self, root: ObservedRoot) -> None:
         """Choose the settings by the costs of the root. The choice is the same on every rank."""
-        costs, plans = root.root_state.options.costs, root.plans
+        costs, plans = _costs_of(root), root.plans
         if costs is None:
             self.choice = None
         else:
@@ -139,6 +139,12 @@ class Tuning(Observer):
     def _stop(self, root: ObservedRoot) -> None:
         root.observers.remove(self._measuring)
         self._measuring = None
+
+
+def _costs_of(root: ObservedRoot) -> Costs | None:
+    """Return the costs by which settings are chosen that the user has not set."""
+    costs: Costs | None = root.root_state.options.of_plugins.get("costs")
+    return costs
 
 
 class _Measuring(Observer):

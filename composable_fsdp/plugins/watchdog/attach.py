@@ -55,8 +55,8 @@ class OrderCheckLevel(Observer):
     """Sets the level of each root that is assembled: an earlier model may have set another for its process groups."""
 
     def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
-        state.change(order_check=order_check_from())
+        state.change_for_plugin("order check", order_check_from())
 
     def for_root(self, root: ObservedRoot) -> Observer | None:
-        compare(connections(root.states.values()), root.root_state.options.order_check)
+        compare(connections(root.states.values()), root.root_state.options.of_plugins["order check"])
         return None
