@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, TraceEvent
@@ -30,7 +30,7 @@ def assert_trace(
             so that an operation can be left out, but only everywhere; without lines, all operations.
 
     Raises:
-        AssertionError: the traces differ. The text shows them side by side.
+        AssertionError: the traces differ. The text shows how.
         ConfigurationError: a line does not begin with an operation.
     """
     __tracebackhide__ = True
@@ -39,8 +39,8 @@ def assert_trace(
     actual = [str(event) for event in recorder if event.operation in compared]
     if actual != list(lines):
         shown = ", ".join(o.value for o in Operation if o in compared)
-        columns = "\n".join(_side_by_side(lines, actual))
-        raise AssertionError(f"The trace is not what was expected ({shown}):\n{columns}")
+        difference = "\n".join(each.rstrip() for each in difflib.ndiff(lines, actual) if not each.startswith("?"))
+        raise AssertionError(f"The trace is not what was expected ({shown}; - expected, + actual):\n{difference}")
 
 
 def _operation(name: str, line: str) -> Operation:
@@ -51,16 +51,3 @@ def _operation(name: str, line: str) -> Operation:
         raise ConfigurationError(
             f"assert_trace: {line!r} does not begin with an operation. Write '<operation> <group>' with one of {known}."
         ) from None
-
-
-def _side_by_side(expected: Sequence[str], actual: Sequence[str]) -> Iterator[str]:
-    """Yield both columns, with ``-`` for a missing line, ``+`` for an extra one and ``!`` for a difference."""
-    width = max(map(len, ["expected", *expected]))
-    yield f"    {'expected':<{width}}   actual"
-    matcher = difflib.SequenceMatcher(None, expected, actual, autojunk=False)
-    for _, left_begin, left_end, right_begin, right_end in matcher.get_opcodes():
-        for i in range(max(left_end - left_begin, right_end - right_begin)):
-            left = expected[left_begin + i] if left_begin + i < left_end else ""
-            right = actual[right_begin + i] if right_begin + i < right_end else ""
-            mark = " " if left == right else "+" if not left else "-" if not right else "!"
-            yield f"  {mark} {left:<{width}}   {right}".rstrip()

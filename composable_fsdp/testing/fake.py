@@ -7,9 +7,10 @@ the same collective. What would hang or corrupt data on real ranks is an error h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +22,9 @@ from composable_fsdp.errors import ConfigurationError, UnsupportedError
 __all__ = ["DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"]
 
 
+_TRAITS = {"averages": True, "coalesces": True, "zero_copy_min_bytes": 0, "grad_bucket_bytes": 1 << 19}
+
+
 class DeadlockError(AssertionError):
     """A rank waits for a collective that other ranks have not launched. Real ranks would hang."""
 
@@ -29,8 +33,7 @@ class MismatchError(AssertionError):
     """Ranks launched different collectives at the same position. Real ranks would hang or corrupt each other's data."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TransferSpec:
+class _Size(NamedTuple):
     """The dtype and the numbers of elements of one transfer, which ranks must agree on."""
 
     dtype: torch.dtype
@@ -41,34 +44,17 @@ class _TransferSpec:
         return f"{str(self.dtype).removeprefix('torch.')} {self.input} -> {self.output}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
+class _Signature(NamedTuple):
     """The properties of a collective that all ranks must agree on."""
 
     kind: Collective
     op: ReduceOp | None
-    specs: tuple[_TransferSpec, ...]
+    sizes: tuple[_Size, ...]
 
     def __str__(self) -> str:
         operation = f"{self.op.value}, " if self.op else ""
-        transfers = f"{len(self.specs)} transfer{'s'[: len(self.specs) != 1]}"
-        shown = ", ".join([*map(str, self.specs[:6]), *["..."][: len(self.specs) > 6]])
-        return (
-            f"{self.kind.value}({operation}{transfers}: {shown})"
-            if self.specs
-            else f"{self.kind.value}({operation}nothing)"
-        )
-
-    @property
-    def bytes(self) -> int:
-        return sum(max(spec.input, spec.output) * spec.dtype.itemsize for spec in self.specs)
-
-    def difference(self, other: _Signature) -> str:
-        """Return a text for the first transfer that differs, or an empty one if something else differs."""
-        if (self.kind, self.op, len(self.specs)) != (other.kind, other.op, len(other.specs)):
-            return ""
-        index = next(i for i, pair in enumerate(zip(self.specs, other.specs, strict=True)) if pair[0] != pair[1])
-        return f"\nThe first difference is transfer {index}: {self.specs[index]} against {other.specs[index]}."
+        transfers = f"{len(self.sizes)} transfer{'s'[: len(self.sizes) != 1]}: {', '.join(map(str, self.sizes))}"
+        return f"{self.kind.value}({operation}{transfers if self.sizes else 'nothing'})"
 
 
 class _Collective:
@@ -92,7 +78,7 @@ class FakeWork:
     def wait(self) -> None:
         """Raise :class:`DeadlockError` if some ranks have not launched the collective. The text names them."""
         collective = self._collective
-        if len(collective.arrived) == self._world.size or not collective.signature.specs:
+        if len(collective.arrived) == self._world.size or not collective.signature.sizes:
             return
         missing = set(range(self._world.size)) - collective.arrived
         raise DeadlockError(
@@ -103,7 +89,7 @@ class FakeWork:
 
 
 class FakeWorld:
-    """The ranks of one mesh axis, simulated. Final.
+    """The ranks of one mesh axis, simulated.
 
     A reduction adds in rank order. Floats narrower than fp32 are added in fp32 and rounded once at the end, everything
     else in its own dtype. Data are written below autograd, so version counters do not change.
@@ -119,31 +105,12 @@ class FakeWorld:
             all-to-all, the tensors of an all-reduce.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        averages: bool = True,
-        zero_copy_min_bytes: int = 0,
-        grad_bucket_bytes: int = 1 << 19,
-    ) -> None:
-        """Create a world.
-
-        Args:
-            size: number of ranks.
-            averages: support ``ReduceOp.AVERAGE``.
-            zero_copy_min_bytes: the ``zero_copy_min_bytes`` of the communicators.
-            grad_bucket_bytes: the ``grad_bucket_bytes`` of the communicators.
-        """
+    def __init__(self, size: int, **traits: Any) -> None:
+        """Create a world of ``size`` ranks whose communicators have ``traits`` besides averages and coalescing."""
         if size < 1:
             raise ConfigurationError(f"A world has at least one rank, not {size}.")
         self.size = size
-        self.traits = Traits(
-            averages=averages,
-            coalesces=True,
-            zero_copy_min_bytes=zero_copy_min_bytes,
-            grad_bucket_bytes=grad_bucket_bytes,
-        )
+        self.traits = Traits(**_TRAITS | traits)
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self._launched = [0] * size
@@ -162,7 +129,7 @@ class FakeWorld:
             raise MismatchError(
                 f"ranks disagree on their collective {number} (the first is 0):\n"
                 f"  {format_ranks(collective.arrived)}: {collective.signature}\n"
-                f"  {format_ranks([rank])}: {signature}{collective.signature.difference(signature)}"
+                f"  {format_ranks([rank])}: {signature}"
             )
         self._launched[rank] += 1
         collective.arrived.add(rank)
@@ -176,9 +143,10 @@ class FakeWorld:
         return FakeWork(self, collective, rank)
 
     def _first_launch(self, number: int, signature: _Signature) -> _Collective:
-        if signature.specs:
+        if signature.sizes:
             self.launches[signature.kind.value] += 1
-            self.bytes[signature.kind.value] += signature.bytes
+            sent = sum(max(each.input, each.output) * each.dtype.itemsize for each in signature.sizes)
+            self.bytes[signature.kind.value] += sent
         collective = self._open[number] = _Collective(number, signature)
         return collective
 
@@ -208,37 +176,31 @@ class FakeCommunicator:
             problem = _problem(transfer, input_size, output_size)
             if problem:
                 raise ConfigurationError(f"rank {self.rank}, {kind.value}, transfer {index}: {problem}")
-        specs = tuple(_TransferSpec(t.input.dtype, t.input.numel(), t.output.numel()) for t in transfers)
-        if op is ReduceOp.AVERAGE:
-            self._check_average(kind.value, specs)
-        reduces = kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
-        return self.world._launch(self.rank, _Signature(kind, op if reduces else None, specs), tuple(transfers))
-
-    def _check_average(self, kind: str, specs: Iterable[_TransferSpec]) -> None:
-        if not self.traits.averages:
+        sizes = tuple(_Size(t.input.dtype, t.input.numel(), t.output.numel()) for t in transfers)
+        if op is ReduceOp.AVERAGE and not self.traits.averages:
             raise UnsupportedError(
-                f"rank {self.rank}, {kind}: this world does not average. Ask for its traits first, or sum and divide."
+                f"rank {self.rank}, {kind.value}: this world does not average. Ask for its traits first, or sum and "
+                "divide."
             )
-        for spec in specs:
-            if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
-                raise UnsupportedError(f"rank {self.rank}, {kind}: {spec.dtype} has no average. Use ReduceOp.SUM.")
+        for dtype in [size.dtype for size in sizes if op is ReduceOp.AVERAGE]:
+            if not (dtype.is_floating_point or dtype.is_complex):
+                raise UnsupportedError(f"rank {self.rank}, {kind.value}: {dtype} has no average. Use ReduceOp.SUM.")
+        reduces = kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+        return self.world._launch(self.rank, _Signature(kind, op if reduces else None, sizes), tuple(transfers))
 
 
 def _problem(transfer: Transfer, input_size: int, output_size: int) -> str:
     """Return how a transfer violates the ``Communicator`` protocol, or an empty text."""
+    output, input = transfer
     for name, tensor in transfer._asdict().items():
         if tensor.dim() != 1 or not tensor.is_contiguous():
-            return (
-                f"{name} must be 1-d and contiguous, not of shape {tuple(tensor.shape)} with strides {tensor.stride()}."
-            )
-    output, input = transfer
+            shape = f"of shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+            return f"{name} must be 1-d and contiguous, not {shape}."
     if output.dtype != input.dtype:
         return f"output is {output.dtype} and input {input.dtype}. Cast before you send."
     if output.numel() * input_size != input.numel() * output_size:
-        return (
-            f"output has {output.numel()} elements and input {input.numel()}, but they must be as {output_size} to "
-            f"{input_size}."
-        )
+        must = f"they must be as {output_size} to {input_size}"
+        return f"output has {output.numel()} elements and input {input.numel()}, but {must}."
     if output.numel() % output_size:
         return f"{output.numel()} elements cannot be cut in {output_size} equal parts."
     return ""

@@ -1,4 +1,4 @@
-"""Fault injection: an operation of one rank is delayed, dropped, corrupted, or ends the process.
+"""Fault injection: an operation of one rank is delayed, dropped, or ends the process.
 
 A :class:`Fault` has an effect and a time: the n-th operation of a rank whose label contains a text. Labels are the
 names of operations in errors, such as ``"all-gather of layers.2 in forward"`` or ``"reduce-scatter of layers.2"``;
@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import nan
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._core.comm import SUM, Around, Collective, Communicator, Transfer
+from composable_fsdp._core.comm import DONE, SUM, Around, Collective, Communicator, Transfer
 from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
@@ -33,7 +32,6 @@ from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = [
-    "Corrupt",
     "Delay",
     "Drop",
     "Effect",
@@ -69,17 +67,7 @@ class Drop:
     """Skips the operation and continues; the output tensors are unchanged."""
 
     def __call__(self, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
-        return _NoWork()
-
-
-@dataclass(frozen=True, slots=True)
-class Corrupt:
-    """Writes ``value`` to the first element of every result."""
-
-    value: float = nan
-
-    def __call__(self, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
-        return _Corrupted(launch(), outputs, self.value)
+        return DONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +96,7 @@ class Fault:
     """One effect on one operation.
 
     Args:
-        effect: :class:`Delay`, :class:`Drop`, :class:`Corrupt`, :class:`Raise`, :class:`Kill`, or your own callable.
+        effect: :class:`Delay`, :class:`Drop`, :class:`Raise`, :class:`Kill`, or your own callable.
         label: a text; only operations whose labels contain it are counted.
         number: the index of the operation among these, from 0.
         rank: the global rank on which it happens; every rank by default.
@@ -121,7 +109,7 @@ class Fault:
 
 
 class FaultyCommunicator(Around):
-    """A communicator that forwards to ``base`` and injects faults. Final.
+    """A communicator that forwards to ``base`` and injects faults.
 
     It counts operations over its whole life, so each fault happens once. Communicators with the same ``labels`` list
     count together.
@@ -178,21 +166,3 @@ def inject_faults(model: nn.Module, *faults: Fault) -> Iterator[list[str]]:
     finally:
         for pgs, original in zip(process_groups, before, strict=True):
             pgs.axes, pgs.gather, pgs.scatter, pgs.exchange = original
-
-
-@dataclass(frozen=True, slots=True)
-class _NoWork:
-    def wait(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Corrupted:
-    work: Work
-    outputs: Sequence[torch.Tensor]
-    value: float
-
-    def wait(self) -> None:
-        self.work.wait()
-        for output in self.outputs:
-            output.data[:1] = self.value

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import composable_fsdp.testing
-import tests.simulation
 from tests._internals import outside_callers_context
 from tests.simulation import simulated_accelerator
 
@@ -237,24 +235,3 @@ def test_a_race_names_both_places_and_the_memory() -> None:
     assert race.second.startswith("read on stream 1 by add at test_accelerator.py:")
     assert "test_a_race_names" in race.first
     assert str(race).splitlines()[0] == f"unordered read of {race.memory}"
-
-
-@pytest.mark.parametrize("name", tests.simulation.__all__)
-def test_names_that_the_test_kit_had_before_say_where_they_are(name: str) -> None:
-    where = rf"^{name} is not in composable_fsdp\.testing\. In a clone of the repository, tests\.simulation has it\.$"
-    with pytest.raises(ImportError, match=where):
-        exec(f"from composable_fsdp.testing import {name}")
-    with pytest.raises(ImportError, match=where):
-        getattr(composable_fsdp.testing, name)
-
-
-def test_the_test_kit_says_that_it_keeps_no_processes_to_shut_down() -> None:
-    text = r"^composable_fsdp\.testing has no shutdown any more: run_ranks keeps no processes\. Leave the call out\.$"
-    with pytest.raises(ImportError, match=text):
-        exec("from composable_fsdp.testing import shutdown")
-
-
-def test_other_names_are_unknown_to_the_test_kit() -> None:
-    assert not hasattr(composable_fsdp.testing, "accelerator")
-    with pytest.raises(AttributeError, match=r"^module 'composable_fsdp\.testing' has no attribute 'accelerator'$"):
-        getattr(composable_fsdp.testing, "accelerator")  # noqa: B009  # mypy refuses the attribute

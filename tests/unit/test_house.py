@@ -16,9 +16,9 @@ HOOKS = "_core/hooks.py"
 
 MOST_LINES = {
     ".": 710,
-    "_api": 2188,
+    "_api": 2192,
     "_consistency": 2047,
-    "_core": 11221,
+    "_core": 11172,
     "checkpoint": 5440,
     "cli": 967,
     "codecs": 929,
@@ -27,16 +27,16 @@ MOST_LINES = {
     "interop": 108,
     "optim": 611,
     "plan": 1069,
-    "plugins": 8276,
-    "testing": 897,
+    "plugins": 8332,
+    "testing": 802,
     "wrap": 616,
 }
 """The lines of each folder."""
 
-MOST_CODE = 20631
+MOST_CODE = 20567
 """The lines of the package with a statement that is no import."""
 
-MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10991
+MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10942
 """The files and lines that importing the hooks reads."""
 
 MOST_FIELDS = {

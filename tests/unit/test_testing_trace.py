@@ -49,38 +49,29 @@ def test_operations_choose_the_compared_events() -> None:
     assert_trace(recorded(*STEP), "unshard a", "unshard b", operations=[Operation.UNSHARD])
     assert_trace(recorded(*STEP), "unshard a", "unshard b", operations=["unshard", "reduce"])
     assert_trace(recorded(*STEP), operations=["reduce"])
-    with pytest.raises(AssertionError, match=r"\(unshard, wait\)"):
+    with pytest.raises(AssertionError, match=r"\(unshard, wait; "):
         assert_trace(recorded(*STEP), "unshard a", "unshard b", operations=["wait", "unshard"])
 
 
 def test_an_empty_trace_must_have_no_events() -> None:
     assert_trace(recorded())
-    assert "+            free a" in difference(recorded("free a"))
+    assert "+ free a" in difference(recorded("free a"))
 
 
 def test_any_events_will_do() -> None:
     assert_trace(recorded("wait a").events, "wait a")
 
 
-def test_a_difference_is_shown_side_by_side() -> None:
+def test_a_difference_is_shown() -> None:
     actual = recorded("allocate a", "unshard a", "unshard long.name", "wait a", "reduce a", "wait long.name")
     assert difference(actual, "unshard a", "wait a", "unshard long.name", "wait long.name", "wait c").splitlines() == [
-        "The trace is not what was expected (unshard, wait):",
-        "    expected            actual",
-        "    unshard a           unshard a",
-        "  +                     unshard long.name",
-        "    wait a              wait a",
-        "  - unshard long.name",
-        "    wait long.name      wait long.name",
-        "  - wait c",
-    ]
-
-
-def test_lines_that_differ_in_place_stand_next_to_each_other() -> None:
-    assert difference(recorded("wait a", "wait b", "wait c"), "wait a", "wait x", "wait c").splitlines()[2:] == [
-        "    wait a     wait a",
-        "  ! wait x     wait b",
-        "    wait c     wait c",
+        "The trace is not what was expected (unshard, wait; - expected, + actual):",
+        "  unshard a",
+        "+ unshard long.name",
+        "  wait a",
+        "- unshard long.name",
+        "  wait long.name",
+        "- wait c",
     ]
 
 
