@@ -355,6 +355,9 @@ class ModuleHooks:
         if not call.is_inner:
             for observe in call.root.observers.enter_call:
                 observe(call.root, call)
+            if state.group.tensors.registration.shows_others:
+                for observe in call.root.observers.enter_with_others:
+                    observe(call.root, call)
             watched = torch.is_grad_enabled()
         precision = state.options.precision
         dtype = precision.param_dtype if precision.cast_forward_inputs else None  # input_dtype, without a call

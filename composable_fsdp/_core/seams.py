@@ -136,6 +136,9 @@ class Observer:
     def enter_call(self, root: ObservedRoot, call: ForwardCall) -> None:
         """Note that the module of ``call`` computes next, in forward or recomputed."""
 
+    def enter_with_others(self, root: ObservedRoot, call: ForwardCall) -> None:
+        """Note that the module of ``call`` computes next, with other tensors that were registered in place of ours."""
+
     def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
         """Note that a gradient has reached an output of ``call``, before its parameters are unsharded."""
 
@@ -194,6 +197,7 @@ _BEGINNINGS = (
     "begin_forward",
     "enter_forward",
     "enter_call",
+    "enter_with_others",
     "enter_backward",
     "before_hook",
     "begin_run",

@@ -41,12 +41,13 @@ class FunctionalCalls(Observer):
             if state.group.is_gathered and state.group.tensors.registration.find_others() and in_functional_call():
                 self._unsharded_before.add(state)
 
-    def enter_call(self, root: ObservedRoot, call: ForwardCall) -> None:
-        state, tensors = call.state, call.state.group.tensors
-        if tensors.registration.shows_others and in_functional_call():
-            if state.run is not None:
-                state.run.planned = replace(state.run.planned, stays=state in self._unsharded_before)
-            call.at_end = partial(_restore, _gather_given(tensors))
+    def enter_with_others(self, root: ObservedRoot, call: ForwardCall) -> None:
+        if not in_functional_call():
+            return
+        state = call.state
+        if state.run is not None:
+            state.run.planned = replace(state.run.planned, stays=state in self._unsharded_before)
+        call.at_end = partial(_restore, _gather_given(state.group.tensors))
 
 
 @runs_outside
