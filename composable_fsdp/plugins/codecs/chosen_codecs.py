@@ -21,8 +21,6 @@ def encodable_among(parameters: Sequence[ShardedParameter]) -> set[ShardedParame
     A codec rounds neighbouring values together. Ranks with replicas of one parameter but different shards of its
     neighbours would round the replicas differently, and these would drift apart.
     """
-    if not any(p.communication for p in parameters):
-        return set()
     axes = {p: _model_parallel_axes(p) for p in parameters}
     every = frozenset[str | int]().union(*axes.values())
     numbers = (p for p in parameters if axes[p] == every and p.dtype.is_floating_point and not p.is_packed)

@@ -20,11 +20,14 @@ class EncodedParameters(GatherKind):
     """Gathers parameters with the codec that the ``CommunicationPolicy`` has for them."""
 
     def find(self) -> None:
-        self._encodable = encodable_among(self.group.parameters)
+        parameters = self.group.parameters
+        self._encodable = encodable_among(parameters) if any(p.communication for p in parameters) else ()
 
     def claim(self, parameter: ShardedParameter) -> GatherClaim | None:
+        if parameter not in self._encodable or parameter.sharding.axes.shard.size == 1:
+            return None
         codec = policy_of(parameter).all_gather
-        if codec is None or parameter not in self._encodable or parameter.sharding.axes.shard.size == 1:
+        if codec is None:
             return None
         return GatherClaim(EncodedParameters, (resolved(codec, parameter), name_of_own_bucket(parameter)))
 

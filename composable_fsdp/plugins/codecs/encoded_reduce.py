@@ -230,6 +230,8 @@ class EncodedGradients:
     def claim(
         self, parameters: Sequence[ShardedParameter], claimed: Mapping[ShardedParameter, ReduceKind]
     ) -> dict[ShardedParameter, ReduceKind]:
+        if not claimed and not any(p.communication for p in parameters):
+            return {}
         encodable = encodable_among(parameters)
         chosen = {p: _chosen_for(p) if p in encodable else EncodedGradients() for p in parameters}
         codecs_on: dict[DataParallelAxes, tuple[GradientCodec | None, GradientCodec | None]] = {}
