@@ -32,6 +32,17 @@ _OF_SHARED_MEMORY = (
 
 _OF_CODECS = ("tests/ranks/test_gradient_codecs.py", "tests/ranks/test_codec_combinations.py")
 
+_WITH_CODECS = (
+    *("tests/gpu", "tests/ranks/test_callers_context.py", "tests/ranks/test_checkpoint_store.py"),
+    *("tests/ranks/test_extensions.py", "tests/ranks/test_mixed_precision.py", "tests/ranks/test_schedule_costs.py"),
+    *("tests/ranks/test_shared_unsharded_buffer.py", "tests/ranks/test_tensor_parallel.py"),
+    *("tests/ranks/test_dropped_models.py", "tests/ranks/test_streams.py", "tests/ranks/test_races.py"),
+    *("tests/ranks/test_checkpoint_earlier_versions.py", "tests/ranks/test_recovery.py", "tests/goldens"),
+    *("tests/parity", "tests/unit/test_dropped_models.py", "tests/unit/test_nccl.py"),
+    *("tests/unit/test_codec_fused.py", "tests/unit/test_captured_passes.py", "tests/unit/test_upstream.py"),
+)
+"""Tests with a ``comm_policy``, which is refused without the plugin."""
+
 OWN: Mapping[str, Sequence[str]] = {
     "in_shared_memory": ("tests/contract/test_communicator.py::test_shared_memory", *_OF_SHARED_MEMORY),
     "SharedParameters": ("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
@@ -43,7 +54,7 @@ OWN: Mapping[str, Sequence[str]] = {
     ),
     "EncodedParameters": (
         *("tests/ranks/test_parameter_codecs.py", "tests/ranks/test_codec_combinations.py"),
-        "tests/unit/test_codec_fused.py",
+        *("tests/unit/test_codec_fused.py", *_WITH_CODECS),
     ),
     "watched": ("tests/ranks/test_watchdog.py", "tests/ranks/test_wait_warning.py"),
     "FullParameters": ("tests/unit/test_usage_errors.py",),
@@ -65,7 +76,7 @@ OWN: Mapping[str, Sequence[str]] = {
     "explained_methods": ("tests/unit/test_usage_errors.py", "tests/ranks/test_direct_calls.py"),
     "ExplainedErrors": ("tests/unit/test_usage_errors.py", "tests/ranks/test_functional_call.py"),
     "ProfilerLabels": ("tests/parity/test_profiler_labels.py",),
-    "EncodedGradients": _OF_CODECS,
+    "EncodedGradients": (*_OF_CODECS, "tests/ranks/test_gradient_extensions.py", *_WITH_CODECS),
     "GradientHooks": ("tests/ranks/test_gradient_extensions.py", "tests/ranks/test_extensions.py"),
     "Residuals": _OF_CODECS,
     "SkippedModules": ("tests/ranks/test_unused_modules.py",),

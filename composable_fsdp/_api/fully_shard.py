@@ -187,9 +187,9 @@ def fully_shard(
             axes, full_mesh, shard_placement_fn, ignored.parameters, device is not None, owner_states
         )
         if comm_policy is not None:
-            from composable_fsdp.codecs.communication_policy import communication_of
+            from composable_fsdp.plugins.codecs.attached import attached_codecs_of
 
-            discovery.communication_of = communication_of(comm_policy)
+            discovery.communication_of = attached_codecs_of(comm_policy)
         discovery.offload, discovery.precision = offload, precision
         sources = discovery.collect(modules)
         if any(isinstance(source.offload, CPUOffloadPolicy) for source in sources):

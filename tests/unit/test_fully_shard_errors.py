@@ -20,15 +20,18 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_fsdp import (
     ArgumentTypeError,
+    CommunicationPolicy,
     ConfigurationError,
     CPUOffloadPolicy,
     FSDPError,
     FSDPModule,
+    Int8,
     MeshError,
     MixedPrecisionPolicy,
     ParameterError,
     UnsupportedError,
     fully_shard,
+    plugins,
     register_fsdp_forward_method,
     wrap,
 )
@@ -562,3 +565,24 @@ def test_a_dtype_of_gradients_that_is_not_real_is_refused_and_that_of_torchs_pol
     layer.bias.grad_dtype = None
     model = fully_shard(layer, mp_policy=cast(Any, Later(grad_dtype=torch.float32)))
     assert (model.weight.grad_dtype, model.bias.grad_dtype) == (torch.float32, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "seam", "kind"),
+    [
+        ("all_gather", "GATHER_KINDS", "EncodedParameters"),
+        ("reduce_scatter", "REDUCE_KINDS", "EncodedGradients"),
+        ("all_reduce", "REDUCE_KINDS", "EncodedGradients"),
+    ],
+)
+def test_a_codec_whose_plugin_is_not_attached_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, seam: str, kind: str
+) -> None:
+    attached = getattr(plugins, seam)
+    left = [each for each in attached if kind not in (type(each).__name__, getattr(each, "__name__", ""))]
+    monkeypatch.setattr(f"composable_fsdp.plugins.codecs.attached.{seam}", left)
+    policy = CommunicationPolicy(**cast(Any, {name: Int8()}))
+    for given in (policy, lambda _: policy):
+        with pytest.raises(ConfigurationError, match=rf"^comm_policy has a codec for {name}, but {kind}.*fully_shard"):
+            fully_shard(nn.Linear(4, 4), comm_policy=given)
+    fully_shard(nn.Linear(4, 4), comm_policy=CommunicationPolicy())

@@ -27,13 +27,13 @@ MOST_LINES = {
     "interop": 108,
     "optim": 611,
     "plan": 1069,
-    "plugins": 8335,
+    "plugins": 8376,
     "testing": 802,
     "wrap": 616,
 }
 """The lines of each folder."""
 
-MOST_CODE = 20570
+MOST_CODE = 20587
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10942
