@@ -346,12 +346,12 @@ class DryGroup:
         return self.tensors.plan
 
     @property
-    def is_gathered(self) -> bool:
+    def unshard_started(self) -> bool:
         return self.parameter_state in UNSHARD_STARTED
 
     @property
-    def unshard_started(self) -> bool:
-        return self.is_gathered and self.gradients.state not in HELD_GRADIENTS
+    def can_skip_unshard(self) -> bool:
+        return self.unshard_started and self.gradients.state not in HELD_GRADIENTS
 
     def use(self, sizes: MessageSizes) -> None: ...
 

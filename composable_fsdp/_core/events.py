@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from html import escape
 from types import FrameType
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from composable_fsdp.errors import LifecycleError
 
@@ -429,3 +429,41 @@ class ForwardRecord:
         reached = range(self._lowest - 1, position - 1, -1)
         self._lowest = min(self._lowest, position)
         return reached
+
+
+_EVENTS_PER_GROUP = 128
+"""A tape with more events is given up: no backward follows its forwards, or many backwards follow one of them."""
+
+
+class Tape:
+    """The events of one step, for dry runs: forwards that lead to a backward, and the backwards after them.
+
+    Attributes:
+        events: the events, each a hook with what it cannot look up later.
+        of_forward: the events of the current or last forward: those of a step, or of a forward without a backward.
+        is_whole: False after the beginning of the step was given up, until the next forward that leads to a backward.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.of_forward = self.events
+        self.is_whole = True
+        self._has_backward = False
+
+    def begin_forward(self, *, leads_to_backward: bool, follows_forwards: bool, groups: int) -> None:
+        """Begin a forward, and a new tape if it is the first one of a step."""
+        self.bound(groups)
+        if leads_to_backward and not (self.is_whole and (follows_forwards or not self._has_backward)):
+            self.events, self.is_whole, self._has_backward = [], True, False
+        self.of_forward = self.events if leads_to_backward else []
+
+    def bound(self, groups: int) -> None:
+        """Give up the events so far if they are too many for a root with so many ``groups``."""
+        if len(self.events) > _EVENTS_PER_GROUP * (groups + 1):
+            self.events, self.is_whole = [], False
+
+    def end_backward(self, arriving: Sequence[str]) -> None:
+        """End a backward, after which the gradients of the groups ``arriving`` were not complete."""
+        if self.events and self.events[-1][0] != "end_backward":  # else it was inside a forward that is not recorded
+            self.events.append(("end_backward", arriving))
+            self._has_backward = True

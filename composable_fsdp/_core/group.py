@@ -248,12 +248,12 @@ class ParamGroup:
         unshard_together(streams, (self,), f"all-gather of {self.name}")
 
     @property
-    def is_gathered(self) -> bool:
+    def unshard_started(self) -> bool:
         """True if the all-gather is in flight or done."""
         return self.parameter_state in UNSHARD_STARTED
 
     @property
-    def unshard_started(self) -> bool:
+    def can_skip_unshard(self) -> bool:
         """True if the all-gather is in flight or done, and :meth:`unshard` has nothing else to do."""
         return self.parameter_state in UNSHARD_STARTED and self.gradients.state not in HELD_GRADIENTS
 

@@ -39,6 +39,7 @@ from composable_fsdp._core.events import (
     Hook,
     ParameterState,
     Pass,
+    Tape,
 )
 from composable_fsdp._core.gradients import AutogradRun
 from composable_fsdp._core.group import UNSHARD_STARTED, Launcher
@@ -56,43 +57,6 @@ IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
 _SUM_UNSHARDED, _SHARDED = Accumulation.UNSHARDED, ParameterState.SHARDED
 _ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, GradientState.PARTIAL
 _NEVER, _AUTO, _SMALLER = ReshardKind.NEVER, ReshardKind.AUTO, ReshardKind.SMALLER
-
-_EVENTS_PER_GROUP = 128
-"""A tape with more events is given up: no backward follows its forwards, or many backwards follow one of them."""
-
-
-class Tape:
-    """The events of one step, for dry runs: forwards that lead to a backward, and the backwards after them.
-
-    Attributes:
-        events: the events, each a hook with what it cannot look up later.
-        of_forward: the events of the current or last forward: those of a step, or of a forward without a backward.
-        is_whole: False after the beginning of the step was given up, until the next forward that leads to a backward.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
-        self.of_forward = self.events
-        self.is_whole = True
-        self._has_backward = False
-
-    def begin_forward(self, *, leads_to_backward: bool, follows_forwards: bool, groups: int) -> None:
-        """Begin a forward, and a new tape if it is the first one of a step."""
-        self.bound(groups)
-        if leads_to_backward and not (self.is_whole and (follows_forwards or not self._has_backward)):
-            self.events, self.is_whole, self._has_backward = [], True, False
-        self.of_forward = self.events if leads_to_backward else []
-
-    def bound(self, groups: int) -> None:
-        """Give up the events so far if they are too many for a root with so many ``groups``."""
-        if len(self.events) > _EVENTS_PER_GROUP * (groups + 1):
-            self.events, self.is_whole = [], False
-
-    def end_backward(self, arriving: Sequence[str]) -> None:
-        """End a backward, after which the gradients of the groups ``arriving`` were not complete."""
-        if self.events and self.events[-1][0] != "end_backward":  # else it was inside a forward that is not recorded
-            self.events.append(("end_backward", arriving))
-            self._has_backward = True
 
 
 class Root:
@@ -479,15 +443,12 @@ class Root:
         if planned is not None and planned.stays is False:
             self.launcher.free(state.group)
 
-    def reduce_gradients(self, state: FSDPState, *, at_end: bool = False, contributes: bool = False) -> None:
+    def reduce_gradients(self, state: FSDPState, *, at_end: bool = False) -> None:
         """Reduce the gradients that autograd left on ``state``, or hold them if gradient synchronization is off.
 
-        ``at_end`` of backward, also reduce what earlier backwards left partly reduced. With ``contributes``, reduce
-        zeros for parameters without a gradient.
+        ``at_end`` of backward, also reduce what earlier backwards left partly reduced.
         """
         gradients = state.group.gradients
-        if contributes and state.options.accumulation is not _SUM_UNSHARDED:
-            gradients.contribute()
         is_local = gradients.state in LOCAL_GRADIENTS
         if not is_local and not (at_end and gradients.state is _PARTIAL and not state.keeps_partial):
             return
@@ -534,7 +495,7 @@ class Root:
         self.verify_ranks()
         if not state.is_running:
             self.plans.drop_stale(state)
-        is_new = not state.group.unshard_started
+        is_new = not state.group.can_skip_unshard
         self.launcher.gather((state.group,), f"all-gather of {state.group.name}")
         if is_new:
             state.note_kept(self.plans.steps.number)

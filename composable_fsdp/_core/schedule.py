@@ -345,7 +345,7 @@ class Planner:
         if groups is None:
             groups = [self._states[name].group for name in names]
         if not self.runs_on_all_ranks:
-            if all(group.unshard_started for group in groups):
+            if all(group.can_skip_unshard for group in groups):
                 return
             self.runs_on_all_ranks, self.fused = True, self.record.fused
         self._launcher.gather(groups, _label(fused.get(names[0], names[:1]), direction))
@@ -362,7 +362,9 @@ class Planner:
             return True
         if self._root.options.reduced_by_observer:  # ranks hold different groups at this point
             return False
-        held = {name: each.group.plan.unsharded_bytes for name, each in self._states.items() if each.group.is_gathered}
+        held = {
+            name: each.group.plan.unsharded_bytes for name, each in self._states.items() if each.group.unshard_started
+        }
         return sum((held | {name: self.inputs.facts[name].nbytes for name in names}).values()) <= limit
 
     def keeps(self, state: FSDPState, run: PlannedRun) -> bool:
@@ -397,7 +399,7 @@ class Planner:
     def will_gather(self) -> bool:
         """Return whether some group must be gathered before its modules can run."""
         groups = (state for state in self._states.values() if state.group.plan.specs)
-        return any(not state.group.is_gathered or self.is_stale(state) for state in groups)
+        return any(not state.group.unshard_started or self.is_stale(state) for state in groups)
 
     # -- reductions
 

@@ -38,7 +38,7 @@ class FunctionalCalls(Observer):
     def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
         self._unsharded_before.clear()
         for state in root.states.values():
-            if state.group.is_gathered and state.group.tensors.registration.find_others() and in_functional_call():
+            if state.group.unshard_started and state.group.tensors.registration.find_others() and in_functional_call():
                 self._unsharded_before.add(state)
 
     def enter_with_others(self, root: ObservedRoot, call: ForwardCall) -> None:

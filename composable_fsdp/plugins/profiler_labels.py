@@ -71,7 +71,7 @@ class _HookLabels(Observer):
 
 def _gathered(groups: Sequence[ParamGroup]) -> list[str]:
     """Return the names of those of ``groups`` that a gather launches now: none if they have no parameters."""
-    needed = [group for group in groups if not group.is_gathered]
+    needed = [group for group in groups if not group.unshard_started]
     return [group.name for group in needed] if any(group.buckets for group in needed) else []
 
 

@@ -15,7 +15,7 @@ import torch
 from composable_fsdp._core import root as core
 from composable_fsdp._core.events import ForwardRecord, ParameterState, Pass
 from composable_fsdp._core.seams import ObservedRoot, Observer
-from composable_fsdp._core.state import ForwardCall, FSDPState, find_state
+from composable_fsdp._core.state import Accumulation, ForwardCall, FSDPState, find_state
 from composable_fsdp.errors import LifecycleError
 
 __all__ = ["SkippedModules", "UnusedGroups"]
@@ -126,7 +126,7 @@ class _CurrentForward(Observer):
             self._reach(root, record, 0, None)
         self._settle_reached(root)
         for state in self._outer:
-            _core(root).reduce_gradients(state, contributes=True)
+            _contribute(root, state)
         self.after_reset(root)
 
     def after_reset(self, root: ObservedRoot) -> None:
@@ -138,8 +138,15 @@ class _CurrentForward(Observer):
             if state.has_nested_states:
                 self._outer.append(state)
             else:
-                _core(root).reduce_gradients(state, contributes=True)
+                _contribute(root, state)
         self._reached.clear()
+
+
+def _contribute(root: ObservedRoot, state: FSDPState) -> None:
+    """Reduce the gradients of ``state``, zeros for parameters without one."""
+    if state.options.accumulation is not Accumulation.UNSHARDED:
+        state.group.gradients.contribute()
+    _core(root).reduce_gradients(state)
 
 
 def _core(root: ObservedRoot) -> core.Root:

@@ -153,7 +153,7 @@ def root_below(model: FSDPModule) -> Root:
 def check(plan: schedule.Schedule, model: FSDPModule, drawn: Drawn) -> None:
     """Check that groups are in memory when they compute, within the bound, and that each gradient is reduced once."""
     states = root_below(model).states
-    held = {name for name, state in states.items() if state.group.is_gathered}
+    held = {name for name, state in states.items() if state.group.unshard_started}
     unused, in_flight, reduced = set[str](), 0, Counter[schedule.GradBucket]()
     for event, actions in plan:
         for action in actions:

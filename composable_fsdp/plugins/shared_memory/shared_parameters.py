@@ -404,7 +404,7 @@ def _copy_out(state: FSDPState) -> None:
     After the next barrier other ranks may write to their shards while modules here still use the copies.
     """
     group, shared = state.group, _shared_buckets(state)
-    if shared and group.is_gathered:
+    if shared and group.unshard_started:
         group.finish_gather()
         for bucket in shared:
             bucket.copy_out()
