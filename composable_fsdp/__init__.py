@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._api.fsdp_module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
 from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
+from composable_fsdp._api.meshes import OffloadBackendWarning, ShardPlacementResult
 from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._consistency.shutdown import shutdown
 from composable_fsdp._consistency.wait_warning import set_wait_warning
-from composable_fsdp._core.mesh import OffloadBackendWarning, ShardPlacementResult
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp.codecs.blockwise import Int4, Int8
 from composable_fsdp.codecs.cast import Cast

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composable_fsdp._api.param_discovery import on_other_accelerators
+    from composable_fsdp._api import meshes
+    from composable_fsdp._api.extents import Box, Cut, ShardExtent, extent_of, gather, like, shardings_of, states_below
+    from composable_fsdp._api.meshes import (
+        ShardPlacementResult,
+        default_mesh,
+        named_data_parallel_axes,
+        warn_without_cpu_backend,
+    )
+    from composable_fsdp._api.param_discovery import on_other_accelerators, resolve_dim
     from composable_fsdp._api.strategy import StrategyName, resolve_strategy
     from composable_fsdp._api.torch_types import as_strategy
     from composable_fsdp._consistency import broadcast, interrupt, missing_ranks, watchdog
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
         OrderChecker,
         order_check_from,
     )
+    from composable_fsdp._consistency.process_groups import part_of
+    from composable_fsdp._consistency.process_groups import timeout_of as timeout_of_group
     from composable_fsdp._consistency.process_identity import has_died, process_identity
     from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks
     from composable_fsdp._consistency.stacks import main_thread_frames, user_line, waits_in_torch
@@ -32,7 +42,7 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
-    from composable_fsdp._core import backward, mesh
+    from composable_fsdp._core import backward
     from composable_fsdp._core import buckets as param_group_buckets
     from composable_fsdp._core import comm as c10d
     from composable_fsdp._core import comm as factory
@@ -59,9 +69,7 @@ if TYPE_CHECKING:
         communicator_over,
         find,
         is_over_group,
-        part_of,
     )
-    from composable_fsdp._core.comm import timeout_of as timeout_of_group
     from composable_fsdp._core.context import outside_callers_context
     from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot, events_of
     from composable_fsdp._core.events import (
@@ -80,7 +88,6 @@ if TYPE_CHECKING:
         advance,
         has_ended,
     )
-    from composable_fsdp._core.extents import Box, Cut, ShardExtent, extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._core.gather import (
         AllGatherBuffers,
         Bucket,
@@ -96,7 +103,6 @@ if TYPE_CHECKING:
     from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup, unshard_together
     from composable_fsdp._core.group_plan import (
         GatherClaim,
-        GradientMemory,
         GroupPlan,
         MessageSizes,
         ParameterSpec,
@@ -121,7 +127,6 @@ if TYPE_CHECKING:
         plan_gather,
         plan_reduce,
         plan_reduction,
-        resolve_dim,
         split_at,
         take_shard,
         unpack_parameter,
@@ -143,16 +148,12 @@ if TYPE_CHECKING:
         DataParallelAxes,
         ModelParallel,
         ProcessGroups,
-        ShardPlacementResult,
         cuts,
         data_parallel_axes,
         data_parallel_placements,
-        default_mesh,
         group_by_key,
-        named_data_parallel_axes,
         shard_over_axes,
         shard_within,
-        warn_without_cpu_backend,
     )
     from composable_fsdp._core.params import (
         OptimizerSteps,
@@ -207,6 +208,7 @@ if TYPE_CHECKING:
     from composable_fsdp.init.materialize import reset_parameters
     from composable_fsdp.optim import _local_step
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
+    from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
     from composable_fsdp.plugins.checks.forward_order import ExecutionOrderWarning
@@ -235,7 +237,14 @@ if TYPE_CHECKING:
         Choice,
         choose,
     )
-    from composable_fsdp.plugins.tuning.group_spec import GroupSpec, Specs
+    from composable_fsdp.plugins.tuning.group_spec import (
+        GradientMemory,
+        GroupSpec,
+        Specs,
+        gather_messages,
+        gradient_memory,
+        gradient_messages,
+    )
     from composable_fsdp.plugins.tuning.predict import specs_for
     from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
     from composable_fsdp.plugins.visible_collectives import Visible

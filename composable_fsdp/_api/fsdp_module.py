@@ -16,6 +16,7 @@ from torch import nn
 
 from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._api.deepcopy import copy_sharded
+from composable_fsdp._api.extents import states_below
 from composable_fsdp._api.group_setters import (
     check_between_steps,
     check_count,
@@ -26,8 +27,8 @@ from composable_fsdp._api.group_setters import (
 from composable_fsdp._api.torch_types import TorchFSDPModule, TorchUnshardHandle, find_state
 from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.dry import schedule_of
-from composable_fsdp._core.events import GradientState, ParameterState, Schedule
-from composable_fsdp._core.extents import states_below
+from composable_fsdp._core.events import HELD_GRADIENTS, GradientState, ParameterState, Schedule
+from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import hooked_forward, root_of, states_by_name
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
@@ -650,7 +651,7 @@ class FSDPModule(TorchFSDPModule):
         states, unchanged = _states(self, recurse=True), []
         for state in states:
             state.drain_before_changes()
-            if not state.group.takes_conversion(fn):
+            if not _takes_conversion(state.group, fn):
                 unchanged.append(state)
         for state in states:
             state.group.reshard()
@@ -841,3 +842,31 @@ def _custom_comm() -> Any:
 
 def _unsupported(what: str, instead: str) -> NoReturn:
     raise UnsupportedError(f"{what} is not supported in this version; {instead}.")
+
+
+def _takes_conversion(group: ParamGroup, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Return False if gradients are held and ``convert`` changes no parameter, so that these must be left out.
+
+    Raises:
+        LifecycleError: ``to`` and the like would lose gradients, or a gradient would no longer have the
+            ``grad_dtype`` of its parameter; or the user has changed that after sharding.
+    """
+    group.check_grad_dtypes()
+    if group.gradients.state in HELD_GRADIENTS:
+        with torch.no_grad():
+            if all(convert(parameter.local) is parameter.local for parameter in group.parameters):
+                return False
+    group.check_nothing_held()
+    for parameter in group.parameters:
+        gradient = parameter.sharded.grad
+        if not parameter.has_grad_dtype or gradient is None:
+            continue
+        empty = parameter.local.detach().new_empty(0)
+        dtype, converted = convert(empty).dtype, convert(empty.to(gradient.dtype)).dtype
+        # torch sets the converted gradient before the grad_dtype of the converted parameter is restored
+        if converted != dtype or parameter.grad_dtype not in (None, converted):
+            raise LifecycleError(
+                f"parameter {parameter.name!r} of {group.name!r} has a gradient and a grad_dtype of its own, of "
+                "which a conversion would lose one. Call model.zero_grad(set_to_none=True) first."
+            )
+    return True

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._api.fsdp_module import sharded_class
 from composable_fsdp._api.ignored import find_ignored
+from composable_fsdp._api.meshes import FullMesh, default_mesh, named_data_parallel_axes, warn_without_cpu_backend
 from composable_fsdp._api.param_discovery import ParamDiscovery, PlacementFunction
 from composable_fsdp._api.strategy import ShardingStrategy, StrategyName, resolve_strategy
 from composable_fsdp._api.tied_owners import tied_owner_states
@@ -24,14 +25,7 @@ from composable_fsdp._api.torch_types import (
 from composable_fsdp._core.context import outside_callers_context
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import install_hooks, mark_managed, optimizer_hooks, wrap_forward_method
-from composable_fsdp._core.mesh import (
-    DataParallelAxes,
-    FullMesh,
-    data_parallel_axes,
-    default_mesh,
-    named_data_parallel_axes,
-    warn_without_cpu_backend,
-)
+from composable_fsdp._core.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp._core.params import note_replaced
 from composable_fsdp._core.seams import OBSERVERS, check_observers
 from composable_fsdp._core.state import FSDPState, Options, find_state, state_of

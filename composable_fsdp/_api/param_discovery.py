@@ -12,21 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from composable_fsdp._api.meshes import FullMesh, named_data_parallel_axes, shard_over_full_mesh
 from composable_fsdp._api.torch_types import ParameterPlacement, as_placement
-from composable_fsdp._core.layout import resolve_dim
 from composable_fsdp._core.memory import is_accelerator
-from composable_fsdp._core.mesh import (
-    DataParallelAxes,
-    FullMesh,
-    ParameterSharding,
-    data_parallel_axes,
-    named_data_parallel_axes,
-    shard_over_axes,
-    shard_over_full_mesh,
-)
+from composable_fsdp._core.mesh import DataParallelAxes, ParameterSharding, data_parallel_axes, shard_over_axes
 from composable_fsdp._core.params import ParameterSource, ShardedParameter, find_replaced, local_part
 from composable_fsdp._core.state import FSDPState, find_state, state_of_parameter
-from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.errors import ConfigurationError, ParameterError, ShardDimError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = ["ParamDiscovery", "PlacementFunction", "on_other_accelerators"]
@@ -235,3 +227,18 @@ def _nested_parameters(modules: Sequence[nn.Module]) -> dict[int, tuple[FSDPStat
         for parameter in state.group.parameters
         for form in (parameter.sharded, parameter.unsharded)
     }
+
+
+def resolve_dim(dim: int, shape: Sequence[int], name: str) -> int:
+    """Return ``dim`` counted from the front, or raise a ``ParameterError`` that names the parameter."""
+    if not shape:
+        raise ParameterError(
+            f"parameter {name!r} is a scalar (0-d) and has no dim to shard. Make it 1-d with one element "
+            "(for example nn.Parameter(value.reshape(1))), or pass it in ignored_params."
+        )
+    if not -len(shape) <= dim < len(shape):
+        raise ShardDimError(
+            f"parameter {name!r} of shape {tuple(shape)} has no dim {dim}: "
+            f"shard_placement_fn may return Shard(d) with {-len(shape)} <= d < {len(shape)}."
+        )
+    return dim % len(shape)

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._core.mesh import default_mesh
+from composable_fsdp._api.meshes import default_mesh
 from composable_fsdp.errors import ConfigurationError, MeshError
 from composable_fsdp.policies import DataParallelMeshDims
 

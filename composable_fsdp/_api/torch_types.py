@@ -20,8 +20,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor.placement_types import Shard
 
+from composable_fsdp._api.meshes import ShardPlacementResult
 from composable_fsdp._api.strategy import ShardingStrategy
-from composable_fsdp._core.mesh import ShardPlacementResult
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 

@@ -204,33 +204,6 @@ class ParamGroup:
         for parameter in self.parameters:
             parameter.check_grad_dtype()
 
-    def takes_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Return False if gradients are held and ``convert`` changes no parameter, so that these must be left out.
-
-        Raises:
-            LifecycleError: ``to`` and the like would lose gradients, or a gradient would no longer have the
-                ``grad_dtype`` of its parameter; or the user has changed that after sharding.
-        """
-        self.check_grad_dtypes()
-        if self.gradients.state in HELD_GRADIENTS:
-            with torch.no_grad():
-                if all(convert(parameter.local) is parameter.local for parameter in self.parameters):
-                    return False
-        self.check_nothing_held()
-        for parameter in self.parameters:
-            gradient = parameter.sharded.grad
-            if not parameter.has_grad_dtype or gradient is None:
-                continue
-            empty = parameter.local.detach().new_empty(0)
-            dtype, converted = convert(empty).dtype, convert(empty.to(gradient.dtype)).dtype
-            # torch sets the converted gradient before the grad_dtype of the converted parameter is restored
-            if converted != dtype or parameter.grad_dtype not in (None, converted):
-                raise LifecycleError(
-                    f"parameter {parameter.name!r} of {self.name!r} has a gradient and a grad_dtype of its own, of "
-                    "which a conversion would lose one. Call model.zero_grad(set_to_none=True) first."
-                )
-        return True
-
     def follow_patches(self) -> None:
         """Update after hooks were set on local tensors, if the parameters are sharded."""
         if self.parameter_state is ParameterState.SHARDED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -18,7 +18,6 @@ from composable_fsdp._core.layout import (
     TensorShards,
     aligned_bytes,
     cut_pinned,
-    pinned_bytes,
     plan_gather,
     plan_reduce,
 )
@@ -101,11 +100,6 @@ class ParameterSpec:
         return self.autograd_dtype or self.compute_dtype
 
     @property
-    def gradient_bytes(self) -> int:
-        """The bytes of the gradient from autograd."""
-        return prod(self.shape) * self.arriving_dtype.itemsize if self.trainable else 0
-
-    @property
     def bucket_key(self) -> tuple[object, ...]:
         return (
             self.axes,
@@ -146,32 +140,6 @@ class PlanOptions:
     grad_bucket_bytes: int = NEVER_ZERO_COPY
     max_grad_buckets: int = MessageSizes().grad_buckets
     custom: bool = False
-
-
-class GradientMemory(NamedTuple):
-    """The bytes that gradients take on their way, one stage after the other.
-
-    Args:
-        arrived: the unsharded gradients, before their reduction.
-        launched: the most while the messages are filled, gradients included.
-        in_flight: the messages and the results.
-        sharded: the sharded gradients.
-    """
-
-    arrived: int = 0
-    launched: int = 0
-    in_flight: int = 0
-    sharded: int = 0
-
-    @staticmethod
-    def total(of: Iterable[GradientMemory]) -> GradientMemory:
-        """Return the memory of several reductions, prepared one after the other, that are launched together."""
-        arrived = launched = in_flight = sharded = 0
-        for each in of:
-            launched = max(launched + each.arrived, in_flight + each.launched)
-            arrived, in_flight = arrived + each.arrived, in_flight + each.in_flight
-            sharded += each.sharded
-        return GradientMemory(arrived, launched, in_flight, sharded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,32 +190,8 @@ class BucketPlan:
         return self.gather.wire_numel * self.compute_dtype.itemsize if self.is_gathered else 0
 
     @property
-    def gradient_memory(self) -> GradientMemory:
-        """The memory of the gradients, if no kind sums them."""
-        layout, itemsize, sum_itemsize = self.reduce, self.arriving_dtype.itemsize, self.sum_dtype.itemsize
-        if not layout.indices:
-            return GradientMemory()
-        arrived = sum(shards.numel for shards in layout.shards) * itemsize
-        packed = layout.shards[0].num_shards * layout.packed_numel * self.wire_dtype.itemsize
-        left = arrived - sum(layout.shards[k].numel for k in layout.packed) * itemsize
-        sent = sum(layout.shards[k].numel for k in layout.zero_copy) * self.wire_dtype.itemsize
-        cast = sent if self.wire_dtype != self.arriving_dtype else 0
-        others = layout.output.numel * sum_itemsize
-        gradient_dtype = self.gradient_dtype or self.sum_dtype
-        sharded = layout.output.numel * gradient_dtype.itemsize
-        in_flight = packed + sent + others + (sharded if gradient_dtype != self.sum_dtype else 0)
-        return GradientMemory(arrived, max(arrived + packed, packed + left + cast + others), in_flight, sharded)
-
-    @property
     def shard_bytes(self) -> int:
         return self.gather.store.numel * self.dtype.itemsize
-
-    @property
-    def pinned_waste(self) -> int:
-        """The page-locked memory in bytes that shards and reduced gradients take beyond their sizes."""
-        gradient_dtype = self.gradient_dtype or self.sum_dtype
-        sizes = (self.shard_bytes, self.reduce.sharded_numel * gradient_dtype.itemsize)
-        return sum(pinned_bytes(nbytes) - nbytes for nbytes in sizes) if self.pins_memory else 0
 
 
 @dataclass(frozen=True)
@@ -275,50 +219,6 @@ class GroupPlan:
         return sum(bucket.full_bytes for bucket in self.buckets)
 
     @cached_property
-    def gather_messages(self) -> int:
-        """The number of transfers of one all-gather. Those that share a message count once."""
-        gathers = [bucket.gather for bucket in self.buckets if bucket.is_gathered]
-        return any(each.packed for each in gathers) + sum(len(each.zero_copy) for each in gathers)
-
-    @cached_property
-    def gather_copied_bytes(self) -> int:
-        """The bytes of one all-gather that are copied out of a message."""
-        gathered = [bucket for bucket in self.buckets if bucket.is_gathered]
-        return sum(b.gather.num_shards * b.gather.packed_numel * b.compute_dtype.itemsize for b in gathered)
-
-    @cached_property
-    def gather_sent_bytes(self) -> int:
-        """The bytes of this rank's part of one all-gather that are cast, but not into the memory that it writes to."""
-        gathered = [bucket for bucket in self.buckets if bucket.is_gathered]
-        if not any(bucket.gather.zero_copy for bucket in gathered):
-            return 0
-        cast = (bucket for bucket in gathered if bucket.dtype != bucket.compute_dtype)
-        return sum(bucket.gather.store.numel * bucket.compute_dtype.itemsize for bucket in cast)
-
-    @cached_property
-    def packed_only_bytes(self) -> int:
-        """The bytes of the full parameters of buckets that an all-gather does not write to, but only copies to."""
-        gathers = [bucket for bucket in self.buckets if bucket.is_gathered]
-        return sum(b.full_bytes for b in gathers if not b.gather.zero_copy)
-
-    @cached_property
-    def gradient_memory(self) -> tuple[GradientMemory, ...]:
-        """The memory of each gradient bucket."""
-        return tuple(
-            GradientMemory.total(bucket.gradient_memory for bucket in self.buckets if bucket.grad_bucket == number)
-            for number in range(len(self.grad_buckets))
-        )
-
-    @cached_property
-    def gradient_messages(self) -> tuple[int, ...]:
-        """The number of transfers of the reduction of each gradient bucket."""
-        counts = [0] * len(self.grad_buckets)
-        for bucket in self.buckets:
-            layout = bucket.reduce
-            counts[bucket.grad_bucket] += bool(layout.packed) + len(layout.zero_copy)
-        return tuple(counts)
-
-    @cached_property
     def is_sent(self) -> bool:
         """True if a mesh axis with several ranks shards the group."""
         return any(bucket.gather.num_shards > 1 for bucket in self.buckets)
@@ -336,14 +236,6 @@ class GroupPlan:
     @cached_property
     def unsharded_bytes(self) -> int:
         return sum(bucket.unsharded_bytes for bucket in self.buckets)
-
-    @cached_property
-    def wire_bytes(self) -> int:
-        return sum(bucket.wire_bytes for bucket in self.buckets)
-
-    @cached_property
-    def shard_bytes(self) -> int:
-        return sum(bucket.shard_bytes for bucket in self.buckets)
 
 
 @lru_cache(maxsize=1024)

@@ -13,8 +13,6 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-from composable_fsdp.errors import ParameterError, ShardDimError
-
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
@@ -84,21 +82,6 @@ class TensorShards:
     def full_numel(self) -> int:
         """The number of elements that the gathered full tensor needs, with the tail that receives the padding."""
         return self.padded_numel * self.num_shards if self.concatenates else self.numel
-
-
-def resolve_dim(dim: int, shape: Sequence[int], name: str) -> int:
-    """Return ``dim`` counted from the front, or raise a ``ParameterError`` that names the parameter."""
-    if not shape:
-        raise ParameterError(
-            f"parameter {name!r} is a scalar (0-d) and has no dim to shard. Make it 1-d with one element "
-            "(for example nn.Parameter(value.reshape(1))), or pass it in ignored_params."
-        )
-    if not -len(shape) <= dim < len(shape):
-        raise ShardDimError(
-            f"parameter {name!r} of shape {tuple(shape)} has no dim {dim}: "
-            f"shard_placement_fn may return Shard(d) with {-len(shape)} <= d < {len(shape)}."
-        )
-    return dim % len(shape)
 
 
 NEVER_ZERO_COPY = 1 << 62

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from types import ModuleType
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -119,11 +119,6 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def widest_float(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point dtype of ``device``: Apple's has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def current_accelerator() -> torch.device | None:
     """Return the kind of accelerator of this machine, without an index; ``None`` if there is none."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -134,15 +129,6 @@ def current_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that random operations on ``device`` use."""
-    if is_host(device):
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    module.init()
-    return cast(torch.Generator, module.default_generators[device.index])
 
 
 P = ParamSpec("P")

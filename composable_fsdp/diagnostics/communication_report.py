@@ -11,7 +11,6 @@ from composable_fsdp._core.gather import AnyBucket
 from composable_fsdp._core.gradients import (
     WireBytes,
     all_gather_wire_bytes,
-    all_reduce_wire_bytes,
     reduce_scatter_wire_bytes,
 )
 from composable_fsdp._core.hooks import name_states, root_of
@@ -157,3 +156,14 @@ def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
     if state.group.plan.num_trainable:
         yield row("reduce-scatter", 1, reduce_scatter_wire_bytes)
         yield row("all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size)
+
+
+def all_reduce_wire_bytes(buckets: Sequence[AnyBucket]) -> WireBytes:
+    """Return the bytes of the reduction over the replicate axis."""
+    total = plain = 0
+    for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
+        numel, own = bucket.plan.reduce.output.numel, bucket.scatter.own
+        own_bytes = None if own is None else own.all_reduce_bytes
+        total += 2 * numel * bucket.plan.sum_dtype.itemsize if own_bytes is None else own_bytes
+        plain += 2 * numel * bucket.plan.reduce_dtype.itemsize
+    return WireBytes(total, plain)

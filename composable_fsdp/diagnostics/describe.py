@@ -134,7 +134,7 @@ def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupD
         is_root=root_of(state).root_state is state,
         parameters=sum(prod(p.sharding.shape) for p in parameters),
         bytes=sum(prod(p.sharding.shape) * p.dtype.itemsize for p in parameters),
-        bytes_per_rank=state.group.plan.shard_bytes,
+        bytes_per_rank=sum(bucket.shard_bytes for bucket in state.group.plan.buckets),
         placements=_distinct(" ".join(map(str, p.sharding.placements)) for p in parameters),
         meshes=_distinct(_mesh(m) for m in [p.sharding.mesh for p in parameters] or [state.group.axes.mesh]),
         dtypes=tuple(dict.fromkeys((s.dtype, s.compute_dtype, s.reduce_dtype) for s in specs)),

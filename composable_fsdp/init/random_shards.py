@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composable_fsdp._core.extents import ShardExtent, extent_of, like, states_below
-from composable_fsdp._core.memory import default_generator
+from composable_fsdp._api.extents import ShardExtent, extent_of, like, states_below
 from composable_fsdp._core.params import ShardedParameter, local_part
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import UnsupportedError
@@ -215,3 +214,12 @@ class _Shards:
                 f"{[p.name for p in found]}. Call it on the parameter instead of on its local tensor."
             )
         return found[0] if found else None
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that random operations on ``device`` use."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    module.init()
+    return cast(torch.Generator, module.default_generators[device.index])

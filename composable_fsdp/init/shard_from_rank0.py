@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable_fsdp._api.extents import shardings_of, states_below
 from composable_fsdp._api.fully_shard import fully_shard
 from composable_fsdp._consistency.verify_ranks import verify_same_lines
 from composable_fsdp._core.buckets import registered_buffers, registered_parameters
-from composable_fsdp._core.extents import shardings_of, states_below
 from composable_fsdp._core.params import as_parameter, has_grad_dtype, parameter_class
 from composable_fsdp.checkpoint._coordination.mismatch import tensor_text
 from composable_fsdp.checkpoint._state_dict.forms import Full, fill

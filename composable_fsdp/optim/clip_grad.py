@@ -23,8 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable_fsdp._core.extents import parameters_at_rest
-from composable_fsdp._core.memory import widest_float
+from composable_fsdp._api.extents import parameters_at_rest
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ConfigurationError, GradientError, MeshError
 
@@ -275,3 +274,8 @@ def _scale(tensors: Iterable[torch.Tensor], factor: torch.Tensor, foreach: bool)
         else:
             for tensor in group:
                 tensor.mul_(here)
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point dtype of ``device``: Apple's has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -7,7 +7,7 @@ counted from the optimizer's step after them to the end of the second backward, 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import fully_shard, to_empty
 from composable_fsdp._core.events import Hook
-from composable_fsdp._core.group_plan import GroupPlan, plan_group
+from composable_fsdp._core.group_plan import BucketPlan, GroupPlan, plan_group
 from composable_fsdp._core.hooks import root_of
+from composable_fsdp._core.layout import pinned_bytes
 from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import local_part
 from composable_fsdp._core.root import Root
@@ -326,7 +327,17 @@ def _pinned_waste(plan: GroupPlan, process_groups: Sequence[ProcessGroups]) -> i
     """Return the bytes that page-locked memory would take beyond the shards and gradients of a group."""
     specs = tuple(replace(spec, offload=CPUOffloadPolicy()) for spec in plan.specs)
     buckets = plan_group(specs, tuple(pgs.plan_options() for pgs in process_groups)).buckets
-    return sum(bucket.pinned_waste for bucket in buckets)
+    return pinned_waste(buckets)
+
+
+def pinned_waste(buckets: Iterable[BucketPlan]) -> int:
+    """Return the page-locked memory in bytes that shards and reduced gradients take beyond their sizes."""
+    waste = 0
+    for bucket in buckets:
+        gradient_dtype = bucket.gradient_dtype or bucket.sum_dtype
+        sizes = (bucket.shard_bytes, bucket.reduce.sharded_numel * gradient_dtype.itemsize)
+        waste += sum(pinned_bytes(nbytes) - nbytes for nbytes in sizes) if bucket.pins_memory else 0
+    return waste
 
 
 def _axes(shape: tuple[int, ...], accelerator: Accelerator) -> dict[str, AxisCosts]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composable_fsdp._core.mesh import default_mesh
+from composable_fsdp._api.meshes import default_mesh
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 
 __all__ = ["Streams", "mesh_shape", "simulated_job"]

@@ -55,6 +55,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable_fsdp._api.meshes import FORMS, FullMesh
 from composable_fsdp._core.buckets import GATHER_KINDS, GatherKind
 from composable_fsdp._core.comm import AROUND, SUM, TRANSPORTS, Around, Collective, Communicator, Traits, Transfer
 from composable_fsdp._core.context import LEFT_CONTEXTS
@@ -63,7 +64,7 @@ from composable_fsdp._core.gather import AllGatherBuffers, Bucket
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
-from composable_fsdp._core.mesh import FORMS, FullMesh, PlainForm
+from composable_fsdp._core.mesh import PlainForm
 from composable_fsdp._core.reduce import REDUCE_KINDS, BucketReduceScatter, OwnReduce, ReduceKind
 from composable_fsdp._core.schedule import PASSES, Plan, PlannedRun
 from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, ObservedRoot, Observer

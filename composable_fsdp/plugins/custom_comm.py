@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from composable_fsdp._consistency.process_groups import part_of
 from composable_fsdp._core.comm import (
     OPERATIONS,
     SUM,
@@ -27,7 +28,6 @@ from composable_fsdp._core.comm import (
     WorkList,
     communicator_over,
     is_over_group,
-    part_of,
 )
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
+
+from composable_fsdp._consistency.process_groups import timeout_of
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp._core.comm import abandon, position, reopen, timeout_of
+from composable_fsdp._core.comm import communicators, reopen
 from composable_fsdp._core.params import sharded_steps
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
@@ -91,7 +94,7 @@ def has_failed(states: Iterable[FSDPState]) -> bool:
     """Return whether the last pass failed on this rank, or a process group of ``states`` is broken."""
     watchdog = job_watchdog()
     return watchdog is not None and (
-        watchdog.has_failed or any(position(group) == "broken" for group in connections(states))
+        watchdog.has_failed or any(each.is_broken for each in communicators(connections(states)))
     )
 
 
@@ -109,7 +112,7 @@ def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
     if watchdog is None or not groups:
         return Rendezvous()
     seconds = max(timeout_of(group) for group in groups)
-    here = " ".join(map(position, groups))
+    here = " ".join(map(_position, groups))
     occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
     notes = watchdog.meet(_ranks(states), f"{steps} {here}", seconds, occasion)
     watchdog.go_on()
@@ -121,7 +124,8 @@ def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
 
 def disconnect(states: Iterable[FSDPState]) -> None:
     """Stop all writes to the memory of work in flight. Call it before :func:`reconnect`."""
-    abandon(connections(states))
+    for communicator in communicators(connections(states)):
+        communicator.abandon()
 
 
 def reconnect(states: Iterable[FSDPState]) -> None:
@@ -137,3 +141,9 @@ def _ranks(states: Iterable[FSDPState]) -> list[int]:
     """Return all ranks of the meshes of ``states``. The result is the same on each of them."""
     meshes = {pgs.axes.mesh for state in states for pgs in state.group.process_groups}
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+
+
+def _position(group: dist.ProcessGroup) -> str:
+    """Return this rank's position in the sequence of operations over ``group``, or ``"broken"`` if one has failed."""
+    known = list(communicators([group]))
+    return "broken" if any(each.is_broken for each in known) else ",".join(str(each.launched) for each in known)

@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._core.comm import Communicator, communicator_over, part_of
+from composable_fsdp._consistency.process_groups import part_of
+from composable_fsdp._core.comm import Communicator, communicator_over
 from composable_fsdp._core.gather import AllGatherBuffers, AnyBucket, Bucket, Gatherable, InPlaceBucket
 from composable_fsdp._core.group_plan import BucketPlan
 from composable_fsdp._core.layout import TensorShards, plan_gather, take_shard
@@ -45,11 +46,11 @@ def smaller_shard_axis(axes: DataParallelAxes, size: int) -> Communicator:
 
 
 def cut_over(axes: Iterable[DataParallelAxes], size: int) -> Callable[[AnyBucket, int], Gatherable]:
-    """Return :func:`sliced` for buckets on ``axes``. Make the process groups, if slices are of more than one rank.
+    """Return :func:`sliced` for buckets on ``axes``, and make the process groups of ``size`` ranks that it needs.
 
     These need all ranks, and forwards may differ between ranks.
     """
-    for each in dict.fromkeys(axes) if size > 1 else ():
+    for each in dict.fromkeys(axes):
         smaller_shard_axis(each, size)
     return sliced
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import MeshError, ParameterError, fully_shard
-from tests._internals import data_parallel_axes, like, mesh, on_other_accelerators, shard_over_axes
+from tests._internals import data_parallel_axes, like, meshes, on_other_accelerators, shard_over_axes
 from tests.helpers.sharding import single_rank
 
 
@@ -67,9 +67,9 @@ def test_the_default_mesh_is_on_the_accelerator_if_a_backend_is_native_to_it(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    monkeypatch.setattr(mesh, "_default_meshes", {})
-    monkeypatch.setattr(mesh, "init_device_mesh", lambda kind, shape: made.append(kind))
-    mesh.default_mesh()
+    monkeypatch.setattr(meshes, "_default_meshes", {})
+    monkeypatch.setattr(meshes, "init_device_mesh", lambda kind, shape: made.append(kind))
+    meshes.default_mesh()
     assert made == [device]
 
 

@@ -25,6 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("policies",),
     ("_core",),
     ("codecs", "_consistency"),
+    ("_api.extents", "_api.meshes"),
     ("_api.strategy", "_api.tied_owners"),
     ("wrap", "_api.torch_types"),
     ("plugins",),

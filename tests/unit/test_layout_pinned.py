@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy
-from tests._internals import ParameterSpec, PlanOptions, cut_pinned, pinned_bytes, plan_group
+from tests._internals import (
+    ParameterSpec,
+    PlanOptions,
+    cut_pinned,
+    pinned_bytes,
+    pinned_waste,
+    plan_group,
+)
 
 MIB = 1 << 20
 SIZES = st.lists(st.tuples(*[st.integers(0, 40 * MIB)] * 2), min_size=1, max_size=7).map(tuple)
@@ -50,7 +57,7 @@ def planned(sizes: Sequence[int], offload: OffloadPolicy) -> tuple[int, float]:
         for k, size in enumerate(sizes)
     )
     buckets = plan_group(specs, (PlanOptions(1, 0, 0),)).buckets
-    return len(buckets), sum(bucket.pinned_waste for bucket in buckets) / (2 * sum(b.shard_bytes for b in buckets))
+    return len(buckets), pinned_waste(buckets) / (2 * sum(b.shard_bytes for b in buckets))
 
 
 BLOCK = (64, 64, 64, 64, 172, 172, 172)

@@ -16,7 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import state_of
+from tests._internals import (
+    gather_messages,
+    gradient_messages,
+    state_of,
+)
 from tests.helpers.sharding import sharded
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -80,7 +84,7 @@ def test_by_default_a_group_has_one_message_in_each_direction(network: Any) -> N
     reduced = [event.group for event in recorder if event.operation is Operation.REDUCE]
     assert sorted(reduced) == [str(layer) for layer in range(LAYERS)]
     plans = [state_of(block).group.plan for block in model]  # type: ignore[attr-defined]
-    assert [(plan.gather_messages, plan.gradient_messages) for plan in plans] == [(1, (1,))] * LAYERS
+    assert [(gather_messages(plan), gradient_messages(plan)) for plan in plans] == [(1, (1,))] * LAYERS
 
 
 def test_calibrate_finds_the_true_costs(network: Any) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_fsdp._api.communication_state import CommunicationState
-from composable_fsdp._core.extents import states_below
+from composable_fsdp._api.extents import states_below
 from composable_fsdp._core.memory import current_accelerator
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.optim import Optimizer
 
 from composable_fsdp._api.communication_state import CommunicationState
-from composable_fsdp._core.extents import like
+from composable_fsdp._api.extents import like
 from composable_fsdp._core.params import local_part
 from composable_fsdp.checkpoint._coordination.mismatch import (
     Mismatch,

@@ -2,7 +2,7 @@
 
 DCP's default planners ask a value for its blocks (``_Checkpointable``). Those of a DTensor follow its placements, which
 cannot describe every shard that ``fully_shard`` makes of a tensor-parallel shard; :class:`Blocks` follows the
-:class:`~composable_fsdp._core.extents.ShardExtent` of a local shard. These planners add to the defaults:
+:class:`~composable_fsdp._api.extents.ShardExtent` of a local shard. These planners add to the defaults:
 
 - blocks of values that are no tensors are found, where ``find_state_dict_object`` raises;
 - objects are bytes, serialized when the save is planned. By default they are serialized when they are written, after

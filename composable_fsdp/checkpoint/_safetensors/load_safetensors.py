@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from composable_fsdp._api.extents import Box
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp._core.extents import Box
 from composable_fsdp.checkpoint._coordination.mismatch import (
     Mismatch,
     differ,

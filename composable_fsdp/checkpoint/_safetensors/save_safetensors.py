@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable_fsdp._api.extents import ShardExtent
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp._core.extents import ShardExtent
 from composable_fsdp.checkpoint._coordination.mismatch import check_arguments
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
 from composable_fsdp.checkpoint._safetensors.load_safetensors import (

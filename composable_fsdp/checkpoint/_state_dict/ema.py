@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from composable_fsdp._core.extents import like, shardings_of, states_below
+from composable_fsdp._api.extents import like, shardings_of, states_below
 from composable_fsdp._core.params import local_part
 from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks, StateDictLoader
 from composable_fsdp.checkpoint._state_dict.tensors import Entry, on_meta, plain_name, prepare_for_access

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from composable_fsdp._api.extents import assemble_full, extent_of, gather, has_own_memory
 from composable_fsdp._consistency.broadcast import fill_
-from composable_fsdp._core.extents import assemble_full, extent_of, gather, has_own_memory
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import alias_of, local_part
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name, said

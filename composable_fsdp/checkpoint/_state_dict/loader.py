@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from composable_fsdp._api.extents import has_own_memory
+from composable_fsdp._api.meshes import default_mesh
 from composable_fsdp._consistency.broadcast import broadcast_
-from composable_fsdp._core.extents import has_own_memory
-from composable_fsdp._core.mesh import ParameterSharding, default_mesh
+from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import local_part
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse, tensor_text
 from composable_fsdp.checkpoint._state_dict.forms import Form, Full, compare, fill

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from composable_fsdp._core.extents import Cut, ShardExtent, has_own_memory, like, shardings_of, states_below
+from composable_fsdp._api.extents import Cut, ShardExtent, has_own_memory, like, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding, as_dtensor
 from composable_fsdp._core.params import ShardedParameter, find_replaced, local_part
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch

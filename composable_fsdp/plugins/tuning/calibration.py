@@ -17,9 +17,10 @@ from composable_fsdp._consistency.verify_ranks import gather_rows, multi_rank_ax
 from composable_fsdp._core.comm import Collective, Communicator, Transfer
 from composable_fsdp._core.events import Hook
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.mesh import DataParallelAxes, axis_names
+from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp.plugins.tuning.clock import Clock, Mark
 from composable_fsdp.plugins.tuning.costs import AxisCosts, CollectiveCost, Costs
+from composable_fsdp.plugins.tuning.group_spec import axis_names
 
 __all__ = [
     "Calibration",

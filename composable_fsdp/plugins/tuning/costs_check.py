@@ -10,10 +10,11 @@ from os import PathLike
 
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.verify_ranks import SHOWN_RANKS, gather_texts
-from composable_fsdp._core.mesh import DataParallelAxes, axis_names
+from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, DivergenceError
 from composable_fsdp.plugins.tuning.costs import Costs
+from composable_fsdp.plugins.tuning.group_spec import axis_names
 
 __all__ = ["check_costs", "read_costs"]
 

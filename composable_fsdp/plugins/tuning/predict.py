@@ -6,11 +6,10 @@ from typing import Any, cast
 
 from composable_fsdp._core.dry import schedule_of
 from composable_fsdp._core.events import Event, Hook, Pass, Schedule, Step
-from composable_fsdp._core.mesh import axis_names
 from composable_fsdp._core.schedule import ScheduleSettings
 from composable_fsdp._core.seams import ObservedRoot
 from composable_fsdp.plugins.tuning.costs import Costs
-from composable_fsdp.plugins.tuning.group_spec import GroupSpec, spec_of
+from composable_fsdp.plugins.tuning.group_spec import GroupSpec, axis_names, spec_of
 from composable_fsdp.plugins.tuning.simulate import Timeline, simulate
 
 __all__ = ["predicted", "schedule_for", "specs_for"]

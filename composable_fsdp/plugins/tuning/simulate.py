@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 from composable_fsdp._core.events import Action, Event, Free, Gather, Hook, Reduce, Schedule, Shrink, Wait, WaitReduce
-from composable_fsdp._core.group_plan import GradientMemory
 from composable_fsdp.plugins.tuning.costs import CollectiveCost, Costs
-from composable_fsdp.plugins.tuning.group_spec import GroupSpec, Specs
+from composable_fsdp.plugins.tuning.group_spec import GradientMemory, GroupSpec, Specs
 
 __all__ = ["Span", "Timeline", "fit_computation", "simulate"]
 

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import record_function
 
 from composable_fsdp import trace
-from composable_fsdp._core.comm import Communicator, abandon
+from composable_fsdp._core.comm import Communicator, communicators
 from composable_fsdp._core.events import HELD_GRADIENTS, Hook, Pass
 from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.schedule import ScheduleSettings, set_by_user
@@ -57,7 +57,8 @@ class Tuning(Observer):
         try:
             calibration.measure_collectives()
         except BaseException:
-            abandon(connections(root.states.values()))  # else the others wait
+            for each in communicators(connections(root.states.values())):
+                each.abandon()  # else the others wait
             raise
         self.measure(root, calibration)
 

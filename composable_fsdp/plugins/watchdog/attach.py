@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
+from composable_fsdp._consistency.process_groups import timeout_of
 from composable_fsdp._consistency.wait_warning import ENDED_AT, REPORTED_AT
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicators, find, timeout_of
+from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicators, find
 from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.plugins.watchdog.decorators import Exchange, OrderChecked, StoreExchange, Watched

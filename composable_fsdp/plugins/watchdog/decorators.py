@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
+from composable_fsdp._consistency.process_groups import LostError
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.watchdog import Watchdog
-from composable_fsdp._core.comm import SUM, Around, Collective, GroupCommunicator, LostError, Transfer
+from composable_fsdp._core.comm import SUM, Around, Collective, GroupCommunicator, Transfer
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
