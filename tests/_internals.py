@@ -166,29 +166,35 @@ if TYPE_CHECKING:
     from composable_fsdp._core.root import Root
     from composable_fsdp._core.schedule import Planner, ScheduleSettings
     from composable_fsdp._core.state import Accumulation, FSDPState, find_state, state_of
-    from composable_fsdp.checkpoint._coordination import rank_group
-    from composable_fsdp.checkpoint._coordination.mismatch import (
+    from composable_fsdp.checkpoint import _coordination as rank_group
+    from composable_fsdp.checkpoint import _safetensors as safetensors_files
+    from composable_fsdp.checkpoint._coordination import (
         Mismatch,
+        PendingSave,
         join_rank_texts,
         leave_common_unexpected,
         mismatch_text,
         refuse,
         said,
     )
-    from composable_fsdp.checkpoint._coordination.rank_group import PendingSave
-    from composable_fsdp.checkpoint._dcp import directory, storage
+    from composable_fsdp.checkpoint._dcp import directory
+    from composable_fsdp.checkpoint._dcp import save as checkpoint_save
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint, complete
-    from composable_fsdp.checkpoint._dcp.storage import SavePlanner, read_metadata
-    from composable_fsdp.checkpoint._safetensors import load_safetensors, save_safetensors
-    from composable_fsdp.checkpoint._safetensors.load_safetensors import DTYPES, Reader, StoredTensors
-    from composable_fsdp.checkpoint._safetensors.save_safetensors import Replacement, TensorSpec, dtype_code
-    from composable_fsdp.checkpoint._state_dict import forms, loader, model
-    from composable_fsdp.checkpoint._state_dict.forms import Form
+    from composable_fsdp.checkpoint._dcp.save import SavePlanner
+    from composable_fsdp.checkpoint._dcp.storage import read_metadata
+    from composable_fsdp.checkpoint._safetensors import (
+        DTYPES,
+        Reader,
+        Replacement,
+        StoredTensors,
+        TensorSpec,
+        dtype_code,
+    )
+    from composable_fsdp.checkpoint._state_dict import model
+    from composable_fsdp.checkpoint._state_dict.model import OwnerRanks
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
-    from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names, plain_name
-    from composable_fsdp.checkpoint._tools.convert import convert
-    from composable_fsdp.checkpoint._tools.inspect import verify
-    from composable_fsdp.checkpoint._tools.sources import Kind, open_source
+    from composable_fsdp.checkpoint._state_dict.tensors import Form, entries_of, parameter_names, plain_name, to_form
+    from composable_fsdp.checkpoint._tools import Kind, convert, open_source, verify
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
     from composable_fsdp.codecs.blockwise import hadamard_

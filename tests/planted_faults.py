@@ -53,10 +53,9 @@ MORE = 3
 NO_STREAMS = {
     "testing/": "tools of tests",
     "cli/": "commands, which run no training",
-    "checkpoint/_coordination/": "messages between the hosts of ranks, and threads",
-    "checkpoint/_dcp/contents.py": "a method of another kind",
+    "checkpoint/_coordination.py": "messages between the hosts of ranks, and threads",
     "checkpoint/_dcp/save.py": "futures of torch's writers of files",
-    "checkpoint/_tools/": "tools that need no device",
+    "checkpoint/_tools.py": "tools that need no device",
     "diagnostics/_signals.py": "threads",
     "plugins/gloo/": "blocks the host",
     "plugins/shared_memory/": "blocks the host",

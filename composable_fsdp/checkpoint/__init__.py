@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from composable_fsdp.checkpoint._coordination.rank_group import PendingSave
+from composable_fsdp.checkpoint._coordination import PendingSave
 from composable_fsdp.checkpoint._dcp.directory import latest
 from composable_fsdp.checkpoint._dcp.load import load
 from composable_fsdp.checkpoint._dcp.save import save
-from composable_fsdp.checkpoint._safetensors.load_safetensors import load_safetensors
-from composable_fsdp.checkpoint._safetensors.save_safetensors import save_safetensors
-from composable_fsdp.checkpoint._state_dict.forms import Full, Local, Sharded
+from composable_fsdp.checkpoint._safetensors import load_safetensors, save_safetensors
 from composable_fsdp.checkpoint._state_dict.model import load_state_dict, state_dict, state_dict_form
 from composable_fsdp.checkpoint._state_dict.optimizer import (
     load_optimizer_state_dict,
@@ -16,6 +14,7 @@ from composable_fsdp.checkpoint._state_dict.optimizer import (
     rekey_optimizer,
     rekey_optimizer_state_dict,
 )
+from composable_fsdp.checkpoint._state_dict.tensors import Full, Local, Sharded
 
 __all__ = [
     "Full",

@@ -11,10 +11,17 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
-from composable_fsdp.checkpoint._tools.convert import MAX_FILE_BYTES, convert
-from composable_fsdp.checkpoint._tools.inspect import Description, FolderDescription, describe, describe_folder
-from composable_fsdp.checkpoint._tools.inspect import verify as verify_files
-from composable_fsdp.checkpoint._tools.sources import Kind, kind_of
+from composable_fsdp.checkpoint._tools import (
+    MAX_FILE_BYTES,
+    Description,
+    FolderDescription,
+    Kind,
+    convert,
+    describe,
+    describe_folder,
+    kind_of,
+)
+from composable_fsdp.checkpoint._tools import verify as verify_files
 from composable_fsdp.cli.printing import Json, console, count, print_error, print_json, table_of
 from composable_fsdp.errors import ConfigurationError
 
@@ -77,16 +84,8 @@ def _summary(found: Description) -> list[str]:
     own = [tensor for tensor in found.tensors if tensor.same_as is None]
     tied = f", {len(found.tensors) - len(own)} more tied to these" if len(own) < len(found.tensors) else ""
     lines = [f"model: {count(len(own), 'tensor')}{tied}, {decimal(sum(tensor.nbytes for tensor in own))}"]
-    if found.optimizer is not None:
-        each = found.optimizer
-        groups = "" if each.groups is None else f" in {count(each.groups, 'group')}"
-        keys = ", ".join(f"{key} ({number})" for key, number in each.keys.items())
-        lines.append(
-            f"optimizer: state of {count(each.parameters, 'parameter')}{groups}, {decimal(each.nbytes)}: {keys}"
-        )
-    for rank, keys_of in found.extra.items():
-        named = "classes that are not admitted" if keys_of is None else ", ".join(keys_of) or "nothing"
-        lines.append(f"extra of rank {rank}: {named}")
+    if found.optimizer:
+        lines.append(f"optimizer: state of {count(found.optimizer, 'parameter')}")
     lines += [f"{name}: {decimal(nbytes) if nbytes else 'no tensors'}" for name, nbytes in found.others.items()]
     if found.saved:
         saved = found.saved

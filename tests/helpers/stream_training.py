@@ -28,7 +28,16 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import Full, save, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
-from tests._internals import Choice, PendingSave, ScheduleSettings, c10d, layout_plan, storage, tuning
+from tests._internals import (
+    Choice,
+    PendingSave,
+    SavePlanner,
+    ScheduleSettings,
+    c10d,
+    checkpoint_save,
+    layout_plan,
+    tuning,
+)
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
 from tests.simulation.nccl import alone_backend
@@ -253,7 +262,7 @@ def _on_host(block: torch.Tensor) -> torch.Tensor:
 
 def _save(model: Any) -> None:
     """Save in the background. The thread runs at once, since only this thread is simulated."""
-    resolve = storage.SavePlanner.resolve_data
+    resolve = SavePlanner.resolve_data
 
     def read(self: Any, item: Any) -> Any:
         """Read the block by an operation, since writers of files read from its address."""
@@ -263,8 +272,8 @@ def _save(model: Any) -> None:
 
     with (
         TemporaryDirectory() as folder,
-        mock.patch.object(storage, "_on_host", _on_host),
-        mock.patch.object(storage.SavePlanner, "resolve_data", read),
+        mock.patch.object(checkpoint_save, "_on_host", _on_host),
+        mock.patch.object(SavePlanner, "resolve_data", read),
         mock.patch.object(PendingSave, "start", lambda _, action: action()),
     ):
         save(folder, model, asynchronous=True)

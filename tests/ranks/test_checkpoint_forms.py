@@ -25,8 +25,7 @@ from composable_fsdp import (
     to_empty,
 )
 from composable_fsdp.checkpoint import Full, Local, Sharded, load_state_dict, state_dict
-from tests._internals import forms as tensor_forms
-from tests._internals import loader as holders
+from tests._internals import OwnerRanks, to_form
 from tests._internals import model as forms
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, expected_shard
@@ -269,7 +268,7 @@ def from_rank_0(shape: tuple[int, ...]) -> list[str]:
     model = shard(build(), mesh)
     train(model, sgd(model))
     expected = full_state_of(model)
-    spy = OneAtATime(tensor_forms.to_form)
+    spy = OneAtATime(to_form)
     with patch.context() as patches:
         if rank != 0:
             patches.setattr(forms, "to_form", spy)
@@ -282,7 +281,7 @@ def from_rank_0(shape: tuple[int, ...]) -> list[str]:
         fresh = scramble(shard(build(), mesh, wrap="after"))
         with patch.context() as patches:
             if rank != 0:
-                patches.setattr(holders.OwnerRanks, "send", method(OneAtATime(holders.OwnerRanks.send)))
+                patches.setattr(OwnerRanks, "send", method(OneAtATime(OwnerRanks.send)))
             load_state_dict(fresh, full or others, **options)
         same_values(full_state_of(fresh), expected)
         other = scramble(build())

@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
-from composable_fsdp.checkpoint import load_safetensors, save_safetensors
+from composable_fsdp.checkpoint import load_safetensors, save, save_safetensors
 from composable_fsdp.errors import CheckpointError
-from tests._internals import load_safetensors as stored
-from tests._internals import save_safetensors as safetensors_save
+from tests._internals import safetensors_files as stored
 from tests.helpers.checkpoint_worlds import all_ranks_raise, local
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
@@ -160,8 +159,7 @@ def small_blocks() -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored, "opened", lambda path: Counted(real(path)))
-        patch.setattr(stored, "WINDOW_BYTES", BLOCK_BYTES)
-        patch.setattr(safetensors_save, "BLOCK_BYTES", BLOCK_BYTES)
+        patch.setattr(stored, "BLOCK_BYTES", BLOCK_BYTES)
         yield taken
 
 
@@ -353,11 +351,14 @@ def refuses_alike_on_save(folder: Path) -> None:
         save_safetensors(model, folder / "elsewhere" if rank else path)
 
     one = nn.ModuleDict({"own": nn.Linear(2 + rank, 1, bias=False), "sharded": model if rank else nn.Module()})
-    with all_ranks_raise(
-        r"parts of one model: own\.weight has another shape or dtype on rank 1 than on rank 0; of sharded\.scale all "
-        r"ranks together have 1 instead of 3 elements"
-    ):
+    text = (
+        r"^{}: ranks do not hold the parts of one model: {}own\.weight has another shape or dtype on rank 1 than on "
+        r"rank 0; of {}sharded\.scale all ranks together have 1 instead of 3 elements"
+    )
+    with all_ranks_raise(text.format("save_safetensors", "", "")):
         save_safetensors(one, path)
+    with all_ranks_raise(text.format("saving to .*", "model.", "model.")):
+        save(folder / "run", one)
     if rank == 0:
         with pytest.raises(CheckpointError, match=r"^save_safetensors: rank 1 did not make this call within 0\.2 s"):
             save_safetensors(model, path, timeout=0.2)

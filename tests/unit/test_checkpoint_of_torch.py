@@ -17,10 +17,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 
-from composable_fsdp import fully_shard
-from composable_fsdp.checkpoint import optimizer_state_dict, save
+from composable_fsdp import CheckpointError, fully_shard
+from composable_fsdp.checkpoint import load_state_dict, optimizer_state_dict, save
 from tests.helpers.sharding import single_rank
 from tests.helpers.single_rank_checkpoints import trained
 
@@ -124,3 +129,22 @@ def test_dcps_load_raises_at_the_first_difference() -> None:
         planner.create_local_plan()
     assert "a" in str(raised.value)
     assert "key: c" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("is_full", [True, False])
+def test_torchs_state_dict_is_loaded_in_part_before_it_raises(is_full: bool) -> None:
+    model: Any = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    options = StateDictOptions(full_state_dict=is_full)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    wrong: dict[str, Any] = {name: torch.zeros_like(value) for name, value in state.items()}
+    wrong["1.bias"] = get_model_state_dict(fully_shard(nn.Linear(3, 3)), options=options)["bias"]
+    with pytest.raises((RuntimeError, AssertionError)):
+        set_model_state_dict(model, wrong, options=options)
+    loaded = model[0].weight.full_tensor()
+    assert not loaded.any()
+    other = {**wrong, "0.weight": torch.ones_like(wrong["0.weight"])}
+    text = r"Nothing was loaded\.\n  of another shape \(1\):\n    1\.bias: \(3,\), expected \(2,\)"
+    with pytest.raises(CheckpointError, match=text):
+        load_state_dict(model, other)
+    assert torch.equal(model[0].weight.full_tensor(), loaded)

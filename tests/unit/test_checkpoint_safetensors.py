@@ -27,7 +27,7 @@ from tests._internals import (
     TensorSpec,
     dtype_code,
 )
-from tests._internals import load_safetensors as stored
+from tests._internals import safetensors_files as stored
 from tests.helpers.small_model import Small, assert_alike, filled
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
@@ -77,7 +77,9 @@ def test_several_files_have_an_index_and_one_has_none(tmp_path: Path) -> None:
     tensors = [TensorSpec(name, torch.bfloat16, (3,)) for name in "abc"]
     assert [f.name for f in Replacement.of(tmp_path, tensors, {}, 18).files] == ["model.safetensors"]
     files = Replacement.of(tmp_path, tensors, {"tied": "a"}, 12)
-    assert json.loads(files.index) == {
+    files.begin()
+    files.commit()
+    assert json.loads((tmp_path / "model.safetensors.index.json").read_text()) == {
         "metadata": {"total_size": 18},
         "weight_map": {
             "a": "model-00001-of-00002.safetensors",
@@ -85,8 +87,8 @@ def test_several_files_have_an_index_and_one_has_none(tmp_path: Path) -> None:
             "c": "model-00002-of-00002.safetensors",
         },
     }
-    assert [f.metadata for f in files.files] == [{"format": "pt", "tied": "a"}, {"format": "pt"}]
-    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    metadata = [json.loads(file.header[8:])["__metadata__"] for file in files.files]
+    assert metadata == [{"format": "pt", "tied": "a"}, {"format": "pt"}]
     beside = Replacement.of(tmp_path, tensors, {}, 12)
     assert beside.files[0].name == f"model-{beside.token}-00001-of-00002.safetensors"
 
@@ -104,7 +106,7 @@ def test_blocks_are_read_through_a_window_and_the_file_is_opened_anew(tmp_path: 
     library.save_file({"t": full, "one": torch.tensor(3)}, tmp_path / "a.safetensors")
     opened: list[Path] = []
     real = stored.opened
-    monkeypatch.setattr(stored, "WINDOW_BYTES", 160)
+    monkeypatch.setattr(stored, "BLOCK_BYTES", 160)
 
     def counted(path: Path) -> object:
         opened.append(path)

@@ -17,7 +17,7 @@ ELSEWHERE = {
     "plan/memory_ledger.py": "leaves out tensors on the meta device, in a plan without a device",
     "diagnostics/meters.py": "reads the statistics of an allocator, or of the process",
     "_api/group_setters.py": "runs a hook of the user on a stream of the user",
-    "checkpoint/_dcp/contents.py": "the random state of an accelerator, by its name in the checkpoint",
+    "checkpoint/_dcp/save.py": "the random state of an accelerator, by its name in the checkpoint",
 }
 """Other modules that may ask, and why. In these, nothing of a step differs between devices."""
 

@@ -26,30 +26,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from composable_fsdp.checkpoint._coordination.mismatch import dtype_name
-from composable_fsdp.checkpoint._safetensors.save_safetensors import sync
+from composable_fsdp.checkpoint._coordination import dtype_name
+from composable_fsdp.checkpoint._safetensors import sync
 from composable_fsdp.errors import CheckpointError
-
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "METADATA",
-    "FileRecord",
-    "Manifest",
-    "PartialCheckpoint",
-    "candidates",
-    "check_file",
-    "check_files",
-    "checkpoints_at",
-    "complete",
-    "damage_text",
-    "find",
-    "latest",
-    "leftovers",
-    "problems_of",
-    "read_manifest",
-    "step_of",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +51,8 @@ def complete(path: str | os.PathLike[str]) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def candidates(path: str | os.PathLike[str]) -> list[Path]:
-    """Return all checkpoints in the folder ``path``, the newest first, including damaged ones.
+def candidates(path: str | os.PathLike[str]) -> dict[int, Path]:
+    """Return all checkpoints in the folder ``path`` by descending step, including damaged ones.
 
     A save renames a directory only once it is complete, so a directory without a manifest is damaged.
     """
@@ -82,14 +61,7 @@ def candidates(path: str | os.PathLike[str]) -> list[Path]:
     for name in os.listdir(folder) if folder.is_dir() else []:
         if (match := _NAME.fullmatch(name)) and (folder / name).is_dir():
             found.setdefault(int(match[1]), folder / name)
-    return [found[step] for step in sorted(found, reverse=True)]
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step in the name of a checkpoint from :func:`candidates`."""
-    match = _NAME.match(checkpoint.name)
-    assert match is not None
-    return int(match[1])
+    return dict(sorted(found.items(), reverse=True))
 
 
 def leftovers(path: str | os.PathLike[str]) -> list[str]:
@@ -121,7 +93,7 @@ def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
         if _NAME.fullmatch(given.name):
             raise CheckpointError(f"{given / MANIFEST} is missing.")
         return [given]
-    found = candidates(given)
+    found = list(candidates(given).values())
     if not found:
         unfinished = sorted(entry.name for entry in given.glob(f"*{_PARTIAL}")) if given.is_dir() else []
         hint = f" Never finished: {', '.join(unfinished)}." if unfinished else ""
@@ -272,14 +244,6 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
 
-    @staticmethod
-    def read(folder: Path) -> Manifest:
-        """As :func:`read_manifest`, but damage is an error too."""
-        manifest, problem = read_manifest(folder)
-        if manifest is None:
-            raise CheckpointError(problem)
-        return manifest
-
     def share(self, rank: int = 0, ranks: int = 1) -> dict[str, FileRecord]:
         """Return the files that ``rank`` of ``ranks`` checks: each file once, about as many bytes on each rank."""
         by_size = sorted(self.files.items(), key=lambda item: (-item[1].bytes, item[0]))
@@ -313,29 +277,22 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
 
 
-def check_file(path: Path, record: FileRecord, *, contents: bool = True) -> None:
-    """Raise ``CheckpointError`` if the file differs from its ``record``; only in size unless ``contents``."""
-    try:
-        size = path.stat().st_size
-        crc32 = _crc32(path) if contents and size == record.bytes else record.crc32
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    if size != record.bytes:
-        raise CheckpointError(f"{path} has {size} bytes instead of {record.bytes}: it is truncated or overwritten.")
-    if crc32 != record.crc32:
-        raise CheckpointError(f"{path} is damaged: its CRC-32 is {crc32} instead of {record.crc32}.")
-
-
-def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, contents: bool) -> str:
-    """Return the damage of the first of ``files`` that :func:`check_file` refuses, or an empty text."""
-    try:
-        for name, record in files.items():
-            check_file(checkpoint / name, record, contents=contents)
-    except CheckpointError as error:
-        return str(error)
-    return ""
+def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, contents: bool) -> Iterator[str]:
+    """Yield a sentence for each of ``files`` that differs from its record; only in size unless ``contents``."""
+    for name, record in files.items():
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+            crc32 = _crc32(path) if contents and size == record.bytes else record.crc32
+        except FileNotFoundError:
+            yield f"{path} is missing."
+        except OSError as error:
+            yield f"{path} cannot be read: {error}."
+        else:
+            if size != record.bytes:
+                yield f"{path} has {size} bytes instead of {record.bytes}: it is truncated or overwritten."
+            elif crc32 != record.crc32:
+                yield f"{path} is damaged: its CRC-32 is {crc32} instead of {record.crc32}."
 
 
 def _crc32(path: Path) -> str:
@@ -351,10 +308,8 @@ def problems_of(checkpoint: Path, *, contents: bool = True) -> Iterator[str]:
     manifest, problem = read_manifest(checkpoint)
     if manifest is None:
         yield problem
-        return
-    for name, record in manifest.share().items():
-        if problem := check_files(checkpoint, {name: record}, contents=contents):
-            yield problem
+    else:
+        yield from check_files(checkpoint, manifest.share(), contents=contents)
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:

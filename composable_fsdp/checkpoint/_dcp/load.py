@@ -23,21 +23,21 @@ from torch.optim import Optimizer
 from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._api.extents import like
 from composable_fsdp._core.params import local_part
-from composable_fsdp.checkpoint._coordination.mismatch import (
+from composable_fsdp.checkpoint._coordination import (
+    TIMEOUT,
     Mismatch,
+    RankGroup,
     check_arguments,
     differ,
     dtype_name,
     join_rank_texts,
     leave_common_unexpected,
+    meet,
     mismatch_text,
     refuse,
     said,
     tensor_text,
 )
-from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, RankGroup, meet
-from composable_fsdp.checkpoint._dcp.contents import Contents, communication_of, contents_of, key_of, set_random_state
-from composable_fsdp.checkpoint._dcp.contents import Path as ContentsPath
 from composable_fsdp.checkpoint._dcp.directory import (
     MANIFEST,
     Manifest,
@@ -46,14 +46,20 @@ from composable_fsdp.checkpoint._dcp.directory import (
     damage_text,
     read_manifest,
 )
-from composable_fsdp.checkpoint._dcp.storage import Blocks, read, read_metadata
+from composable_fsdp.checkpoint._dcp.save import (
+    Contents,
+    ContentsPath,
+    communication_of,
+    contents_of,
+    key_of,
+    set_random_state,
+)
+from composable_fsdp.checkpoint._dcp.storage import read, read_metadata
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, replicated
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, plain_name, prepare_for_access
 from composable_fsdp.errors import CheckpointError
-
-__all__ = ["load", "read_objects"]
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +204,10 @@ def _examine(ranks: RankGroup, what: str, checkpoint: Path, contents: bool) -> t
     def together(found: list[str]) -> str:
         return join_rank_texts({rank: text for rank, text in enumerate(found) if text}, len(found))
 
-    return manifest, ranks.combine(what, lambda: check_files(checkpoint, share, contents=contents), together)
+    def first_problem() -> str:
+        return next(check_files(checkpoint, share, contents=contents), "")
+
+    return manifest, ranks.combine(what, first_problem, together)
 
 
 _Fit = tuple[Mismatch, bool, bool | None]
@@ -270,8 +279,6 @@ class _Restore:
         records = {key.removeprefix("classes."): value for key, value in objects.items() if key.startswith("classes.")}
         self._records = {key: Record.decoded(value) for key, value in records.items()}
         self._parts: dict[str, LocalShard] = {}
-        self._absent: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
-        """Local tensors, with memory for those of their inner tensors that are None so far, by attribute."""
         self._state: dict[str, dict[str, Any]] = {}
         """The optimizer's state by parameter name. Its new tensors are empty until they are read."""
         self._by_module: dict[str, Any] = {}
@@ -306,12 +313,9 @@ class _Restore:
         with torch.no_grad():
             with ExitStack() as memory:  # parts that cannot be written to, such as expanded buffers, get their own
                 plain = {key: memory.enter_context(part.plain(write=True)) for key, part in self._parts.items()}
-                blocks = {key: Blocks(part.shape, part.blocks(plain[key])) for key, part in self._parts.items()}
+                blocks = {key: LocalShard(plain[key], extent=part.extent) for key, part in self._parts.items()}
                 read(folder, self._metadata, blocks, changed)
             self.has_changed = True
-            for tensor, absent in self._absent:
-                for attribute, value in absent.items():
-                    setattr(tensor, attribute, value)
             if self._by_module:
                 names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
@@ -357,9 +361,8 @@ class _Restore:
         """Plan to load ``key`` into ``part``. Return False, and note it, if ``key`` is missing or has another shape."""
         saved, mismatch, wanted = self._saved.get(key), self.mismatch, part.value
         if key in self._records:
-            parts, made = wanted_of(part, self._records[key], name, lambda end: self._spec(f"{key}{end}"), mismatch)
+            parts = wanted_of(part, self._records[key], name, lambda end: self._spec(f"{key}{end}"), mismatch)
             self._parts |= {f"{key}{suffix}": each for suffix, each in parts.items()}
-            self._absent.append((local_part(part.value), made))
             return True
         if saved is None:
             mismatch.missing[name] = tensor_text(wanted.dtype, wanted.shape)

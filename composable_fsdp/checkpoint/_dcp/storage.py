@@ -1,8 +1,8 @@
-"""The save and load planners, the file writer and the reader for ``torch.distributed.checkpoint`` (DCP).
+"""The load planner, the file writer and the reader for ``torch.distributed.checkpoint`` (DCP).
 
-DCP's default planners ask a value for its blocks (``_Checkpointable``). Those of a DTensor follow its placements, which
-cannot describe every shard that ``fully_shard`` makes of a tensor-parallel shard; :class:`Blocks` follows the
-:class:`~composable_fsdp._api.extents.ShardExtent` of a local shard. These planners add to the defaults:
+DCP's default planners ask a value for its blocks. Those of a DTensor follow its placements, which cannot describe every
+shard that ``fully_shard`` makes of a tensor-parallel shard; those of a ``LocalShard`` follow its extent. The planners
+here and in ``save.py`` add to the defaults:
 
 - blocks of values that are no tensors are found, where ``find_state_dict_object`` raises;
 - objects are bytes, serialized when the save is planned. By default they are serialized when they are written, after
@@ -25,106 +25,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 
-from composable_fsdp._core.memory import is_accelerator
-from composable_fsdp.checkpoint._dcp.contents import Contents, key_of
-from composable_fsdp.checkpoint._dcp.contents import Path as ContentsPath
 from composable_fsdp.checkpoint._dcp.directory import METADATA, FileRecord, Manifest
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Blocks", "ChecksummingWriter", "SavePlanner", "read", "read_metadata"]
-
-
-class Blocks:
-    """This rank's blocks of a tensor of this ``shape``, by offsets. DCP's planners call its methods."""
-
-    def __init__(self, shape: Sequence[int], blocks: Mapping[tuple[int, ...], torch.Tensor]) -> None:
-        self._shape = torch.Size(shape)
-        self._blocks = blocks
-
-    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
-        items = []
-        for chunk, block in zip(self.__create_chunk_list__(), self._blocks.values(), strict=True):
-            data = TensorWriteData(chunk, TensorProperties(dtype=block.dtype), self._shape)
-            items.append(WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        return items
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(at), block.shape) for at, block in self._blocks.items()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self._blocks[tuple(index.offset)]
-
-
-class SavePlanner(DefaultSavePlanner):
-    """A planner that writes ``contents``. DCP merges the plans of the ranks and validates the result."""
-
-    def __init__(self, contents: Contents) -> None:
-        super().__init__()
-        self._staged: dict[MetadataIndex, torch.Tensor | bytes] = {}
-        self.is_coordinator = False
-        self.state_dict = {key_of(path): Blocks(part.shape, part.blocks()) for path, part in contents.parts.items()}
-        self.state_dict |= {key_of(path): _serialized(key_of(path), value) for path, value in contents.objects.items()}
-        self.mappings = {key_of(path): path for path in (*contents.parts, *contents.objects, *contents.aliases)}
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor | bytes:
-        if index in self._staged:
-            return self._staged[index]
-        value = self.state_dict[index.fqn]
-        return value.__get_tensor_shard__(index) if isinstance(value, Blocks) else value
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        value = self.lookup_object(write_item.index)
-        return io.BytesIO(value) if isinstance(value, bytes) else value
-
-    def stage(self, plan: SavePlan) -> None:
-        """Copy the tensors in ``plan`` to host memory and release all others."""
-        values = {item.index: self.lookup_object(item.index) for item in plan.items}
-        self._staged = {i: _on_host(v) if isinstance(v, torch.Tensor) else v for i, v in values.items()}
-        self.state_dict = {}
-        if any(isinstance(value, torch.Tensor) and value.is_pinned() for value in self._staged.values()):
-            torch.accelerator.synchronize()
-
-
-def _serialized(key: str, value: object) -> bytes:
-    data = io.BytesIO()
-    try:
-        torch.save(value, data)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # depending on the class
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        for item, inner in items:
-            _serialized(f"{key}[{item!r}]", inner)  # to name the innermost one
-        raise CheckpointError(
-            f"{key} cannot be pickled ({error}). Save what describes it instead: numbers, strings, lists, dicts and "
-            "tensors"
-        ) from error
-    return data.getvalue()
-
-
-def _on_host(block: torch.Tensor) -> torch.Tensor:
-    """Return a host copy of ``block``. A copy from an accelerator is complete once the accelerator is synchronized."""
-    on_accelerator = is_accelerator(block.device)
-    host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_accelerator)
-    return host.copy_(block.detach(), non_blocking=on_accelerator)
-
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """A planner that reads tensors directly into the memory of ``Blocks``, and objects in serialized form."""
+    """A planner that reads tensors directly into the memory of a ``LocalShard``, and objects in serialized form."""
 
     def __init__(self, state: dict[str, Any], metadata: Metadata, changed: Callable[[], None]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -231,7 +146,7 @@ class ChecksummingWriter(FileSystemWriter):
         self,
         metadata: Metadata,
         written: Sequence[tuple[list[WriteResult], Mapping[str, FileRecord]]],
-        aliases: Mapping[ContentsPath, ContentsPath],
+        aliases: Mapping[str, str],
         step: int,
         ranks: int,
     ) -> None:
@@ -240,12 +155,12 @@ class ChecksummingWriter(FileSystemWriter):
         Args:
             metadata: the metadata of the plan. Each tensor becomes readable under its ``aliases`` too.
             written: for each rank, the results of ``write_data`` and the records of its files.
-            aliases: further paths of tensors, with the path in ``metadata``.
+            aliases: further keys of tensors, with the key in ``metadata``.
             step: for the manifest, as ``ranks``.
             ranks: the number of ranks that save.
         """
         keys: dict[str, list[str]] = {}
-        for alias, key in ((key_of(alias), key_of(path)) for alias, path in aliases.items()):
+        for alias, key in aliases.items():
             if alias not in metadata.state_dict_metadata:
                 metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
                 keys.setdefault(key, []).append(alias)

@@ -22,21 +22,9 @@ import torch
 
 from composable_fsdp._api.extents import Ranges, ShardExtent
 from composable_fsdp._core.params import is_wrapper
-from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name
+from composable_fsdp.checkpoint._coordination import Mismatch, differ, dtype_name
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, checksum
 from composable_fsdp.errors import CheckpointError
-
-__all__ = [
-    "InnerContribution",
-    "Record",
-    "agreed",
-    "class_name",
-    "has_inner",
-    "inner_contribution_of",
-    "parts_of",
-    "refuse_unknown",
-    "wanted_of",
-]
 
 Ratio = tuple[int, int] | None
 """The sharding of an inner tensor when the outer tensor is sharded along one dim.
@@ -338,20 +326,24 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 def wanted_of(
     part: LocalShard, record: Record, name: str, saved: Callable[[str], Spec | None], mismatch: Mismatch
-) -> tuple[dict[str, LocalShard], dict[str, torch.Tensor]]:
+) -> dict[str, LocalShard]:
     """Match the inner tensors of ``part``, called ``name`` in ``mismatch``, with those of the checkpoint.
 
-    ``saved`` returns the spec of what is saved under a suffix of the outer tensor's key.
-
-    Returns:
-        The inner tensors to fill, by suffix; and memory for those that the checkpoint has but that are ``None`` here,
-        by attribute.
+    ``saved`` returns the spec of what is saved under a suffix of the outer tensor's key. The result is the inner
+    tensors to fill, by suffix.
     """
     parts: dict[str, LocalShard] = {}
-    made: dict[str, torch.Tensor] = {}
-    if not _compare_outer(part, record, name, mismatch):
-        return parts, made
-    inner = _inner_of(part.local)
+    local = part.local
+    if record.kind != class_name(local):
+        mismatch.classes[name] = differ(f"a {record.kind}", f"a {class_name(local)}")
+        return parts
+    if record.shape != part.shape:
+        mismatch.shapes[name] = differ(record.shape, part.shape)
+        return parts
+    if record.local_shape == tuple(local.shape) and record.context != _context_of(local):
+        mismatch.classes[name] = differ(f"a {record.kind} with {record.context}", f"one with {_context_of(local)}")
+        return parts
+    inner = _inner_of(local)
     for attribute in inner.keys() - record.inner.keys():
         mismatch.classes[f"{name}.{attribute}"] = f"not saved, but this {record.kind} has it"
     for attribute, layout in record.inner.items():
@@ -371,30 +363,14 @@ def wanted_of(
         shape, dtype = spec[0] if extent is None else extent.local_shape, spec[1]
         tensor = inner.get(attribute)
         if tensor is None:
-            if "." in attribute or getattr(part.local, attribute, part.local) is not None:
-                mismatch.classes[label] = f"saved, but this {record.kind} does not have it"
-                continue
-            tensor = made[attribute] = torch.empty(shape, dtype=dtype, device=part.local.device)
+            mismatch.classes[label] = f"saved, but this {record.kind} does not have it"
+            continue
         if tuple(tensor.shape) != shape:
             mismatch.shapes[label] = differ(shape, tuple(tensor.shape))
         elif tensor.dtype != dtype:
             mismatch.dtypes[label] = differ(dtype_name(dtype), dtype_name(tensor.dtype))
         parts[suffix] = LocalShard(tensor, extent=extent)
-    return parts, made
+    return parts
 
 
 _SAME_MESH = "Load it on the mesh, and as many ranks, that saved it"
-
-
-def _compare_outer(part: LocalShard, record: Record, name: str, mismatch: Mismatch) -> bool:
-    """Compare the outer tensors, and return whether they match."""
-    local = part.local
-    if record.kind != class_name(local):
-        mismatch.classes[name] = differ(f"a {record.kind}", f"a {class_name(local)}")
-    elif record.shape != part.shape:
-        mismatch.shapes[name] = differ(record.shape, part.shape)
-    elif record.local_shape == tuple(local.shape) and record.context != _context_of(local):
-        mismatch.classes[name] = differ(f"a {record.kind} with {record.context}", f"one with {_context_of(local)}")
-    else:
-        return True
-    return False

@@ -18,34 +18,29 @@ from torch.optim import Optimizer
 from composable_fsdp._api.extents import Cut, ShardExtent, has_own_memory, like, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding, as_dtensor
 from composable_fsdp._core.params import ShardedParameter, find_replaced, local_part
-from composable_fsdp.checkpoint._coordination.mismatch import Mismatch
-from composable_fsdp.checkpoint._state_dict.forms import Form, Local, compare, shard_for, to_form
-from composable_fsdp.checkpoint._state_dict.loader import OwnerRanks, StateDictLoader, digest
-from composable_fsdp.checkpoint._state_dict.model import SHARDED, comes_from_rank0, streams_from_rank0
+from composable_fsdp.checkpoint._coordination import Mismatch
+from composable_fsdp.checkpoint._state_dict.model import (
+    SHARDED,
+    OwnerRanks,
+    StateDictLoader,
+    comes_from_rank0,
+    digest,
+    streams_from_rank0,
+)
 from composable_fsdp.checkpoint._state_dict.tensors import (
+    Form,
+    Local,
     checksum,
+    compare,
     on_meta,
     parameter_names,
     plain_name,
     prepare_for_access,
+    shard_for,
+    to_form,
 )
 from composable_fsdp.errors import CheckpointError, ParameterError
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
-
-__all__ = [
-    "OptimizerParam",
-    "OptimizerParams",
-    "check_replicated",
-    "is_plain",
-    "lacking",
-    "load_optimizer_state_dict",
-    "on_host",
-    "optimizer_state_dict",
-    "rekey_optimizer",
-    "rekey_optimizer_state_dict",
-    "replicated",
-    "restored",
-]
 
 _MEMBERS = ("params", "param_names")
 

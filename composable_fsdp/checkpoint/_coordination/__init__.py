@@ -1,1 +1,0 @@
-"""Coordination of ranks during a save or load: rank group, error texts and pending saves."""

@@ -1,0 +1,731 @@
+"""Hugging Face checkpoints, loaded directly into shards and written from them, without gathering tensors.
+
+The safetensors library writes complete files from full tensors. torch's ``HuggingFaceStorageWriter`` writes all data
+twice, and its consolidation leaves scalars at zero and raises for integer tensors; its reader ignores the index. So
+files are written here, block by block, and read through the library's slices. ``test_checkpoint_of_torch.py`` shows it.
+
+Headers are built from shapes and dtypes alone, rank 0 reserves the files, and every rank writes its shards at their
+offsets. Ranks exchange no tensors, write concurrently, and need memory for one block. All ranks must share a file
+system, which is checked before anything is written.
+
+A file is the length of its header in 8 bytes, the header in JSON, and the values of its tensors, one after the other
+(https://huggingface.co/docs/safetensors, Format). If there are several files, an index in JSON maps tensors to files.
+
+The new checkpoint replaces the old one atomically: at every moment the directory has the complete old or new one.
+Readers take ``model.safetensors``, or else the files that the index names. New files therefore get names that the old
+ones do not have. One operation switches from the old checkpoint to the new: the rename of the file or index that
+readers open, or the removal of ``model.safetensors`` if an index replaces it. Old files are deleted after it. Until all
+files are complete and on disk, they are in a hidden directory that readers ignore.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.nn.modules.module import _IncompatibleKeys
+
+from composable_fsdp._api.extents import Box
+from composable_fsdp._consistency.rank_report import ranks_text
+from composable_fsdp.checkpoint._coordination import (
+    TIMEOUT,
+    Mismatch,
+    check_arguments,
+    differ,
+    dtype_name,
+    leave_common_unexpected,
+    meet,
+    refuse,
+    tensor_text,
+)
+from composable_fsdp.checkpoint._state_dict.model import digest
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, check_parts, prepare_for_access, tensors_of
+from composable_fsdp.errors import CheckpointError, ConfigurationError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PART = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
+
+BLOCK_BYTES = 16 << 20
+"""The most bytes of a file that one block to write spans, and that are read before the file is mapped again."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+}
+"""Dtypes by their names in the format."""
+
+KeyMap = Callable[[str], str] | Mapping[str, str]
+"""Maps names in the model to names in the files. Names that a mapping lacks are the same in both."""
+
+
+def load_safetensors(
+    model: nn.Module,
+    path_or_index: str | os.PathLike[str],
+    *,
+    key_map: KeyMap | None = None,
+    strict: bool = True,
+    convert_dtype: bool = False,
+    timeout: float = TIMEOUT,
+) -> _IncompatibleKeys:
+    """Load the parameters and persistent buffers of ``model`` from safetensors files.
+
+    All ranks of the default process group must call it, also those with another part of the model, such as pipeline
+    stages. Each rank reads only the elements of its shards, and copies them from the mapped file to their destination.
+    This takes about 32 MB of extra memory.
+
+    Everything is checked on all ranks before anything is written, so after an error the model is unchanged. The
+    exception is a file that can be opened but not read: the error then says that the model is loaded in part. Files
+    have no checksums: corrupted bytes within a tensor are not detected.
+
+    Args:
+        model: a module in memory, sharded or not. After ``fully_shard`` on the meta device call
+            :func:`composable_fsdp.to_empty` first. Every rank reads plain tensors in full.
+        path_or_index: a ``.safetensors`` file, the ``.safetensors.index.json`` of several, or a directory with either,
+            as ``save_pretrained`` and :func:`save_safetensors` write it.
+        key_map: maps a name in the model to the name in the files, for files made for another implementation of the
+            model: ``lambda name: f"model.{name}"`` or ``{"head.weight": "lm_head.weight"}``. Names that a mapping lacks
+            are the same in both. Names in the model are without the prefixes of wrappers, as in
+            ``composable_fsdp.checkpoint.state_dict``.
+        strict: a tensor that is only in the model, or in the files and in no rank's model, is an error. So are tied
+            parameters that the files have under several names with different values; without ``strict`` the first name
+            counts.
+        convert_dtype: allow files to have other dtypes than the model, which keeps its own, for example to train fp32
+            parameters from a bf16 checkpoint. Without it, dtypes must be equal. Complex values never fit a real dtype,
+            nor floating-point values an integer dtype.
+        timeout: seconds for which ranks wait for each other, at the start and at every exchange.
+
+    Returns:
+        ``missing_keys``, which only this rank's model has, and ``unexpected_keys``, which no rank's model has, as
+        ``nn.Module.load_state_dict`` does. For tied parameters one name in the files is enough; if there is none, only
+        the first one is missing. Extra state is not loaded, and not missing.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, the model does not fit, ranks see different files, a rank did not
+            call in time, or an earlier asynchronous save failed. The error is the same on all ranks.
+    """
+    what, path = "load_safetensors", Path(path_or_index)
+    ranks = meet(what, timeout)
+    mismatch = Mismatch()
+    jobs: list[tuple[LocalShard, str]] = []  # the shards to fill, with their keys
+    stored: StoredTensors | None = None
+
+    def match() -> _Fit:
+        nonlocal stored
+        stored = StoredTensors.at(path)
+        jobs.extend(_match(stored, keyed_tensors(model, key_map)[0], mismatch, strict, convert_dtype))
+        tensors = sorted((name, each.code, each.shape) for name, each in stored.tensors.items())
+        return mismatch, stored.path, digest(tensors)
+
+    def read() -> None:
+        assert stored is not None
+        reader = Reader(stored)
+        for part, key in sorted(jobs, key=lambda job: reader.file_of(job[1])):  # one file after another
+            _read_part(reader, part, key)
+
+    name = type(model).__name__
+    unexpected = ranks.combine(what, match, lambda fits: _verify_fits(fits, name, strict=strict))
+    ranks.agree(what, read)
+    return _IncompatibleKeys(list(mismatch.missing), unexpected)
+
+
+_Fit = tuple[Mismatch, Path, str]
+"""Findings of one rank: the differences, the file or index, and a digest that is equal if ranks see the same files."""
+
+
+def _match(
+    stored: StoredTensors, tensors: list[KeyedTensor], mismatch: Mismatch, strict: bool, convert_dtype: bool
+) -> Iterator[tuple[LocalShard, str]]:
+    """Yield the shards that are in the files, with their keys, and note all differences."""
+    used = set[str]()
+    for part, names in tensors:
+        found = _keys_of(names, stored)
+        used |= found.keys()
+        if not found:
+            key, name = next(iter(names.items()))
+            mismatch.missing[name] = tensor_text(part.value.dtype, part.shape) + _key_note(name, key)
+            continue
+        yield part, next(iter(found))
+        for key, name in list(found.items())[: None if strict else 1]:
+            _compare(name, part, key, stored.tensors[key], convert_dtype, mismatch)
+    for key, each in stored.tensors.items():
+        if key not in used:
+            mismatch.unexpected[key] = f"{_dtype_of(each)} {each.shape}"
+    if strict and not mismatch.shapes and not mismatch.dtypes:
+        mismatch.others = [text for part, names in tensors for text in _check_ties(part, names, stored)]
+
+
+@torch.no_grad()
+def _read_part(reader: Reader, part: LocalShard, key: str) -> None:
+    try:
+        with part.plain(write=True) as local:
+            for box, values in reader.blocks(key, part.extent.boxes()):
+                box.of_part(local).copy_(values)
+    except Exception as error:
+        raise CheckpointError(
+            f"{reader.file_of(key)} could not be read at {key!r}: {error}. The model is loaded in part."
+        ) from error
+
+
+def _verify_fits(fits: list[_Fit], model: str, *, strict: bool) -> list[str]:
+    """Return the keys that no rank expects. Raise if anything does not fit."""
+    mismatches = {rank: mismatch for rank, (mismatch, _, _) in enumerate(fits)}
+    leave_common_unexpected(mismatches.values())
+    path = fits[0][1]
+    refuse(f"{path} does not fit {model}", mismatches, ignore=() if strict else ("missing", "unexpected"))
+    others = [rank for rank, (_, _, seen) in enumerate(fits) if seen != fits[0][2]]
+    if others:  # a path may be another directory on another host
+        raise CheckpointError(
+            f"{path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than rank 0. "
+            "Put it on storage that all ranks share, or the same copy on every host."
+        )
+    return list(mismatches[0].unexpected)
+
+
+def _keys_of(names: Mapping[str, str], stored: StoredTensors) -> dict[str, str]:
+    """Return the ``names`` of a tensor by its keys in the files. A tensor tied only in the model has several."""
+    found: dict[str, str] = {}
+    for wanted, name in names.items():
+        if (key := stored.key(wanted)) is not None:
+            found.setdefault(key, name)
+    return found
+
+
+def _compare(
+    name: str, part: LocalShard, key: str, stored: StoredTensor, convert_dtype: bool, mismatch: Mismatch
+) -> None:
+    """Add to ``mismatch`` why ``stored`` cannot be loaded into ``part``."""
+    dtype, note = part.value.dtype, _key_note(name, key)
+    fits = stored.dtype is not None and torch.can_cast(stored.dtype, dtype)
+    if stored.shape != part.shape:
+        mismatch.shapes[name] = differ(stored.shape, part.shape) + note
+    elif not fits or (stored.dtype != dtype and not convert_dtype):
+        advice = " (convert_dtype=True converts it)" if fits else ""
+        mismatch.dtypes[name] = differ(_dtype_of(stored), dtype_name(dtype)) + note + advice
+
+
+def _check_ties(part: LocalShard, names: Mapping[str, str], stored: StoredTensors) -> Iterator[str]:
+    """Yield an error text for each key whose values differ from those of the first key, in this rank's shard."""
+    first, *others = list(_keys_of(names, stored)) or [""]
+    for other in others:
+        pairs = zip(*(Reader(stored).blocks(key, part.extent.boxes()) for key in (first, other)), strict=True)
+        if not all(_same_bits(one, two) for (_, one), (_, two) in pairs):
+            yield f"tied in the model, but with different values in the files: {first} and {other}"
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = (t.reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(one, other)
+
+
+def _key_note(name: str, key: str) -> str:
+    return "" if name == key else f" (in the files {key})"
+
+
+def _dtype_of(stored: StoredTensor) -> str:
+    return stored.code if stored.dtype is None else dtype_name(stored.dtype)
+
+
+# -- the model's tensors
+
+
+KeyedTensor = tuple[LocalShard, dict[str, str]]
+"""This rank's shard of a tensor, and the names of the tensor in the model by its keys in the files."""
+
+
+def keyed_tensors(model: nn.Module, key_map: KeyMap | None) -> tuple[list[KeyedTensor], list[str]]:
+    """Prepare ``model`` for access, and return its parameters and persistent buffers, and names of its extra state."""
+    mapping = {} if key_map is None else key_map
+    if not isinstance(mapping, Mapping) and not callable(mapping):
+        raise ConfigurationError(f"key_map must be a mapping or a callable of names, not {type(key_map).__name__}.")
+    prepare_for_access(model)
+    tensors, others = tensors_of(model)
+    found = []
+    for entries in tensors:
+        names: dict[str, str] = {}
+        for name in (entry.name for entry in entries):
+            names.setdefault(mapping.get(name, name) if isinstance(mapping, Mapping) else mapping(name), name)
+        found.append((LocalShard(entries[0].value, entries[0].sharding), names))
+    return found, [entry.name for entry in others]
+
+
+# -- files
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: the file, the format's name for its dtype, and its shape."""
+
+    file: Path
+    code: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype, or ``None`` if torch has no such dtype."""
+        return DTYPES.get(self.code)
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """The tensors of a checkpoint, read from its headers. Headers have the tensors' ends, so truncation is detected.
+
+    ``aliases`` are names that are in no file, with the names of their tensors.
+    """
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    aliases: Mapping[str, str]
+
+    @staticmethod
+    def at(path: Path) -> StoredTensors:
+        """Read the headers at ``path``: a ``.safetensors`` file, an index, or a directory with either."""
+        main = _main_file(path)
+        wanted = _read_index(main) if main.suffix == ".json" else {main: None}
+        tensors: dict[str, StoredTensor] = {}
+        aliases: dict[str, str] = {}
+        for file, names in wanted.items():
+            content = opened(file)
+            held = sorted(content.keys())
+            absent = sorted(set(names or ()) - set(held))
+            if absent:
+                raise CheckpointError(f"{file} lacks tensors that the index says it has: {', '.join(absent)}")
+            for name in held if names is None else names:
+                view = content.get_slice(name)
+                tensors[name] = StoredTensor(file, view.get_dtype(), tuple(view.get_shape()))
+            aliases |= content.metadata() or {}
+        known = {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}
+        return StoredTensors(main, tensors, known)
+
+    def key(self, name: str) -> str | None:
+        """Return the key of the tensor called ``name`` in the files, or ``None`` if there is none."""
+        return name if name in self.tensors else self.aliases.get(name)
+
+
+@dataclass
+class Reader:
+    """Reads tensors block by block, with one file open at a time.
+
+    The safetensors library maps files, and pages that were read count as memory of the process until they are unmapped.
+    A file is therefore opened again after every ``BLOCK_BYTES``.
+    """
+
+    stored: StoredTensors
+    _path: Path | None = None
+    _file: Any = None
+    _touched: int = 0
+
+    def file_of(self, key: str) -> Path:
+        return self.stored.tensors[key].file
+
+    def blocks(self, key: str, boxes: Iterable[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield the values in ``boxes`` in pieces. Each is a view of the file; drop it before taking the next one."""
+        found = self.stored.tensors[key]
+        itemsize = DTYPES[found.code].itemsize
+        strides = [prod(found.shape[dim + 1 :]) for dim in range(len(found.shape))]
+        for box in boxes:
+            for piece in box.pieces(found.shape, BLOCK_BYTES // itemsize):
+                span = 1 + sum((size - 1) * stride for size, stride in zip(piece.sizes, strides, strict=True))
+                yield piece, self._open(found.file, span * itemsize).get_slice(key)[piece.slices]
+
+    def _open(self, path: Path, nbytes: int) -> Any:
+        if path != self._path or self._touched + nbytes > BLOCK_BYTES:
+            self._path, self._file, self._touched = path, opened(path), 0
+        self._touched += nbytes
+        return self._file
+
+
+def opened(path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path} cannot be read without the safetensors library: pip install 'composable-fsdp[checkpoint]'"
+        ) from error
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing.")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged, or no safetensors file: {error}") from error
+
+
+def _read_index(path: Path) -> dict[Path, list[str] | None]:
+    """Return the names of the tensors in each file."""
+    names: dict[Path, Any] = {}
+    try:
+        for name, file in json.loads(path.read_bytes())["weight_map"].items():
+            names.setdefault(path.parent / file, []).append(name)
+        return names
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged, or no safetensors index: {error!r}") from error
+
+
+def _main_file(path: Path) -> Path:
+    """Return the file or index to open for ``path``. As with Hugging Face, a single file has priority over an index."""
+    if not path.is_dir():
+        return path
+    for name in (SINGLE, INDEX):
+        if (path / name).is_file():
+            return path / name
+    indexes, files = sorted(path.glob("*.safetensors.index.json")), sorted(path.glob("*.safetensors"))
+    found = indexes or [file for file in files if not _PART.fullmatch(file.name)]
+    if len(found) == 1:
+        return found[0]
+    which = f"several: {', '.join(p.name for p in found)}. Pass the path of one" if found else "none"
+    if files and not found:
+        which = f"only parts of one, such as {files[0].name}, without the index"
+    raise CheckpointError(f"{path} should have one safetensors file or index, but has {which}.")
+
+
+# -- save
+
+
+def save_safetensors(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_file_bytes: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+    key_map: KeyMap | None = None,
+    timeout: float = TIMEOUT,
+) -> None:
+    """Write the parameters and persistent buffers of ``model`` as safetensors files.
+
+    All ranks of the default process group must call it. The files contain the tensors of all ranks: a tensor that
+    differs between ranks must be a DTensor, or have different names, as in pipeline stages.
+
+    The directory ``path`` is created if needed. It then has ``model.safetensors``, or several files with
+    ``model.safetensors.index.json``, as ``save_pretrained`` of transformers writes them. Other files in it, such as
+    ``config.json``, are kept. An existing checkpoint is replaced only when the new one is complete and on disk: if a
+    save is interrupted, even by a kill, readers find one of the two, complete. Files have no checksums;
+    :func:`composable_fsdp.checkpoint.save` makes checkpoints that do.
+
+    Every rank writes its own shards block by block, with about 32 MB of extra memory; of replicas one writes. Tied
+    parameters are written once, under the first of their names. The other names are in the metadata, where
+    :func:`load_safetensors` finds them; transformers ties parameters itself. Extra state of modules is left out, with a
+    warning.
+
+    Args:
+        model: a module, sharded or not. For plain tensors the values of one rank that has them are written.
+        path: a directory on storage that all ranks share.
+        max_file_bytes: the most bytes of tensors in one file. A larger tensor has a file of its own.
+        dtype: the dtype to write floating-point tensors in, such as ``torch.bfloat16``. ``None``: the model's.
+        key_map: maps names in the model to names in the files, as in :func:`load_safetensors`.
+        timeout: seconds for which ranks wait for each other, at the start and at every exchange.
+
+    Raises:
+        CheckpointError: tensors are on the meta device; ranks have different tensors of the same name, or not all
+            shards of one; ranks do not share the storage; it is full or fails; a rank did not call in time; or an
+            earlier asynchronous save failed. The error is the same on all ranks, and the previous files are unchanged.
+        ConfigurationError: an argument is invalid, or two tensors would have the same name in the files.
+    """
+    what = "save_safetensors"
+    check_arguments("save_safetensors(model, path)", path, model)
+    ranks = meet(what, timeout)
+    shards: dict[str, LocalShard] = {}
+    left_out: list[str] = []
+    begun: Replacement | None = None  # on rank 0
+
+    def plan() -> _Plan:
+        _check_options(Path(path), max_file_bytes, dtype)
+        tensors, others = keyed_tensors(model, key_map)
+        left_out.extend(others)
+        shards.update({next(iter(names)): part for part, names in tensors})
+        items = [item for name, part in shards.items() for item in _write_items(name, part, dtype)]
+        return SavePlan(items), _names_of(tensors)
+
+    def begin(planned: list[_Plan]) -> list[tuple[Replacement, SavePlan]]:
+        nonlocal begun
+        names = dict.fromkeys(item.index.fqn for plan, _ in planned for item in plan.items)
+        check_parts([plan for plan, _ in planned])
+        plans, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([p for p, _ in planned])
+        aliases = {alias: name for _, known in planned for alias, name in known.items() if alias not in names}
+        saved = {name: cast(TensorStorageMetadata, metadata.state_dict_metadata[name]) for name in names}
+        specs = [TensorSpec(name, each.properties.dtype, tuple(each.size)) for name, each in saved.items()]
+        begun = Replacement.of(Path(path), specs, aliases, max_file_bytes)
+        begun.begin()
+        return [(begun, plan) for plan in plans]
+
+    try:
+        target, own = ranks.exchange(what, plan, begin)
+        target = replace(target, folder=Path(path))
+        if left_out and ranks.rank == 0:
+            names = ", ".join(left_out)
+            warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
+        ranks.combine(what, lambda: target.write(shards, own), lambda written: target.commit())
+    except BaseException:
+        if begun is not None:
+            begun.abandon()
+        raise
+
+
+_Plan = tuple[SavePlan, dict[str, str]]
+"""The blocks that one rank has, and the further names of its tensors."""
+
+
+def _check_options(folder: Path, max_file_bytes: int, dtype: torch.dtype | None) -> None:
+    if max_file_bytes < 1:
+        raise ConfigurationError(f"max_file_bytes must be at least 1, not {max_file_bytes}.")
+    if folder.suffix == ".safetensors" or folder.is_file():
+        raise ConfigurationError(f"{folder} must be a directory: save_safetensors may write several files.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
+
+
+def _write_items(name: str, part: LocalShard, dtype: torch.dtype | None) -> list[WriteItem]:
+    """Return the items of DCP's plan for the blocks of a shard: what is planned needs no memory."""
+    own = part.value.dtype
+    written = dtype if dtype is not None and own.is_floating_point else own
+    planned = torch.empty(part.extent.local_shape, dtype=written, device="meta")
+    return LocalShard(planned, extent=part.extent).__create_write_items__(name, None)
+
+
+def _names_of(tensors: Iterable[KeyedTensor]) -> dict[str, str]:
+    """Return the further names of each tensor in the files, with the first. Raise if two tensors have the same name."""
+    first: dict[str, str] = {}
+    further: dict[str, str] = {}
+    for names in (names for _, names in tensors):
+        kept, *others = names
+        for key, name in names.items():
+            other = first.setdefault(key, names[kept])
+            if other != names[kept]:
+                raise ConfigurationError(f"key_map gives {key!r} to both {other!r} and {name!r}, which are not tied.")
+        further |= dict.fromkeys(others, kept)
+    return further
+
+
+# -- files
+
+
+_INCOMPLETE = ".incomplete-"
+_PART = re.compile(r"model-([0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The name, dtype and shape of a tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The layout of one file: the bytes before the first tensor, and the offset of each tensor's first byte.
+
+    Invariant: tensors are contiguous, and each begins at a multiple of its element size.
+    """
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    header: bytes
+    offsets: Mapping[str, int]
+    nbytes: int
+
+    @staticmethod
+    def of(name: str, tensors: Sequence[TensorSpec], aliases: Mapping[str, str]) -> FileLayout:
+        """Order tensors by decreasing element size, so that all are aligned and readers can view them without a copy.
+
+        Aliases are in the metadata, as ``safetensors.torch.save_model`` writes them; transformers requires ``format``.
+        """
+        ordered = tuple(sorted(tensors, key=lambda spec: -spec.dtype.itemsize))
+        bounds = list(accumulate((spec.nbytes for spec in ordered), initial=0))
+        places = {spec.name: (bounds[i], bounds[i + 1]) for i, spec in enumerate(ordered)}
+        own = {alias: kept for alias, kept in aliases.items() if kept in places}
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"} | own}
+        for spec in ordered:
+            entries[spec.name] = {
+                "dtype": dtype_code(spec.dtype),
+                "shape": spec.shape,
+                "data_offsets": places[spec.name],
+            }
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        offsets = {name: len(header) + begin for name, (begin, _) in places.items()}
+        return FileLayout(name, ordered, header, offsets, len(header) + bounds[-1])
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The files of one save into ``folder``. ``token`` is unique to the save."""
+
+    folder: Path
+    token: str
+    files: Sequence[FileLayout]
+
+    @staticmethod
+    def of(folder: Path, tensors: Iterable[TensorSpec], aliases: Mapping[str, str], max_file_bytes: int) -> Replacement:
+        """Assign ``tensors`` to files in their order, with at most ``max_file_bytes`` of tensors in each.
+
+        A tensor larger than that has a file of its own. ``aliases`` are other names of tensors.
+        """
+        groups: list[list[TensorSpec]] = [[]]
+        size = 0
+        for spec in tensors:
+            if groups[-1] and size + spec.nbytes > max_file_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(spec)
+            size += spec.nbytes
+        token, names = secrets.token_hex(4), [SINGLE]
+        if len(groups) > 1:
+            has_parts = folder.is_dir() and any(_PART.fullmatch(path.name) for path in folder.iterdir())
+            prefix = f"model-{token}" if has_parts else "model"
+            names = [f"{prefix}-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+        files = [FileLayout.of(name, group, aliases) for name, group in zip(names, groups, strict=True)]
+        return Replacement(folder, token, files)
+
+    @property
+    def aside(self) -> Path:
+        """The directory of the files until all are complete."""
+        return self.folder / f"{_INCOMPLETE}{self.token}"
+
+    def begin(self) -> None:
+        """Create all files at full size with their headers, and delete what interrupted saves left behind."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob(f"{_INCOMPLETE}*"):
+            shutil.rmtree(old)
+        self.aside.mkdir()
+        for file in self.files:
+            with open(self.aside / file.name, "wb") as opened:
+                opened.write(file.header)
+                opened.flush()
+                _reserve(opened.fileno(), file.nbytes)
+
+    @torch.no_grad()
+    def write(self, shards: Mapping[str, LocalShard], plan: SavePlan | None = None) -> None:
+        """Write the blocks in ``plan`` (default: all) of ``shards`` to the places of their tensors, and to disk."""
+        planned = None if plan is None else {(item.index.fqn, item.index.offset) for item in plan.items}
+        for file in self.files:
+            opened = self._open(file.name)
+            try:
+                for spec in (spec for spec in file.tensors if spec.name in shards):
+                    part = shards[spec.name]
+                    boxes = [
+                        box
+                        for box in part.extent.boxes()
+                        if planned is None or (spec.name, torch.Size(box.offsets)) in planned
+                    ]
+                    _write_boxes(opened, file.offsets[spec.name], spec, part, boxes)
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+
+    def _open(self, name: str) -> int:
+        try:
+            return os.open(self.aside / name, os.O_WRONLY)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.folder} is not the same directory here as on rank 0, which made {name} there. Save to storage "
+                "that all ranks share."
+            ) from None
+
+    def commit(self) -> None:
+        """Replace the old files with the new ones, which are complete and on disk."""
+        for file in self.files:
+            os.replace(self.aside / file.name, self.folder / file.name)
+        indexed = len(self.files) > 1
+        if indexed:
+            size = sum(spec.nbytes for file in self.files for spec in file.tensors)
+            names = {spec.name: file.name for file in self.files for spec in file.tensors}
+            index = {"metadata": {"total_size": size}, "weight_map": names}
+            with open(self.aside / INDEX, "w", encoding="utf-8") as opened:
+                json.dump(index, opened, indent=2, ensure_ascii=False)
+                opened.flush()
+                os.fsync(opened.fileno())
+            sync(self.folder)
+            os.replace(self.aside / INDEX, self.folder / INDEX)
+        sync(self.folder)
+        (self.folder / (SINGLE if indexed else INDEX)).unlink(missing_ok=True)
+        sync(self.folder)
+        self.aside.rmdir()
+        current = {file.name for file in self.files}
+        for path in self.folder.iterdir():
+            if _PART.fullmatch(path.name) and path.name not in current:
+                path.unlink()
+
+    def abandon(self) -> None:
+        shutil.rmtree(self.aside, ignore_errors=True)
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    for code, known in DTYPES.items():
+        if known == dtype:
+            return code
+    raise CheckpointError(f"safetensors files cannot hold {dtype}. They hold {', '.join(map(str, DTYPES.values()))}.")
+
+
+def _reserve(file: int, nbytes: int) -> None:
+    """Allocate the disk space now, so that a full disk is an error here and not while ranks write."""
+    if sys.platform == "linux":
+        os.posix_fallocate(file, 0, nbytes)
+    else:
+        os.truncate(file, nbytes)
+
+
+def sync(path: Path) -> None:
+    """Flush a file to disk, or a directory, and with it the renames of files in it."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _write_boxes(opened: int, offset: int, spec: TensorSpec, part: LocalShard, boxes: Sequence[Box]) -> None:
+    """Write ``boxes`` of a shard of the tensor ``spec``, which begins at ``offset`` in the open file."""
+    if not boxes:
+        return
+    itemsize = spec.dtype.itemsize
+    with ExitStack() as stack:
+        try:
+            local = stack.enter_context(part.plain(write=False))
+        except CheckpointError as error:
+            raise CheckpointError(f"{spec.name}: {error}") from error
+        for box in boxes:
+            for piece in box.pieces(spec.shape, BLOCK_BYTES // itemsize):
+                values = piece.of_part(local).to("cpu", spec.dtype).reshape(-1)
+                length, starts = piece.runs(spec.shape)
+                data = values.view(torch.uint8).numpy().data
+                for i, start in enumerate(starts):
+                    run = data[i * length * itemsize : (i + 1) * length * itemsize]
+                    _write_at(opened, run, offset + start * itemsize)
+
+
+def _write_at(opened: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(opened, data, offset)
+        data, offset = data[done:], offset + done

@@ -1,0 +1,587 @@
+"""Inspection, verification and conversion of checkpoints of any kind, without a model, a process group or a GPU.
+
+The paths of tensors are those of ``_dcp/save.py`` for every kind, such as ``("optimizer", "state", name, key)``.
+
+torch's own converters (``torch.distributed.checkpoint.format_utils``) do not serve: they unpickle any class, write tied
+tensors twice, and leave out the manifest, without which a directory has no checksums (``test_checkpoint_of_torch.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from composable_fsdp.checkpoint._coordination import dtype_name
+from composable_fsdp.checkpoint._dcp import directory as folder
+from composable_fsdp.checkpoint._dcp.directory import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    candidates,
+    find,
+    problems_of,
+    read_manifest,
+)
+from composable_fsdp.checkpoint._dcp.load import read_objects
+from composable_fsdp.checkpoint._dcp.save import Contents, ContentsPath, SavePlanner
+from composable_fsdp.checkpoint._dcp.storage import ChecksummingWriter, read_metadata
+from composable_fsdp.checkpoint._dcp.storage import read as read_values
+from composable_fsdp.checkpoint._safetensors import INDEX, SINGLE, Replacement, StoredTensors, TensorSpec, opened, sync
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
+from composable_fsdp.errors import CheckpointError, ConfigurationError
+
+Tensors = dict[ContentsPath, torch.Tensor]
+"""Tensors by path."""
+
+
+class Kind(str, Enum):
+    """The kind of a checkpoint. ``FOLDER`` is a folder of ``DCP`` checkpoints, as ``save`` creates it."""
+
+    FOLDER = "folder"
+    DCP = "dcp"
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+
+
+def kind_of(path: Path) -> Kind:
+    """Return the kind of the checkpoint at ``path``. Raise ``CheckpointError`` if there is none."""
+    if path.is_dir():
+        if (path / MANIFEST).is_file() or (path / METADATA).is_file():
+            return Kind.DCP
+        if candidates(path):
+            return Kind.FOLDER
+        if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
+            return Kind.SAFETENSORS
+    elif path.name.endswith((".safetensors", ".safetensors.index.json")):
+        return Kind.SAFETENSORS
+    elif path.is_file():
+        return Kind.TORCH
+    find(path)  # raises if there is no checkpoint
+    return Kind.DCP
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is open for reading.
+
+    Args:
+        tensors: shape and dtype by path, as tensors of any device. Tied tensors are listed once.
+        aliases: further paths of tied tensors, with the path in ``tensors``.
+        objects: the paths of values that are not tensors.
+        read: returns the values at the given paths, tensors on the CPU. It raises ``CheckpointError`` if an object has
+            classes that are not admitted.
+        manifest: the manifest, if ``save`` or ``convert`` wrote the checkpoint.
+    """
+
+    path: Path
+    kind: Kind
+    tensors: Tensors
+    aliases: Mapping[ContentsPath, ContentsPath]
+    objects: Sequence[ContentsPath]
+    read: Callable[[Iterable[ContentsPath]], dict[ContentsPath, Any]]
+    manifest: Manifest | None = None
+
+
+def open_source(path: Path, *, weights_only: bool = True) -> Source:
+    """Open the checkpoint at ``path``, or the newest one in the folder ``path``. For the option see ``torch.load``.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    match kind_of(path):
+        case Kind.SAFETENSORS:
+            return _open_safetensors(path)
+        case Kind.TORCH:
+            return _open_torch(path, weights_only)
+        case _:
+            return _open_dcp(find(path), weights_only)
+
+
+# -- directories of torch.distributed.checkpoint, with or without our manifest
+
+
+def _open_dcp(folder: Path, weights_only: bool) -> Source:
+    metadata = read_metadata(folder)
+    saved = metadata.state_dict_metadata
+    keys = dict(zip(_in_model([_path_of(key, metadata) for key in saved]), saved, strict=True))
+    found: dict[ContentsPath, tuple[object, torch.Tensor]] = {}
+    for at, key in keys.items():
+        tensor = saved[key]
+        if isinstance(tensor, TensorStorageMetadata):
+            # The positions in files are equal for all names of a tensor that was written once.
+            infos = [metadata.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in tensor.chunks]
+            memory = tuple((info.relative_path, info.offset) for info in infos)
+            found[at] = memory, torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+    tensors, aliases = _tied(found)
+
+    def read(paths: Iterable[ContentsPath]) -> dict[ContentsPath, Any]:
+        chosen = list(paths)
+        values: dict[ContentsPath, Any] = {
+            at: torch.empty_like(tensors[at], device="cpu") for at in chosen if at in tensors
+        }
+        read_values(folder, metadata, {keys[at]: LocalShard(v) for at, v in values.items()})
+        objects = [at for at in chosen if at not in tensors]
+        decoded = read_objects(folder, metadata, [keys[at] for at in objects], weights_only=weights_only)
+        return values | {at: decoded[keys[at]] for at in objects}
+
+    manifest, problem = read_manifest(folder) if (folder / MANIFEST).exists() else (None, "")
+    if problem:
+        raise CheckpointError(problem)
+    return Source(folder, Kind.DCP, tensors, aliases, [at for at in keys if at not in found], read, manifest)
+
+
+def _tied(
+    found: Mapping[ContentsPath, tuple[object, torch.Tensor]],
+) -> tuple[Tensors, dict[ContentsPath, ContentsPath]]:
+    """Return the tensors, and the further paths of those that are in the same memory, given by a value for each."""
+    first: dict[object, ContentsPath] = {}
+    aliases: dict[ContentsPath, ContentsPath] = {}
+    for at, (memory, tensor) in found.items():
+        if tensor.numel() and (same := first.setdefault((at[0], memory), at)) != at:
+            aliases[at] = same
+    return {at: tensor for at, (_, tensor) in found.items() if at not in aliases}, aliases
+
+
+def _path_of(key: str, metadata: Metadata) -> ContentsPath:
+    """Return the path that DCP recorded for ``key``. Without one, split ``key`` only after ``model.``."""
+    noted = (metadata.planner_data or {}).get(key)
+    if noted is not None:
+        return tuple(noted)
+    return tuple(key.split(".", 1)) if key.startswith("model.") else (key,)
+
+
+def _in_model(paths: list[ContentsPath]) -> list[ContentsPath]:
+    """Return ``paths``; if none of them is in a model, values at the top level are the model."""
+    if any(path[0] == "model" for path in paths):
+        return paths
+    return [("model", *path) if len(path) == 1 else path for path in paths]
+
+
+# -- files of torch.save
+
+
+def _open_torch(path: Path, weights_only: bool) -> Source:
+    """Open a file of a state dict, or of ``{"model": state dict, "optimizer": …, …}``, without reading its tensors."""
+    values = dict(_flatten(_load(path, weights_only)))
+    values = dict(zip(_in_model(list(values)), values.values(), strict=True))
+    plain = {at: _checked(at, value) for at, value in values.items() if isinstance(value, torch.Tensor)}
+    tensors, aliases = _tied({at: ((v.data_ptr(), v.dtype, v.shape, v.stride()), v) for at, v in plain.items()})
+    objects = [at for at in values if at not in plain]
+    return Source(
+        path, Kind.TORCH, tensors, aliases, objects, lambda paths: {at: (values | tensors)[at] for at in paths}
+    )
+
+
+def _load(path: Path, weights_only: bool) -> Mapping[Any, Any]:
+    try:
+        value = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is damaged, no checkpoint, or has objects of classes that torch.load(weights_only=True) does not "
+            f"admit: {str(error).splitlines()[0]}. If you trust whoever wrote it, admit them all (--trust), which can "
+            "run any code in it."
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged, or no checkpoint: {str(error).splitlines()[0]}") from error
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{path} has a {type(value).__name__} instead of a state dict.")
+    return value
+
+
+_DEPTHS = {"model": 2, "optimizer": 4, "averages": 3, "classes": 2, "communication": 3, "ranks": 3}
+
+
+def _flatten(value: Any, path: ContentsPath = ()) -> Iterator[tuple[ContentsPath, Any]]:
+    """Yield all values in nested mappings, with their paths below ``path``.
+
+    A mapping at a path that our checkpoints do not have stays one object unless it contains tensors.
+
+    Raises:
+        CheckpointError: an optimizer's state is by number.
+    """
+    if path == ("optimizer",) and any(isinstance(key, int) for key in value.get("state", ())):
+        raise CheckpointError(
+            "the optimizer's state is by number, and only the model says which parameters these are. Save the model's "
+            "state dict alone, or load the file and save what rekey_optimizer_state_dict makes of the state."
+        )
+    inside = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    if path and inside:
+        depth = _DEPTHS.get(path[0])
+        inside = len(path) < depth if depth else any(isinstance(each, torch.Tensor) for each in value.values())
+    if not inside:
+        yield path, value
+        return
+    for key, each in value.items():
+        yield from _flatten(each, (*path, key))
+
+
+def _checked(path: ContentsPath, tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(
+            f"{'.'.join(path)} is a {type(tensor).__name__} of layout {tensor.layout}: only plain tensors can be read, "
+            "unsharded ones (Full())."
+        )
+    return tensor.detach()
+
+
+# -- safetensors
+
+
+def _open_safetensors(path: Path) -> Source:
+    stored = StoredTensors.at(path)
+    tensors: Tensors = {}
+    for name, found in stored.tensors.items():
+        if found.dtype is None:
+            raise CheckpointError(f"{found.file}: {name} has the dtype {found.code}, which torch does not have.")
+        tensors["model", name] = torch.empty(found.shape, dtype=found.dtype, device="meta")
+    aliases: dict[ContentsPath, ContentsPath] = {
+        ("model", alias): ("model", name) for alias, name in stored.aliases.items()
+    }
+
+    def read(paths: Iterable[ContentsPath]) -> dict[ContentsPath, Any]:
+        files = {file: opened(file) for file in {found.file for found in stored.tensors.values()}}
+        return {at: files[stored.tensors[at[1]].file].get_tensor(at[1]) for at in paths}
+
+    return Source(path, Kind.SAFETENSORS, tensors, aliases, (), read)
+
+
+# -- inspect and verify
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Name, shape, dtype without ``torch.``, and bytes of a tensor. ``same_as`` names the tensor that it is tied to."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    same_as: str | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """A summary of one checkpoint.
+
+    Attributes:
+        saved: step, number of ranks and versions from the manifest; empty without one.
+        tensors: tensors of the model, including tied names.
+        optimizer: the number of parameters with optimizer state.
+        others: bytes of tensors by other top-level key, such as ``optimizer``.
+        problems: a sentence for each file that is missing or damaged, as far as checked.
+    """
+
+    path: str
+    kind: str
+    saved: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+    optimizer: int
+    others: dict[str, int]
+    nbytes: int
+    problems: tuple[str, ...] = ()
+
+
+def describe(path: Path, *, verify: bool = False) -> Description:
+    """Return a summary of the checkpoint at ``path``. Without ``verify`` only sizes of files are compared.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    source = open_source(path)
+    manifest = source.manifest
+    saved = {} if manifest is None else {k: getattr(manifest, k) for k in ("step", "ranks", "library", "torch")}
+    tensors = [_tensor(source, at) for at in (*source.tensors, *source.aliases) if at[0] == "model"]
+    others = {at[0]: 0 for at in (*source.tensors, *source.objects) if at[0] != "model"}
+    for at, spec in source.tensors.items():
+        if at[0] in others:
+            others[at[0]] += spec.nbytes
+    stateful = {at[2] for at in (*source.tensors, *source.objects) if at[:2] == ("optimizer", "state")}
+    return Description(
+        path=str(source.path),
+        kind=source.kind.value,
+        saved=saved,
+        tensors=tuple(tensors),
+        optimizer=len(stateful),
+        others=others,
+        nbytes=sum(spec.nbytes for spec in source.tensors.values()),
+        problems=() if manifest is None else tuple(problems_of(source.path, contents=verify)),
+    )
+
+
+def _tensor(source: Source, path: ContentsPath) -> Tensor:
+    of = source.aliases.get(path)
+    spec = source.tensors[of or path]
+    return Tensor(_name(path), tuple(spec.shape), dtype_name(spec.dtype), spec.nbytes, _name(of) if of else None)
+
+
+def _name(path: ContentsPath) -> str:
+    return ".".join(map(str, path[1:]))
+
+
+# -- folders
+
+
+@dataclass(frozen=True)
+class FolderRow:
+    """A checkpoint in a folder. ``problem`` describes its damage. ``ranks`` and ``nbytes`` are 0 without a manifest."""
+
+    step: int
+    name: str
+    ranks: int = 0
+    nbytes: int = 0
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class FolderDescription:
+    """All checkpoints in a folder by ascending step, and ``leftovers`` of killed saves, which the next save removes."""
+
+    path: str
+    checkpoints: tuple[FolderRow, ...]
+    newest: str
+    newest_intact: str | None
+    leftovers: tuple[str, ...]
+    kind: str = Kind.FOLDER.value
+
+
+def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:
+    found = dict(reversed(folder.candidates(path).items()))
+    rows = tuple(_folder_row(step, each, verify) for step, each in found.items())
+    intact = [each.name for each in rows if each.problem is None]
+    names = {each.name for each in found.values()}
+    left = [name for name in folder.leftovers(path) if name not in names]
+    return FolderDescription(str(path), rows, rows[-1].name, intact[-1] if intact else None, tuple(left))
+
+
+def _folder_row(step: int, path: Path, verify: bool) -> FolderRow:
+    manifest, problems = _examine(path, verify)
+    problem = " ".join(problems) or None
+    if manifest is None:
+        return FolderRow(step, path.name, problem=problem)
+    return FolderRow(step, path.name, manifest.ranks, sum(each.bytes for each in manifest.files.values()), problem)
+
+
+# -- integrity
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """The number and bytes of the files that manifests list, and a sentence for each that is missing or damaged."""
+
+    problems: tuple[str, ...]
+    files: int
+    nbytes: int
+
+
+def verify(path: Path) -> VerifyResult:
+    """Compare the checkpoint of ``save`` at ``path``, or all in the folder ``path``, with their manifests.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is one without a manifest.
+    """
+    kind = kind_of(path)
+    if kind in (Kind.TORCH, Kind.SAFETENSORS):
+        raise CheckpointError(
+            f"{path} has no manifest of checksums. 'python -m zipfile -t {path}' tests a file of torch.save; "
+            "safetensors have no checksums."
+        )
+    paths = [*folder.candidates(path).values()][::-1] if kind is Kind.FOLDER else [path]
+    found = [_examine(each, True) for each in paths]
+    files = [record for manifest, _ in found if manifest is not None for record in manifest.files.values()]
+    problems = tuple(problem for _, of_one in found for problem in of_one)
+    return VerifyResult(problems, len(files), sum(record.bytes for record in files))
+
+
+def _examine(checkpoint: Path, contents: bool) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest, and a sentence for each damaged file. A manifest of a newer format is one of them."""
+    try:
+        return read_manifest(checkpoint)[0], list(problems_of(checkpoint, contents=contents))
+    except CheckpointError as error:
+        return None, [str(error)]
+
+
+# -- convert
+
+
+MAX_FILE_BYTES = 5 * 10**9
+
+_WORDS = {
+    "classes": "classes of tensors",
+    "model": "extra state of modules",
+    "ranks": "extra and random number generators",
+}
+"""Names for what is left out. The step is not listed: it is saved in another place, or not at all in safetensors."""
+
+_OURS = ("model", "optimizer", "averages", "classes", "communication", "ranks")
+"""The first keys of what a directory can have."""
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: Kind,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    model_only: bool = False,
+    force: bool = False,
+    verify: bool = True,
+    weights_only: bool = True,
+) -> list[str]:
+    """Convert the checkpoint ``source`` to the format ``to``, with all of its tensors in memory.
+
+    The conversion is atomic: an existing target is replaced only once the new one is complete. Tied weights stay tied.
+    Arguments are those of the command. A torch file of the model alone is its state dict, otherwise
+    ``{"model": ..., "optimizer": ..., ...}``.
+
+    Returns:
+        Descriptions of what was left out.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or the target exists.
+        ConfigurationError: an argument is invalid.
+    """
+    given, goal = Path(source), Path(target)
+    if to not in _WRITERS:
+        raise ConfigurationError(f"a checkpoint can be converted to {', '.join(_WRITERS)}, not to {to.value}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
+    if max_file_bytes < 1:
+        raise ConfigurationError(f"max_file_bytes must be at least 1, not {max_file_bytes}.")
+    opened = open_source(given, weights_only=weights_only)
+    _check_target(goal, to, force)
+    if goal.exists() and (goal.samefile(opened.path) or goal.samefile(given)):
+        raise ConfigurationError(f"{goal} is the source of the conversion. Name another target.")
+    problems = list(problems_of(opened.path)) if verify and opened.manifest is not None else []
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    state, left_out = _read(opened, to, dtype=dtype, model_only=model_only)
+    step = state.objects.pop(("step",), None) if opened.manifest is None else opened.manifest.step
+    _WRITERS[to](state, step, goal, max_file_bytes)
+    return left_out
+
+
+def _read(source: Source, to: Kind, *, dtype: torch.dtype | None, model_only: bool) -> tuple[Contents, list[str]]:
+    """Return the tensors and objects of ``source`` to write, and descriptions of what is left out."""
+
+    def stays(path: ContentsPath) -> bool:
+        if path[0] == "model" or (path[0] == "classes" and path[1].startswith("model.") and to is Kind.DCP):
+            return path in source.tensors or path in source.aliases or to is not Kind.SAFETENSORS
+        return not model_only and to is not Kind.SAFETENSORS and (to is Kind.TORCH or path[0] in (*_OURS, "step"))
+
+    if not any(path[0] == "model" for path in source.tensors):
+        raise CheckpointError(
+            f"{source.path} has no model: neither a state dict under the key 'model' nor tensors at the top level. "
+            "Save its state dict as a file of its own."
+        )
+    values = source.read(path for path in (*source.tensors, *source.objects) if stays(path))
+    for path, value in values.items():
+        if dtype is not None and path[0] == "model" and path in source.tensors and value.is_floating_point():
+            values[path] = value.to(dtype)
+    state = Contents(aliases={alias: of for alias, of in source.aliases.items() if stays(alias)})
+    state.parts = {path: LocalShard(value) for path, value in values.items() if path in source.tensors}
+    state.objects = {path: value for path, value in values.items() if path not in source.tensors}
+    left = [path for path in (*source.tensors, *source.objects) if path not in values and path != ("step",)]
+    return state, sorted({_WORDS.get(path[0], path[0]) for path in left})
+
+
+def _check_target(target: Path, to: Kind, force: bool) -> None:
+    if to is Kind.DCP:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise CheckpointError(f"{target} exists already, and --force replaces no directory. Delete it first.")
+        return
+    if to is Kind.SAFETENSORS:
+        if target.suffix == ".safetensors" or (target.exists() and not target.is_dir()):
+            raise ConfigurationError(f"{target} must be a directory: there may be several files of safetensors.")
+        exists = (target / SINGLE).exists() or (target / INDEX).exists()
+    else:
+        exists = target.exists()
+        if target.is_dir():
+            raise ConfigurationError(f"{target} is a directory. Name a file.")
+    if exists and not force:
+        raise CheckpointError(f"{target} exists already. Pass --force to replace it.")
+
+
+# -- writers
+
+
+@contextmanager
+def _complete_only(target: Path) -> Iterator[Path]:
+    """Yield a path on the disk of ``target``, which becomes it at the end. Output of killed conversions is deleted."""
+    path = target.parent / f".{target.name}.incomplete"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _delete(path)
+    try:
+        yield path
+        sync(path)
+        os.replace(path, target)
+    except BaseException:
+        _delete(path)
+        raise
+    sync(target.parent)
+
+
+def _delete(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+
+
+def _write_dcp(state: Contents, step: Any, target: Path, max_file_bytes: int) -> None:
+    """Write a directory in the format of ``save``."""
+    state.objects = {tuple(map(str, path)): value for path, value in state.objects.items()}  # DCP's paths have indices
+    ranks = {path[1] for path in state.objects if path[0] == "ranks"}
+    with _complete_only(target) as folder:
+        folder.mkdir()
+        planner, writer = SavePlanner(state), ChecksummingWriter(folder)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        writer.set_up_storage_writer(is_coordinator=True)
+        (plan,) = writer.prepare_global_plan(plans)
+        written = writer.write_data(plan, planner)
+        written.wait()
+        whole = step if type(step) is int else 0
+        writer.complete(metadata, [(written.value(), {})], state.further_keys(), whole, max(len(ranks), 1))
+
+
+def _write_safetensors(state: Contents, step: Any, target: Path, max_file_bytes: int) -> None:
+    shards = {path[1]: part for path, part in state.parts.items()}
+    specs = [TensorSpec(name, part.value.dtype, part.shape) for name, part in shards.items()]
+    aliases = {alias[1]: of[1] for alias, of in state.aliases.items()}
+    replacement = Replacement.of(target, specs, aliases, max_file_bytes)
+    try:
+        replacement.begin()
+        replacement.write(shards)
+        replacement.commit()
+    except BaseException:
+        replacement.abandon()
+        raise
+
+
+def _write_torch(state: Contents, step: Any, target: Path, max_file_bytes: int) -> None:
+    tree: dict[str, Any] = {}
+    values = {path: part.value for path, part in state.parts.items()}
+    values |= {alias: values[of] for alias, of in state.aliases.items()} | state.objects
+    for path, value in values.items():
+        set_element(tree, path, value)
+    is_model_only = tree.keys() == {"model"}
+    if step is not None:
+        tree["step"] = step
+    with _complete_only(target) as file:
+        torch.save(tree["model"] if is_model_only else tree, file)
+
+
+_WRITERS: Mapping[Kind, Callable[[Contents, Any, Path, int], None]] = {
+    Kind.DCP: _write_dcp,
+    Kind.TORCH: _write_torch,
+    Kind.SAFETENSORS: _write_safetensors,
+}

@@ -1,1 +1,0 @@
-"""Command-line tools that inspect, verify and convert checkpoints."""
