@@ -61,13 +61,12 @@ class Accelerator:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self)):
+        for name in (each.name for each in fields(self) if each.name not in _NOT_NUMBERS):
             value = getattr(self, name)
-            if name in _NOT_NUMBERS or (value is None and name in _OPTIONAL):
-                continue
             least = "at least 0" if name in _MAY_BE_ZERO else "positive"
             is_number = isinstance(value, int | float) and math.isfinite(value)
-            if not is_number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+            is_right = is_number and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
+            if not is_right and not (value is None and name in _OPTIONAL):
                 raise ConfigurationError(f"the {name} of an Accelerator must be a number and {least}, not {value!r}.")
 
     @property

@@ -79,6 +79,8 @@ class MemoryLedger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # is dispatched again as operations on its local tensor
+        if self.in_runtime and func is _ATEN._local_scalar_dense.default:
+            return 0  # the flag of a parameter without gradient: no other rank has one either
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self.in_runtime and self._streams.current is self._streams.default:

@@ -35,40 +35,14 @@ def mesh_shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, str(text).split("x")))
 
 
-class _Event:
-    """A point of a stream. Nothing runs, so it has always been reached."""
-
+class _Event(torch.cpu.Event):
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def record(self, stream: object = None) -> None:
-        pass
 
-    wait = synchronize = record
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: object) -> float:
-        return 0.0
-
-
-class _Stream:
-    """A stream that runs nothing."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def record_event(self, event: _Event | None = None) -> _Event:
+class _Stream(torch.cpu.Stream):
+    def record_event(self, event: _Event | None = None) -> _Event:  # type: ignore[override]  # tells of streams
         return event or _Event()
-
-    def wait_event(self, event: object) -> None:
-        pass
-
-    wait_stream = wait_event
-
-    def synchronize(self) -> None:
-        pass
 
 
 class Streams:

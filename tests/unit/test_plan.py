@@ -119,6 +119,21 @@ def test_the_peak_is_what_a_ledger_counts(waits: str, monkeypatch: pytest.Monkey
     assert made.peak_bytes == pytest.approx(counted.peak, rel=0.005)
 
 
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+def test_a_parameter_without_gradient_has_neither_gradient_nor_state(device: Any) -> None:
+    class Unused(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.zeros(DIM, DIM))
+
+    def build() -> nn.Module:
+        return nn.Sequential(Unused(), Unused())
+
+    found = planned(build, policy={Unused}, optimizer=torch.optim.AdamW, device=device)
+    assert row(found, "parameters").bytes == 2 * 2 * DIM * DIM * 4 // RANKS
+    assert row(found, "optimizer state").bytes == 2 * (2 * DIM * DIM * 4 // RANKS + 4)
+
+
 def test_optimizer_state_is_counted() -> None:
     adam = planned(optimizer=torch.optim.AdamW)
     # Two moments, and a counter of 4 bytes for each parameter.
