@@ -212,7 +212,6 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace
     from composable_fsdp.init.materialize import reset_parameters
-    from composable_fsdp.optim import _local_step
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulated_job import simulated_job

@@ -55,7 +55,7 @@ def clip_grad_norm_(
         max_norm: the largest total norm that is not scaled.
         norm_type: order of the norm, positive; ``inf`` is the largest absolute value.
         error_if_nonfinite: raise if the norm is nan or infinite, instead of scaling by it.
-        foreach: ``False`` works tensor by tensor; any other value uses torch's ``_foreach`` operations.
+        foreach: as torch has it. It has no effect: torch's ``_foreach`` operations take any tensors.
 
     Returns:
         The total norm before clipping: a plain 0-d tensor on the first gradient's device, the same on every rank. It is
@@ -68,11 +68,11 @@ def clip_grad_norm_(
     """
     items = _parameters(parameters)
     inputs = [(p if g is None else g, g) for p in items if (g := p.grad) is not None or p.requires_grad]
-    total = _total_norm(inputs, norm_type, foreach is not False)
+    total = _total_norm(inputs, norm_type)
     if error_if_nonfinite:
         _check_finite(total, norm_type)
     gradients = [local_part(g) for _, g in inputs if g is not None]
-    _scale(gradients, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0), foreach is not False)
+    _scale(gradients, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
     return total
 
 
@@ -93,7 +93,7 @@ def get_total_norm(tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite:
         GradientError: the norm is not finite, and ``error_if_nonfinite`` is set. Every rank raises it.
     """
     items = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    total = _total_norm([(item, item) for item in items], norm_type, foreach=True)
+    total = _total_norm([(item, item) for item in items], norm_type)
     if error_if_nonfinite:
         _check_finite(total, norm_type)
     return total
@@ -134,7 +134,7 @@ _NormInput = tuple[torch.Tensor, torch.Tensor | None]
 """A tensor whose mesh and placements are the same on every rank, and the tensor with that layout to count, if any."""
 
 
-def _total_norm(inputs: Sequence[_NormInput], norm_type: float, foreach: bool) -> torch.Tensor:
+def _total_norm(inputs: Sequence[_NormInput], norm_type: float) -> torch.Tensor:
     """Return the norm of the tensors in ``inputs``."""
     order = float(norm_type)
     if not order > 0:
@@ -143,7 +143,7 @@ def _total_norm(inputs: Sequence[_NormInput], norm_type: float, foreach: bool) -
     tensors = [tensor for part in shards.values() for tensor in part]
     here = next((local_part(tensor).device for _, tensor in inputs if tensor is not None), torch.device("cpu"))
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
-    sums = [_sum_of_powers(part, order, foreach, here) for part in shards.values()]
+    sums = [_sum_of_powers(part, order, here) for part in shards.values()]
     total = torch.stack(sums) if sums else torch.zeros(0, 2, device=here)
     for reduction in _all_reduces(list(shards)):
         numbers = total[reduction.axis_sets].to(reduction.device)
@@ -207,16 +207,16 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
     return wide.redistribute(placements=placements)
 
 
-def _sum_of_powers(tensors: Sequence[torch.Tensor], order: float, foreach: bool, device: torch.device) -> torch.Tensor:
+def _sum_of_powers(tensors: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
     """Return the sum of the p-th powers of all elements; for ``inf``, the maximum, and 1 if any was nan.
 
     The result is float64, so that squares of float32 values neither overflow nor vanish. A maximum may lose a nan.
     """
     dtype = widest_float(device)
-    norms = [
-        torch.stack(tuple(_norms(group, order, foreach))).to(device, dtype)
-        for group in _by_device_and_dtype(tensors).values()
-    ]
+    norms = []
+    for group in _by_device_and_dtype(tensors).values():
+        narrow = torch.float32 if group[0].dtype in _NARROW else None
+        norms.append(torch.stack(torch._foreach_norm(group, order, narrow)).to(device, dtype))
     if not norms:
         return torch.zeros(2 if order == inf else 1, dtype=dtype, device=device)
     stacked = torch.cat(norms)
@@ -231,14 +231,6 @@ def _from_powers(sums: torch.Tensor, order: float) -> torch.Tensor:
     if order == inf:
         return torch.where(sums[:, 1].any(), sums.new_full((), torch.nan), sums[:, 0].amax())
     return sums.sum().pow(1.0 / order)
-
-
-def _norms(tensors: list[torch.Tensor], order: float, foreach: bool) -> Sequence[torch.Tensor]:
-    """Return the norm of each tensor, none of them empty, at least in float32."""
-    dtype = torch.float32 if tensors[0].dtype in _NARROW else None
-    if foreach:
-        return torch._foreach_norm(tensors, order, dtype)
-    return [torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors]
 
 
 def _by_device_and_dtype(
@@ -265,15 +257,10 @@ def _check_finite(total: torch.Tensor, norm_type: float) -> None:
         )
 
 
-def _scale(tensors: Iterable[torch.Tensor], factor: torch.Tensor, foreach: bool) -> None:
+def _scale(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply in place, even by 1: reading the factor would wait for the device."""
     for (device, _), group in _by_device_and_dtype(tensors).items():
-        here = factor.to(device)
-        if foreach:
-            torch._foreach_mul_(group, here)
-        else:
-            for tensor in group:
-                tensor.mul_(here)
+        torch._foreach_mul_(group, factor.to(device))
 
 
 def widest_float(device: torch.device) -> torch.dtype:

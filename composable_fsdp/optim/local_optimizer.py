@@ -47,8 +47,7 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
     """Make ``optimizer`` update the local shards of its parameters as plain tensors.
 
     The results are bitwise identical, without the overhead of DTensor operations, which dominates the step for small
-    parameters. On a CPU, large shards are updated in pieces, so each is read and written once instead of once per
-    operation of the update.
+    parameters. Of large ones on a CPU, an optimizer with ``fused=True`` reads and writes each shard once.
 
     All else is unchanged: ``param_groups`` and ``state`` hold DTensors at all other times, also in hooks and closures,
     so learning-rate schedulers, gradient scalers and ``torch.distributed.checkpoint`` see no difference. Plain
@@ -127,13 +126,12 @@ def _on_shards(update: Step) -> Step:
 
     @wraps(update)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        allow_split = type(self) in ELEMENTWISE  # for these it is known which state is element-wise
         if closure is None:
-            with local_copies_of(self, allow_split=allow_split):
+            with local_copies_of(self):
                 return update(self, **options)
         with torch.enable_grad():
             loss = closure()
-        with local_copies_of(self, allow_split=allow_split):
+        with local_copies_of(self):
             update(self, **options)
         return loss
 

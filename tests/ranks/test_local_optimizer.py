@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from composable_fsdp import fully_shard, local_optimizer, to_empty
-from tests._internals import _local_step as local_step
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded
 from tests.helpers.run_ranks import run_ranks
@@ -155,53 +153,6 @@ def compare_variants(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_element_wise_optimizer_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
     run_ranks(compare_variants, 2, name, dtype)
-
-
-def step_in_pieces(name: str) -> None:
-    """Step in pieces of 128 elements instead of 2**18. The shards have 520, 13, 1125 and 45 elements."""
-    for options in (*VARIANTS.get(name, ()), *NOT_ON_DTENSORS.get(name, ())):
-        models = [fully_shard(seeded(lambda: nn.Sequential(nn.Linear(40, 25), nn.Linear(25, 89)))()) for _ in range(2)]
-        optimizers = [local_optimizer(getattr(torch.optim, name)(m.parameters(), **options)) for m in models]
-        steps_unsplit = options.get("foreach") or options.get("fused")
-        for step in range(4):
-            batch = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            for model, optimizer, numel in zip(models, optimizers, (128, 1 << 18), strict=True):
-                model.zero_grad()
-                model(batch).square().mean().backward()
-                large = [p for p in model.parameters() if local(p).numel() > numel and optimizer.state.get(p)]
-                with (
-                    mock.patch.object(local_step, "PIECE_NUMEL", numel),
-                    mock.patch.object(local_step, "_pieces", wraps=local_step._pieces) as cut,
-                ):
-                    optimizer.step()
-                assert cut.call_count == (0 if steps_unsplit else len(large))
-        assert_same((models[0], models[1]), (optimizers[0], optimizers[1]), f"{name} {options}")
-
-
-@pytest.mark.behaviour("C-01")
-@pytest.mark.parametrize("name", VARIANTS | NOT_ON_DTENSORS)
-def test_an_update_piece_by_piece_gives_the_same_bits(name: str) -> None:
-    run_ranks(step_in_pieces, 2, name)
-
-
-def step_with_two_threads(dtype: torch.dtype, expected: int) -> None:
-    model = fully_shard(nn.Linear(40, 25).to(dtype))
-    optimizer = local_optimizer(adamw(model.parameters()))
-    threads, cut = torch.get_num_threads(), mock.Mock(wraps=local_step._pieces)
-    torch.set_num_threads(2)
-    try:
-        with mock.patch.object(local_step, "PIECE_NUMEL", 128), mock.patch.object(local_step, "_pieces", cut):
-            for _ in range(2):  # the first step creates the state
-                model(torch.ones(1, 40, dtype=dtype)).sum().backward()
-                optimizer.step()
-    finally:
-        torch.set_num_threads(threads)
-    assert cut.call_count == expected
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 1), (torch.bfloat16, 0)], ids=str)
-def test_16_bit_updates_do_not_depend_on_the_split_between_threads(dtype: torch.dtype, expected: int) -> None:
-    run_ranks(step_with_two_threads, 1, dtype, expected)
 
 
 def compare_with_plain_shards(name: str) -> None:
