@@ -182,11 +182,10 @@ def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M
         torch.inference_mode(False),
         torch.no_grad(),
         seeded(states, seed),
-        ShardedRandom(states, seed, written.record),
+        ShardedRandom(states, written.record),
     ):
         initializer = _Initializer(model, states, blank, written)
-        for module in _in_apply_order(model):
-            initializer.run(fn, module)
+        model.apply(lambda module: initializer.run(fn, module))
         uninitialized = initializer.uninitialized()
     if uninitialized:
         raise ParameterError(
@@ -212,13 +211,6 @@ def _check_methods(modules: Mapping[str, nn.Module]) -> None:
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
-
-
-def _in_apply_order(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in the order in which ``nn.Module.apply`` visits them."""
-    for child in module.children():
-        yield from _in_apply_order(child)
-    yield module
 
 
 def _allocate_model(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:

@@ -23,17 +23,17 @@ MOST_LINES = {
     "cli": 966,
     "codecs": 929,
     "diagnostics": 1479,
-    "init": 939,
+    "init": 871,
     "interop": 108,
-    "optim": 615,
-    "plan": 1080,
+    "optim": 531,
+    "plan": 1055,
     "plugins": 8490,
     "testing": 802,
     "wrap": 616,
 }
 """The lines of each folder."""
 
-MOST_CODE = 20481
+MOST_CODE = 20370
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10503
