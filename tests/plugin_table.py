@@ -126,7 +126,8 @@ def run(plugins: Sequence[str], arguments: Sequence[str]) -> tuple[str, list[str
         environment = {**os.environ, "PYTHONPATH": str(copy)}
         result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     lines = result.stdout.splitlines() or [result.stderr.strip().splitlines()[-1]]
-    return lines[-1].strip("= "), [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return lines[-1].strip("= "), failed
 
 
 def _say(text: str) -> None:
