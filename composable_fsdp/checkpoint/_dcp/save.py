@@ -115,6 +115,7 @@ class Contents:
                     continue
                 self.parts[path] = LocalShard(value, member.sharding)
                 if is_plain(value, member):
+                    inner_tensors.refuse_unknown(key_of(path), self.parts[path])
                     self.replicated[key_of(path)] = checksum(value)
 
     def add_rank(self, model: nn.Module, rank: int, extra: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from composable_fsdp._api.extents import Cut, ShardExtent, has_own_memory, like, shardings_of, states_below
+from composable_fsdp._api.extents import Cut, ShardExtent, like, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding, as_dtensor
 from composable_fsdp._core.params import ShardedParameter, find_replaced, local_part
 from composable_fsdp.checkpoint._coordination import Mismatch
@@ -154,8 +154,8 @@ def _moved(value: Any, own: object) -> Any:
 
 def is_plain(value: object, member: OptimizerParam) -> TypeGuard[torch.Tensor]:
     """Return whether ``value`` is a plain tensor, and no scalar, while its parameter is a DTensor."""
-    is_tensor = isinstance(value, torch.Tensor) and value.ndim > 0 and has_own_memory(value)
-    return is_tensor and isinstance(member.parameter, DTensor)
+    is_candidate = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
+    return is_candidate and isinstance(member.parameter, DTensor)
 
 
 def check_replicated(checksums: Mapping[int, Mapping[str, int]]) -> None:

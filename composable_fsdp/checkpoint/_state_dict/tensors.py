@@ -28,7 +28,7 @@ from composable_fsdp._api.extents import (
 )
 from composable_fsdp._consistency.broadcast import fill_
 from composable_fsdp._core.mesh import ParameterSharding
-from composable_fsdp._core.params import alias_of, local_part
+from composable_fsdp._core.params import alias_of, local_part, plain_tensors
 from composable_fsdp.checkpoint._coordination import Mismatch, differ, dtype_name, said
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
@@ -215,9 +215,12 @@ class LocalShard:
 
 
 def checksum(value: torch.Tensor) -> int:
-    """Return a CRC-32 of the shape, the dtype and the bytes of a tensor that has its own memory."""
-    data = value.detach().as_subclass(torch.Tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
-    return crc32(data.numpy().data, crc32(repr((tuple(value.shape), value.dtype)).encode()))
+    """Return a CRC-32 of the shape, the dtype and the bytes of a tensor, or of its inner tensors."""
+    found = 0
+    for plain in plain_tensors(value.detach()):
+        data = plain.as_subclass(torch.Tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
+        found = crc32(data.numpy().data, crc32(repr((tuple(plain.shape), plain.dtype)).encode(), found))
+    return found
 
 
 # -- forms: full, sharded and local
