@@ -12,7 +12,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from composable_fsdp import trace
 from composable_fsdp._core.events import LOCAL_GRADIENTS, EndOfRun, ForwardRecord, ParameterState, RunningPass
 from composable_fsdp._core.gradients import (
-    AutogradRun,
+    AutogradTask,
     FusedBuckets,
     PendingReduction,
     ReductionLaunch,
@@ -104,14 +104,14 @@ class Progress:
         reached: the states that this backward, or the last one, reached through an output with a hook.
         is_in_forward: this backward is inside of a forward.
         is_plain: its last pre-backward was outside of contexts of the caller, and no observer is told of hooks.
-        run: autograd's run, inside which reentrant checkpoints begin others.
+        task: autograd's task, inside which reentrant checkpoints begin others.
     """
 
-    def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps, run: AutogradRun) -> None:
+    def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps, task: AutogradTask) -> None:
         self.number = 0
         self.reached: set[FSDPState] = set()
         self.is_in_forward = self.is_plain = False
-        self.run = run
+        self.task = task
         self._states = states
         self._steps, self._seen_steps = steps, steps.number
         self._forwards: dict[ForwardRecord, list[FSDPState]] = {}
@@ -121,7 +121,7 @@ class Progress:
         """Calls whose input gradients were complete before a hook saw any output gradient."""
         for state in states:
             state.runs = 0
-            state.group.gradients.run = run
+            state.group.gradients.task = task
 
     # -- forwards that may get a backward
 
@@ -160,7 +160,7 @@ class Progress:
         self.number += 1
         self.is_in_forward = is_in_forward
         self.reached.clear()
-        self.run.number = torch._C._current_graph_task_id()
+        self.task.number = torch._C._current_graph_task_id()
 
     def enter(self, call: ForwardCall) -> None:
         """Note that a gradient reached an output of ``call``."""
@@ -196,7 +196,7 @@ class Progress:
         """Forget the backward, which is over or failed."""
         self._unseen_exits.clear()
         self._reached_forwards.clear()
-        self.run.number = -1
+        self.task.number = -1
 
     def was_seen(self, state: FSDPState) -> bool:
         """Return whether backward reached ``state`` through an output that its hooks saw, or did not need to."""
@@ -268,7 +268,7 @@ class ReductionQueue:
         fusion, partial = self._fusions.get(state), False
         if fusion is None:
             fusion = self._find_fusion(state)
-        if state in fusion and gradients.run.is_around_another:
+        if state in fusion and gradients.task.is_around_another:
             # More gradients may follow a backward inside this one, and a fusion would change the order of their sum.
             self.waiting.discard(state)
             self._fusions.update(dict.fromkeys(fusion, ()))

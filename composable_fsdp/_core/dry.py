@@ -188,10 +188,10 @@ class Replay:
         for state, dry in self._copies.items():
             dry.owner_states = tuple(self._copies[owner] for owner in state.owner_states if owner in self._copies)
             dry.user_states = [ref(self._copies[user]) for user in alive(state.user_states) if user in self._copies]
-        self._run, self._launcher = _ReplayedRun(), DryLauncher(self._note, has_streams=real.launcher.has_streams)
+        self._task, self._launcher = _ReplayedTask(), DryLauncher(self._note, has_streams=real.launcher.has_streams)
         states = {name: self._copies[state] for name, state in real.states.items()}
         passes, observers = cast(Any, _Unwatched()), (_Hooks(self.steps), *(o for o in OBSERVERS if o.is_replayed))
-        root = Root(self._copies[real.root_state], states, self._launcher, cast(Any, self._run), passes, observers)
+        root = Root(self._copies[real.root_state], states, self._launcher, cast(Any, self._task), passes, observers)
         self._root = root
         self._calls: dict[int, ForwardCall] = {}
         self._restored: Mapping[str, GroupSnapshot] = {}
@@ -279,25 +279,25 @@ class Replay:
     def _end_unseen(self, number: int) -> None:
         self._calls[number].end_unseen()
 
-    def _enter_run(self, run: int) -> None:
-        """Go on in autograd's ``run``. The first one of a backward is its own, and others are inside."""
+    def _enter_task(self, task: int) -> None:
+        """Go on in autograd's ``task``. The first one of a backward is its own, and others are inside."""
         if self._root.current_pass is not Pass.BACKWARD:
-            self._run.outermost = run
-        self._run.is_around_another = run != self._run.outermost
+            self._task.outermost = task
+        self._task.is_around_another = task != self._task.outermost
 
-    def _pre_backward(self, number: int, run: int) -> None:
-        self._enter_run(run)
+    def _pre_backward(self, number: int, task: int) -> None:
+        self._enter_task(task)
         self._root.pre_backward(self._calls[number])
 
-    def _post_backward(self, number: int, is_arriving: bool, run: int) -> None:
-        self._enter_run(run)
+    def _post_backward(self, number: int, is_arriving: bool, task: int) -> None:
+        self._enter_task(task)
         call = self._calls[number]
         if is_arriving:
             cast(DryGroup, call.state.group).arrive()
         self._root.post_backward(call)
 
-    def _gradient_ready(self, name: str, is_complete: bool, run: int) -> None:
-        self._enter_run(run)
+    def _gradient_ready(self, name: str, is_complete: bool, task: int) -> None:
+        self._enter_task(task)
         state = self._root.states[name]
         if not self._root.progress.was_seen(state):
             return  # the backward of a forward that is not on the tape
@@ -310,7 +310,7 @@ class Replay:
         self._root.gradient_ready(state)
 
     def _end_backward(self, arriving: Sequence[str]) -> None:
-        self._run.is_around_another = False
+        self._task.is_around_another = False
         for name in arriving:
             cast(DryGroup, self._root.states[name].group).arrive()
         self._root.end_backward()
@@ -418,8 +418,8 @@ class DryLauncher:
     def at_end_of_backward(self, callback: Callable[[], None]) -> None: ...
 
 
-class _ReplayedRun:
-    """Autograd's run, as it was at each event."""
+class _ReplayedTask:
+    """Autograd's task, as it was at each event."""
 
     number = outermost = -1
     is_around_another = False

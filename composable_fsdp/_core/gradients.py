@@ -71,7 +71,7 @@ def reduce_scatter_wire_bytes(buckets: Sequence[AnyBucket], *, were_summed: bool
     return WireBytes(total, plain)
 
 
-_current_run = torch._C._current_graph_task_id
+_current_task = torch._C._current_graph_task_id
 
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
 _ARRIVING, _ACCUMULATE, _READY = GradientState.ARRIVING, GradientOperation.ACCUMULATE, GradientOperation.READY
@@ -80,11 +80,11 @@ _AFTER_ACCUMULATE, _AFTER_READY = after(GRADIENT_TRANSITIONS, _ACCUMULATE), afte
 _AFTER_REDUCE = after(GRADIENT_TRANSITIONS, _REDUCE)
 
 
-class AutogradRun:
-    """The current autograd run, shared by all groups of a root.
+class AutogradTask:
+    """Autograd's current task, one call of its engine, shared by all groups of a root.
 
     Attributes:
-        number: autograd's id of the run, or -1 if there is none.
+        number: autograd's id of the task, or -1 if there is none.
     """
 
     __slots__ = ("number",)
@@ -95,7 +95,7 @@ class AutogradRun:
     @property
     def is_around_another(self) -> bool:
         """True while autograd runs another backward inside this one, as reentrant checkpoints do."""
-        return self.number != -1 and self.number != _current_run()  # a tuple doubles the cost
+        return self.number != -1 and self.number != _current_task()  # a tuple doubles the cost
 
 
 class ParamGroupGradients:
@@ -113,7 +113,7 @@ class ParamGroupGradients:
         self.owner: Callable[[], Any] = _nobody
         """Returns the FSDP state, whose root is told of complete gradients, or ``None``."""
         self.state = GradientState.NONE
-        self.run = AutogradRun()
+        self.task = AutogradTask()
         self._tensors = tensors
         self.device = tensors.device
         """The device on which modules compute."""
@@ -399,10 +399,10 @@ def gradient_hooks(group: HasGradients) -> Callable[[int], Callable[[torch.Tenso
             if group is None:
                 return
             gradients = group.gradients
-            run = gradients.run.number
-            if gradients._ahead and (run == _current_run() or run == -1):  # without a call per parameter
+            task = gradients.task.number
+            if gradients._ahead and (task == _current_task() or task == -1):  # without a call per parameter
                 gradients._ahead -= 1
-            elif gradients.arrive(grad_bucket, is_nested=run != -1 and run != _current_run()):
+            elif gradients.arrive(grad_bucket, is_nested=task != -1 and task != _current_task()):
                 state = gradients.owner()
                 root = None if state is None else state.root
                 if root is not None:

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from composable_fsdp._core.backward import PassesUnderway
 from composable_fsdp._core.buckets import shard_full_tensor
 from composable_fsdp._core.context import dual_numbers, in_transform, layers_of, outside_callers_context, runs_outside
-from composable_fsdp._core.gradients import AutogradRun
+from composable_fsdp._core.gradients import AutogradTask
 from composable_fsdp._core.group import StreamLauncher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.params import alias_of, local_part, note_optimizer_step, without_torch_function
@@ -133,7 +133,7 @@ def assemble(root_state: FSDPState) -> Root:
     for observer in OBSERVERS:
         observer.before_assembly(root_state, states)
     launcher = StreamLauncher(CommStreams(root_state.group.axes.device))
-    root = Root(root_state, states, launcher, AutogradRun(), PassesUnderway(), OBSERVERS)
+    root = Root(root_state, states, launcher, AutogradTask(), PassesUnderway(), OBSERVERS)
     _register(root)
     for former in {root_of(state) for state in states.values() if state.root is not None}:
         former.drain()

@@ -41,7 +41,7 @@ from composable_fsdp._core.events import (
     Pass,
     Tape,
 )
-from composable_fsdp._core.gradients import AutogradRun
+from composable_fsdp._core.gradients import AutogradTask
 from composable_fsdp._core.group import UNSHARD_STARTED, Launcher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.schedule import PlannedRun, Planner
@@ -50,7 +50,7 @@ from composable_fsdp._core.state import NO_RECORD, Accumulation, ForwardCall, FS
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.policies import ReshardKind
 
-_current_run = torch._C._current_graph_task_id
+_current_task = torch._C._current_graph_task_id
 
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
 IDLE, FORWARD, BACKWARD = Pass.IDLE, Pass.FORWARD, Pass.BACKWARD
@@ -77,7 +77,7 @@ class Root:
         root_state: FSDPState,
         states: Mapping[str, FSDPState],
         launcher: Launcher,
-        run: AutogradRun,
+        task: AutogradTask,
         passes: PassesUnderway,
         observers: Sequence[Observer],
     ) -> None:
@@ -87,7 +87,7 @@ class Root:
         self.refuse: Callable[[], None] | None = None
         self.leads_to_backward: Callable[[], bool] = torch.is_grad_enabled
         self.plans = Planner(root_state, states, launcher)
-        self.progress = Progress(states.values(), self.plans.steps, run)
+        self.progress = Progress(states.values(), self.plans.steps, task)
         self.queue = ReductionQueue(launcher, self.plans)
         self._passes = passes
         self._pass = IDLE
@@ -264,7 +264,7 @@ class Root:
         if self._pass is not BACKWARD:
             self._begin_backward()
         if call.tape is self.tape.events:
-            call.tape.append(("pre_backward", call.number, _current_run()))
+            call.tape.append(("pre_backward", call.number, _current_task()))
         state, run = call.state, call.first or call
         self._passes.reach(self, state)
         self.progress.enter(call)
@@ -288,7 +288,7 @@ class Root:
         if self._pass is not BACKWARD:
             self._begin_backward()  # no hook saw an output of the module
         was_seen, is_complete = self.progress.was_seen(state), state.group.gradients.state is _LOCAL
-        self.tape.events.append(("gradient_ready", state.group.name, is_complete, _current_run()))
+        self.tape.events.append(("gradient_ready", state.group.name, is_complete, _current_task()))
         if not is_complete:
             if was_seen and self._reduces_units(state):
                 self.queue.launch_unit(state)
@@ -317,7 +317,7 @@ class Root:
         state, run = call.state, call.first or call
         is_arriving = state.group.gradients.state is _ARRIVING
         if call.tape is self.tape.events:
-            call.tape.append(("post_backward", call.number, is_arriving, _current_run()))
+            call.tape.append(("post_backward", call.number, is_arriving, _current_task()))
         self.progress.leave(call)
         for observe in self.observers.leave_backward:
             observe(self, call)
@@ -397,7 +397,7 @@ class Root:
 
     def _reduces_units(self, state: FSDPState) -> bool:
         """Return whether ``state`` now reduces unit by unit: no collective of another group may come in between."""
-        return state.reduces_grad_buckets and state.runs <= 1 and not self.progress.run.is_around_another
+        return state.reduces_grad_buckets and state.runs <= 1 and not self.progress.task.is_around_another
 
     # -- actions of several hooks
 
