@@ -95,7 +95,6 @@ if TYPE_CHECKING:
         CachedPart,
         GatherCache,
         InPlaceBucket,
-        _runs_of,
         cached_gather,
         pack_messages,
     )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, WorkList
 from composable_fsdp._core.group_plan import BucketPlan
 from composable_fsdp._core.layout import payload_widths, unpack_parameter
-from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, is_host, view_at
+from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, view_at
 from composable_fsdp._core.mesh import ProcessGroups, group_by_key
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.reduce import BucketReduceScatter
@@ -36,14 +35,13 @@ class AllGatherBuffers:
 class CachedPart:
     """One bucket of a cached all-gather: ``packed``, 1-d, is cast to ``dtype`` and gathered, one row per rank.
 
-    ``places``, each ``(num_shards, padded_numel)``, begin at ``begins`` of each row, in order.
+    ``places``, each ``(num_shards, padded_numel)``, follow each other in the rows.
     """
 
     packed: torch.Tensor
     dtype: torch.dtype
     buffer: OwnedBuffer
     places: Sequence[torch.Tensor]
-    begins: Sequence[int]
 
 
 class Gatherable(Protocol):
@@ -173,10 +171,9 @@ class Bucket:
         plan, layout, flat = self.plan, self.plan.gather, self.store.flat
         if not layout.packed_numel or layout.zero_copy or flat.device != self.device:
             return None
-        if not all(layout.shards[i].concatenates for i in layout.packed):
+        if not all(layout.shards[i].concatenates for i in layout.packed) or layout.has_gaps:
             return None
-        begins = [layout.store.offsets[i] for i in layout.packed]
-        return CachedPart(flat[: layout.packed_numel], plan.compute_dtype, self.buffer, self._row_places, begins)
+        return CachedPart(flat[: layout.packed_numel], plan.compute_dtype, self.buffer, self._row_places)
 
     def update_plan(self, plan: BucketPlan) -> None:
         self.plan = plan
@@ -472,18 +469,10 @@ class CachedGather:
         self._device = self._packed[0].device
         self._buffers = [part.buffer for part in parts]
         self._places = [place for part in parts for place in part.places]
-        begins, start = [], 0
-        for part in parts:
-            begins += [start + begin for begin in part.begins]
-            start += part.packed.numel()
-        self._begins = begins
-        """The first element of each parameter in a row."""
         self._widths = [place.size(1) for place in self._places]
-        self._has_gaps = begins != [0, *accumulate(self._widths)][:-1] or sum(self._widths) != self._numel
-        self._runs: list[_Run] = []
-        """The strided copies that move all parameters, made with the first ones: only then there is memory for them."""
-        self._splits_well = True
-        """True if one split that copies is faster than the runs."""
+        self._are_alike = len(parts) == 1 and len(set(self._widths)) == 1
+        self._stacked: torch.Tensor | None = None
+        """If they are alike, all places as one tensor, made with the first rows: only then there is memory for it."""
 
     def allocate(self) -> torch.Tensor:
         """Return memory for the rows of a launch."""
@@ -500,58 +489,16 @@ class CachedGather:
         """Copy ``rows`` to their places, whose memory is allocated only now."""
         for buffer in self._buffers:
             buffer.allocate()
-        if not self._runs:
-            self._runs = _runs_of(self._places, self._begins)
-            # An accelerator splits and copies by one kernel.
-            self._splits_well = 2 * len(self._runs) > len(self._places) or not is_host(self._device)
-        if len(self._places) == 1 and not self._has_gaps:
+        if len(self._places) == 1:
             self._places[0].copy_(rows)  # half the host time of the operation for several
-        elif self._splits_well and not self._has_gaps:
+        elif self._are_alike:  # on the host, the operation for several takes the time of one for each
+            first, second, *_ = self._places
+            if self._stacked is None:
+                step = int(second.storage_offset() - first.storage_offset())
+                self._stacked = first.as_strided((len(self._places), *first.shape), (step, *first.stride()))
+            self._stacked.copy_(rows.view(first.size(0), -1, first.size(1)).transpose(0, 1))
+        else:
             torch.split_with_sizes_copy(rows, self._widths, dim=1, out=self._places)
-        else:
-            at = rows.storage_offset()
-            sources = [
-                rows.as_strided(run.place.shape, (run.step, self._numel, 1), at + run.begin) for run in self._runs
-            ]
-            torch._foreach_copy_([run.place for run in self._runs], sources)
-
-
-class _Run(NamedTuple):
-    """Parameters of one width that one strided copy moves.
-
-    A layer often has several of one shape in a row: scales and shifts, biases, adapters, experts. The host's time of
-    small copies grows with their number.
-
-    Args:
-        place: ``(count, num_shards, padded_numel)``, their unsharded memory.
-        begin: the first element in a row.
-        step: the elements from one to the next in a row.
-    """
-
-    place: torch.Tensor
-    begin: int
-    step: int
-
-
-def _runs_of(places: Sequence[torch.Tensor], begins: Sequence[int]) -> list[_Run]:
-    """Return the runs of ``places``, which have memory now, in order. ``begins``: their first elements in a row."""
-    memory = [(place.untyped_storage()._cdata, place.size(1), int(place.storage_offset())) for place in places]
-    found: list[tuple[int, int, int, int]] = []
-    for k, (*alike, offset) in enumerate(memory):
-        first, count, row_step, step = found[-1] if found else (k, 0, 0, 0)
-        steps = begins[k] - begins[k - 1], offset - memory[k - 1][-1]
-        if count and [*memory[first][:-1]] == alike and (count == 1 or steps == (row_step, step)):
-            found[-1] = first, count + 1, *steps
-        else:
-            found.append((k, 1, 0, 0))
-    return [
-        _Run(
-            places[first].as_strided((count, *places[first].shape), (step, *places[first].stride())),
-            begins[first],
-            row_step,
-        )
-        for first, count, row_step, step in found
-    ]
 
 
 class CachedLaunch:
