@@ -360,7 +360,6 @@ class ProcessGroupCommunicator:
         return bool(self._broken)
 
     def check(self) -> None:
-        """Raise a ``PeerError`` if operations were aborted."""
         if self._broken:
             raise PeerError(
                 f"ranks {list(self.ranks)} cannot go on together, since {self._broken}\nOperations were aborted, so "
@@ -379,7 +378,6 @@ class ProcessGroupCommunicator:
             self._abort()
 
     def abandon(self) -> None:
-        """Abort operations in flight, before their memory is freed."""
         self._broken = self._broken or "operations were given up after a failed pass."
         self._abort()
 
@@ -394,11 +392,7 @@ class ProcessGroupCommunicator:
             logger.warning("the process group of ranks %s cannot be aborted: %s", list(self.ranks), error)
 
     def reopen(self) -> None:
-        """Refuse to connect again, which only the owner of the process group can do.
-
-        Raises:
-            PeerError: always.
-        """
+        """Refuse, since only the owner of the process group can connect it again."""
         raise PeerError(
             f"ranks {list(self.ranks)} cannot connect again over the backend of their process group after they failed "
             "at different operations. End the job, and restart it from a checkpoint."

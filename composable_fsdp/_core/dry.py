@@ -400,7 +400,7 @@ class DryLauncher:
         buckets = [
             GradBucket(member.name, number)
             for member, numbers in launch.by_group
-            for number in (numbers if member.in_grad_buckets else (0,))
+            for number in (numbers if member.plan.in_grad_buckets else (0,))
         ]
         self._note(Reduce(tuple(buckets), launch.partial))
         for member in launch.members if launch.is_last else ():

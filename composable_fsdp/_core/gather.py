@@ -514,11 +514,9 @@ class CachedLaunch:
         self._sent: torch.Tensor | None = None
 
     def allocate(self) -> None:
-        """Allocate the rows."""
         self._rows = self._gather.allocate()
 
     def prepare(self) -> None:
-        """Pack the message."""
         assert self._rows is not None
         self._sent = self._gather.pack(self._rows)
 

@@ -22,8 +22,8 @@ from composable_fsdp._core.events import (
     describe_groups,
 )
 from composable_fsdp._core.gather import AnyBucket, Gatherable
-from composable_fsdp._core.group_plan import plan_group
-from composable_fsdp._core.layout import NEVER_ZERO_COPY, Reduction, aligned_bytes, payload_widths, plan_reduction
+from composable_fsdp._core.group_plan import GroupPlan, plan_group
+from composable_fsdp._core.layout import NEVER_ZERO_COPY, aligned_bytes, payload_widths, plan_reduction
 from composable_fsdp._core.memory import CommStreams, InFlight, without_grad
 from composable_fsdp._core.mesh import group_by_key
 from composable_fsdp._core.params import ShardedParameter, accept_gradients
@@ -333,22 +333,19 @@ class ParamGroupGradients:
     def _jobs(self, scatters: Sequence[BucketReduceScatter]) -> list[BucketReduction]:
         jobs = []
         for scatter in scatters:
-            reduction = self._reduction(scatter)
+            pgs = scatter.pgs
+            reduction = plan_reduction(
+                scatter.plan.sum_dtype,
+                pgs.axes.num_ranks,
+                averages=pgs.averages,
+                divide_factor=self.divide_factor if pgs.axes.divide is None else pgs.axes.divide,
+                sum_only=self.sum_only or scatter.own is not None,
+            )
             buffers = scatter.prepare(reduction, were_summed=self.were_summed)
             if buffers is not None:
                 divides_first = not self.sum_only and reduction.pre_divide == 1.0  # as FSDP2 does
                 jobs.append(BucketReduction(scatter, reduction, buffers, self.all_reduce_hook, divides_first))
         return jobs
-
-    def _reduction(self, scatter: BucketReduceScatter) -> Reduction:
-        pgs = scatter.pgs
-        return plan_reduction(
-            scatter.plan.sum_dtype,
-            pgs.axes.num_ranks,
-            averages=pgs.averages,
-            divide_factor=self.divide_factor if pgs.axes.divide is None else pgs.axes.divide,
-            sum_only=self.sum_only or scatter.own is not None,
-        )
 
     def begin_last_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool) -> None:
         """Record the launch of ``pending``, the last reduction of a backward."""
@@ -361,14 +358,8 @@ class ParamGroupGradients:
         self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
 
     @property
-    def in_grad_buckets(self) -> bool:
-        """True if gradient buckets are reduced separately."""
-        return self._tensors.plan.in_grad_buckets
-
-    @property
-    def grad_bucket_bytes(self) -> Sequence[int]:
-        """The number of gradient bytes of each gradient bucket, in the dtype of the sum."""
-        return self._tensors.plan.grad_bucket_bytes
+    def plan(self) -> GroupPlan:
+        return self._tensors.plan
 
     def traffic_of(self, grad_buckets: Sequence[int]) -> WireBytes:
         """Return the bytes that the reduction of ``grad_buckets`` sends."""
@@ -442,7 +433,7 @@ def reduce_together(
     if not taken:
         return []
     reductions = [taken]
-    if len(taken) == 1 and not partial and taken[0][0].in_grad_buckets:
+    if len(taken) == 1 and not partial and taken[0][0].plan.in_grad_buckets:
         ((member, rest),) = taken
         reductions = [[(member, [grad_bucket])] for grad_bucket in rest]
     return [
@@ -491,7 +482,7 @@ class ReductionLaunch:
         self._streams, self._fused_buckets = streams, fused_buckets
         self.nbytes = self.round_bytes = 0
         for member, grad_buckets in by_group:
-            nbytes = member.grad_bucket_bytes
+            nbytes = member.plan.grad_bucket_bytes
             self.nbytes += sum(map(nbytes.__getitem__, grad_buckets))
             self.round_bytes += sum(nbytes)
 
