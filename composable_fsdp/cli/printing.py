@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from composable_fsdp.diagnostics.describe import count
+
 __all__ = ["DTYPES", "Json", "console", "count", "print_error", "print_json", "table_of"]
 
 _WIDTH = 200
@@ -45,8 +47,3 @@ def print_json(value: Any) -> None:
 def print_error(text: str) -> None:
     """Print ``text`` on stderr."""
     typer.echo(text, err=True)
-
-
-def count(number: int, what: str) -> str:
-    """Return ``number`` with the noun ``what``, in the plural if need be."""
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -18,7 +18,7 @@ from composable_fsdp._core.state import FSDPState
 from composable_fsdp.diagnostics.communication_report import reshard_kind, states_of, text_table
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["GroupDescription", "ModelDescription", "describe"]
+__all__ = ["GroupDescription", "ModelDescription", "count", "describe"]
 
 _AFTER_FORWARD = {ReshardKind.ALWAYS: "free", ReshardKind.NEVER: "keep", ReshardKind.SMALLER: "keep 1/{}"}
 _LARGE_FRACTION = 0.5
@@ -83,7 +83,7 @@ class ModelDescription:
         """Totals and probable mistakes that the table does not show."""
         total = sum(group.bytes for group in self.groups)
         per_rank = sum(group.bytes_per_rank for group in self.groups)
-        notes = [f"{_count(len(self.groups), 'group')}, {_size(total)} in full, {_size(per_rank)} on this rank."]
+        notes = [f"{count(len(self.groups), 'group')}, {_size(total)} in full, {_size(per_rank)} on this rank."]
         largest = max(self.groups, key=lambda group: group.bytes)
         shards = largest.strategy is not ShardingStrategy.NO_SHARD
         if shards and largest.owners > 1 and largest.bytes > _LARGE_FRACTION * total:
@@ -95,7 +95,7 @@ class ModelDescription:
         if self.unsharded:
             names = ", ".join(list(self.unsharded)[:5]) + (", ..." if len(self.unsharded) > 5 else "")
             notes.append(
-                f"Not sharded, being ignored or in no group: {_count(len(self.unsharded), 'parameter')}, "
+                f"Not sharded, being ignored or in no group: {count(len(self.unsharded), 'parameter')}, "
                 f"{_size(sum(self.unsharded.values()))}: {names}"
             )
         return tuple(notes)
@@ -223,7 +223,8 @@ def _cells(group: GroupDescription) -> dict[str, str]:
     }
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """Return ``number`` with ``noun``, in the plural if need be."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

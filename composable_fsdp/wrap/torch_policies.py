@@ -66,14 +66,14 @@ class _AutoWrap:
 
     def _chosen(self, module: nn.Module, scope: Scope, taken: set[nn.Parameter]) -> Iterator[nn.Module]:
         own = scope.parameters(module)
-        if self.function(module=module, recurse=True, nonwrapped_numel=_numel(own, taken)):
+
+        def answer(*, recurse: bool) -> object:
+            left = sum(p.numel() for p in own if p not in taken)
+            return self.function(module=module, recurse=recurse, nonwrapped_numel=left)
+
+        if answer(recurse=True):
             for child in module.children():
                 yield from self._chosen(child, scope, taken)
-        chosen = self.function(module=module, recurse=False, nonwrapped_numel=_numel(own, taken))
-        if chosen and module in scope.modules and any(p not in taken for p in own):
+        if answer(recurse=False) and module in scope.modules and any(p not in taken for p in own):
             taken.update(own)
             yield module
-
-
-def _numel(parameters: list[nn.Parameter], taken: set[nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters if p not in taken)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ _MIN_STACK_FRACTION = 0.01
 """The minimum share of a model's parameters for repeated modules to become groups of their own."""
 
 
+@dataclass(frozen=True)
+class _Policy:
+    plan: Callable[[Scope], list[Group]]
+
+
 def as_policy(policy: object) -> Policy:
     """Return the policy for the ``policy=`` argument of the user.
 
@@ -56,7 +62,7 @@ def as_policy(policy: object) -> Policy:
         name = getattr(policy, "__name__", "")
         raise ConfigurationError(f"policy={name} is a function that makes a policy: call it, policy={name}(...).")
     if callable(policy):
-        return _ByPredicate(policy)
+        return _Policy(partial(_by_predicate, policy))
     raise ConfigurationError(
         "policy must be module classes, a function of a module and its name, or one of composable_fsdp.wrap such as "
         f"transformer_blocks(), not {policy!r}."
@@ -77,43 +83,33 @@ def by_class(*classes: type[nn.Module], **overrides: object) -> Policy:
     others = [each for each in given if not (isinstance(each, type) and issubclass(each, nn.Module))]
     if others or not classes:
         raise ConfigurationError(f"a policy of classes takes classes of modules, not {others or 'none'}.")
-    return _ByClass(classes, overrides)
+    return _Policy(partial(_by_class, classes, overrides))
 
 
-@dataclass(frozen=True)
-class _ByClass:
-    classes: tuple[type[nn.Module], ...]
-    overrides: Mapping[str, object]
+def _by_class(classes: tuple[type[nn.Module], ...], overrides: Mapping[str, object], scope: Scope) -> list[Group]:
+    chosen = [scope.group([m], overrides) for m in scope.modules if isinstance(m, classes)]
+    if not chosen:
+        present = sorted({type(m).__name__ for m in scope.modules})
+        raise ConfigurationError(
+            f"no module of this {type(scope.model).__name__} that can be a group is a "
+            f"{' or '.join(c.__name__ for c in classes)}. Those that can are of {', '.join(present)}."
+        )
+    return chosen
 
-    def plan(self, scope: Scope) -> list[Group]:
-        chosen = [scope.group([m], self.overrides) for m in scope.modules if isinstance(m, self.classes)]
-        if not chosen:
-            present = sorted({type(m).__name__ for m in scope.modules})
+
+def _by_predicate(choose: Predicate, scope: Scope) -> list[Group]:
+    """Call ``choose`` for every module. For the model itself only the options in the answer matter."""
+    groups = []
+    for module, name in scope.modules.items():
+        answer: object = choose(module, name)
+        if not isinstance(answer, (bool, Mapping)):
             raise ConfigurationError(
-                f"no module of this {type(scope.model).__name__} that can be a group is a "
-                f"{' or '.join(c.__name__ for c in self.classes)}. Those that can are of {', '.join(present)}."
+                f"the policy returned {answer!r} for {name!r} ({type(module).__name__}); it must return a bool, "
+                "or keywords of fully_shard for that group as a dict."
             )
-        return chosen
-
-
-@dataclass(frozen=True)
-class _ByPredicate:
-    """Calls ``choose`` for every module. For the model itself only the options in the answer matter."""
-
-    choose: Predicate
-
-    def plan(self, scope: Scope) -> list[Group]:
-        groups = []
-        for module, name in scope.modules.items():
-            answer: object = self.choose(module, name)
-            if not isinstance(answer, (bool, Mapping)):
-                raise ConfigurationError(
-                    f"the policy returned {answer!r} for {name!r} ({type(module).__name__}); it must return a bool, "
-                    "or keywords of fully_shard for that group as a dict."
-                )
-            if answer is not False:
-                groups.append(scope.group([module], answer if isinstance(answer, Mapping) else {}))
-        return groups
+        if answer is not False:
+            groups.append(scope.group([module], answer if isinstance(answer, Mapping) else {}))
+    return groups
 
 
 def by_size(min_parameters: int) -> Policy:
@@ -122,36 +118,30 @@ def by_size(min_parameters: int) -> Policy:
     Elements of the groups inside a module do not count.
     """
     _check_positive("by_size takes a positive number of parameters", min_parameters)
-    return _BySize(min_parameters)
+    return _Policy(partial(_by_size, min_parameters))
 
 
-@dataclass(frozen=True)
-class _BySize:
-    min_parameters: int
-
-    def plan(self, scope: Scope) -> list[Group]:
-        groups, taken = [], set[nn.Parameter]()
-        for module in scope.modules:
-            left = [p for p in scope.parameters(module) if p not in taken]
-            if sum(p.numel() for p in left) >= self.min_parameters:
-                groups.append(scope.group([module]))
-                taken.update(left)
-        return groups
+def _by_size(min_parameters: int, scope: Scope) -> list[Group]:
+    groups, taken = [], set[nn.Parameter]()
+    for module in scope.modules:
+        left = [p for p in scope.parameters(module) if p not in taken]
+        if sum(p.numel() for p in left) >= min_parameters:
+            groups.append(scope.group([module]))
+            taken.update(left)
+    return groups
 
 
 def every_module() -> Policy:
     """Return a policy that makes a group of every module with parameters of its own: least memory, most collectives."""
-    return _EveryModule()
+    return _Policy(_every_module)
 
 
-@dataclass(frozen=True)
-class _EveryModule:
-    def plan(self, scope: Scope) -> list[Group]:
-        return [
-            scope.group([module])
-            for module in scope.modules
-            if isinstance(module, READ_WITHOUT_CALLS) or scope.parameters(module, recurse=False)
-        ]
+def _every_module(scope: Scope) -> list[Group]:
+    return [
+        scope.group([module])
+        for module in scope.modules
+        if isinstance(module, READ_WITHOUT_CALLS) or scope.parameters(module, recurse=False)
+    ]
 
 
 def transformer_blocks() -> Policy:
@@ -166,24 +156,22 @@ def transformer_blocks() -> Policy:
     Raises:
         ConfigurationError: the model has no such stack; raised by ``fully_shard``.
     """
-    return _TransformerBlocks()
+    return _Policy(_transformer_blocks)
 
 
-@dataclass(frozen=True)
-class _TransformerBlocks:
-    def plan(self, scope: Scope) -> list[Group]:
-        least = _MIN_STACK_FRACTION * scope.numel(scope.model)
-        found: dict[nn.Module, None] = {}
-        for stack in _stacks(scope.model, scope):
-            if sum(map(scope.numel, dict.fromkeys(stack))) >= least:
-                found.update(dict.fromkeys(stack))
-        if not found:
-            raise ConfigurationError(
-                f"transformer_blocks() found no repeated blocks in {type(scope.model).__name__}: no ModuleList, "
-                "ModuleDict or Sequential in it has two modules of one class and of like shapes that hold 1 % of its "
-                "parameters. Name their class: policy={BlockClass}; or use balanced(target_bytes)."
-            )
-        return [scope.group([module]) for module in scope.modules if module in found]
+def _transformer_blocks(scope: Scope) -> list[Group]:
+    least = _MIN_STACK_FRACTION * scope.numel(scope.model)
+    found: dict[nn.Module, None] = {}
+    for stack in _stacks(scope.model, scope):
+        if sum(map(scope.numel, dict.fromkeys(stack))) >= least:
+            found.update(dict.fromkeys(stack))
+    if not found:
+        raise ConfigurationError(
+            f"transformer_blocks() found no repeated blocks in {type(scope.model).__name__}: no ModuleList, "
+            "ModuleDict or Sequential in it has two modules of one class and of like shapes that hold 1 % of its "
+            "parameters. Name their class: policy={BlockClass}; or use balanced(target_bytes)."
+        )
+    return [scope.group([module]) for module in scope.modules if module in found]
 
 
 def _stacks(module: nn.Module, scope: Scope) -> Iterator[list[nn.Module]]:
@@ -223,45 +211,42 @@ def balanced(target_bytes: int) -> Policy:
         target_bytes: the maximum size of a group of several modules: its full parameters, in their original dtypes.
     """
     _check_positive("balanced takes a positive number of bytes", target_bytes)
-    return _Balanced(target_bytes)
+    return _Policy(partial(_balanced, target_bytes))
 
 
-@dataclass(frozen=True)
-class _Balanced:
-    target_bytes: int
+def _balanced(target_bytes: int, scope: Scope) -> list[Group]:
+    groups: list[Group] = []
+    run: list[tuple[nn.Module, int]] = []
+    for module, nbytes in _modules_up_to(target_bytes, scope).items():
+        if nbytes > target_bytes:
+            groups += [scope.group(part) for part in _split_evenly(run, target_bytes)]
+            groups.append(scope.group([module]))
+            run = []
+        else:
+            run.append((module, nbytes))
+    return groups + [scope.group(part) for part in _split_evenly(run, target_bytes)]
 
-    def plan(self, scope: Scope) -> list[Group]:
-        groups: list[Group] = []
-        run: list[tuple[nn.Module, int]] = []
-        for module, nbytes in self._pieces(scope).items():
-            if nbytes > self.target_bytes:
-                groups += [scope.group(part) for part in _split_evenly(run, self.target_bytes)]
-                groups.append(scope.group([module]))
-                run = []
-            else:
-                run.append((module, nbytes))
-        return groups + [scope.group(part) for part in _split_evenly(run, self.target_bytes)]
 
-    def _pieces(self, scope: Scope) -> dict[nn.Module, int]:
-        """Return the modules that are not split further, in order, with the bytes that no earlier module has."""
-        pieces: dict[nn.Module, int] = {}
-        covered = set[nn.Module]()
-        counted = set[nn.Parameter]()
-        visits = [scope.model]  # not recursive: a nested function would own itself, and the modules with it
-        while visits:
-            module = visits.pop()
-            if module in covered:
-                continue
-            opens = any(m in scope.modules for m in module.modules() if m is not module)
-            whole = not opens or scope.nbytes(module) <= self.target_bytes
-            if whole and module in scope.modules and module is not scope.model:
-                new = [p for p in scope.parameters(module) if p not in counted]
-                pieces[module] = sum(p.numel() * p.element_size() for p in new)
-                counted.update(new)
-                covered.update(module.modules())
-            else:
-                visits += reversed(list(module.children()))
-        return pieces
+def _modules_up_to(target_bytes: int, scope: Scope) -> dict[nn.Module, int]:
+    """Return the modules that are not split further, in order, with the bytes that no earlier module has."""
+    found: dict[nn.Module, int] = {}
+    covered = set[nn.Module]()
+    counted = set[nn.Parameter]()
+    visits = [scope.model]  # not recursive: a nested function would own itself, and the modules with it
+    while visits:
+        module = visits.pop()
+        if module in covered:
+            continue
+        opens = any(m in scope.modules for m in module.modules() if m is not module)
+        whole = not opens or scope.nbytes(module) <= target_bytes
+        if whole and module in scope.modules and module is not scope.model:
+            new = [p for p in scope.parameters(module) if p not in counted]
+            found[module] = sum(p.numel() * p.element_size() for p in new)
+            counted.update(new)
+            covered.update(module.modules())
+        else:
+            visits += reversed(list(module.children()))
+    return found
 
 
 def _split_evenly(run: Sequence[tuple[nn.Module, int]], most: int) -> Iterator[list[nn.Module]]:
