@@ -11,7 +11,7 @@ import torch
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, WorkList
 from composable_fsdp._core.group_plan import BucketPlan
 from composable_fsdp._core.layout import payload_widths, unpack_parameter
-from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, view_at
+from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, is_host, view_at
 from composable_fsdp._core.mesh import ProcessGroups, group_by_key
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.reduce import BucketReduceScatter
@@ -470,9 +470,11 @@ class CachedGather:
         self._buffers = [part.buffer for part in parts]
         self._places = [place for part in parts for place in part.places]
         self._widths = [place.size(1) for place in self._places]
-        self._are_alike = len(parts) == 1 and len(set(self._widths)) == 1
-        self._stacked: torch.Tensor | None = None
-        """If they are alike, all places as one tensor, made with the first rows: only then there is memory for it."""
+        self._parts = parts
+        self._are_alike = is_host(self._device) and len(self._places) >= 2 * len(parts)
+        self._are_alike &= all(len({place.size(1) for place in part.places}) == 1 for part in parts)
+        self._stacks: list[torch.Tensor] = []
+        """If they are alike, the places of each part as one, made with the first rows: only then there is memory."""
 
     def allocate(self) -> torch.Tensor:
         """Return memory for the rows of a launch."""
@@ -492,13 +494,21 @@ class CachedGather:
         if len(self._places) == 1:
             self._places[0].copy_(rows)  # half the host time of the operation for several
         elif self._are_alike:  # on the host, the operation for several takes the time of one for each
-            first, second, *_ = self._places
-            if self._stacked is None:
-                step = int(second.storage_offset() - first.storage_offset())
-                self._stacked = first.as_strided((len(self._places), *first.shape), (step, *first.stride()))
-            self._stacked.copy_(rows.view(first.size(0), -1, first.size(1)).transpose(0, 1))
+            self._stacks = self._stacks or [_stacked(part.places) for part in self._parts]
+            blocks = rows.split_with_sizes([part.packed.numel() for part in self._parts], dim=1)
+            sources = [
+                block.view(-1, stack.size(0), stack.size(2)).transpose(0, 1)
+                for block, stack in zip(blocks, self._stacks, strict=True)
+            ]
+            torch._foreach_copy_(self._stacks, sources)
         else:
             torch.split_with_sizes_copy(rows, self._widths, dim=1, out=self._places)
+
+
+def _stacked(places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``places``, of one shape and at equal distances, as one tensor."""
+    first, step = places[0], 0 if len(places) == 1 else places[1].storage_offset() - places[0].storage_offset()
+    return first.as_strided((len(places), *first.shape), (step, *first.stride()))
 
 
 class CachedLaunch:
