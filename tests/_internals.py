@@ -42,21 +42,9 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
-    from composable_fsdp._core import backward
-    from composable_fsdp._core import buckets as param_group_buckets
-    from composable_fsdp._core import comm as c10d
-    from composable_fsdp._core import comm as factory
-    from composable_fsdp._core import events as schedule
-    from composable_fsdp._core import gather as all_gather
-    from composable_fsdp._core import gather as bucket
-    from composable_fsdp._core import group_plan as layout_plan
-    from composable_fsdp._core import hooks as lazy_init
-    from composable_fsdp._core import layout as pinned
-    from composable_fsdp._core import memory as buffers
-    from composable_fsdp._core import mesh as process_groups
-    from composable_fsdp._core import reduce as reduce_scatter
-    from composable_fsdp._core import schedule as gather_plan
-    from composable_fsdp._core import state as groups_state
+    from composable_fsdp._core import backward, buckets, comm, events, group_plan, layout, memory, mesh, schedule
+    from composable_fsdp._core import gather as core_gather
+    from composable_fsdp._core import reduce as core_reduce
     from composable_fsdp._core.backward import _MOST_FORWARDS, ReductionQueue
     from composable_fsdp._core.comm import (
         Around,

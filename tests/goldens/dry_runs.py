@@ -14,7 +14,7 @@ from unittest import mock
 
 from composable_fsdp import trace
 from composable_fsdp.trace import Operation, TraceEvent
-from tests._internals import DryLauncher, Replay, Root, Snapshot, schedule
+from tests._internals import DryLauncher, Replay, Root, Snapshot, events
 from tests.goldens.cases import QUICK, known_programs
 from tests.goldens.observe import PORTABLE
 from tests.helpers.fuzz.programs import Program
@@ -165,7 +165,7 @@ def shares_names(root: Root, other: Root) -> bool:
 def compare(root: Root, spans: Sequence[Span], others: Sequence[Span], counts: Counter[str]) -> str:
     replay: Replay | None = None
     calls: dict[int, dict[int, Any]] = {}
-    in_flight: list[schedule.Reduce] = []
+    in_flight: list[events.Reduce] = []
     for number, span in enumerate(spans):
         end = span.first_line + len(span.lines)
         is_mixed = any(each.first_line < end and span.first_line < each.first_line + len(each.lines) for each in others)
@@ -204,16 +204,16 @@ def performed(steps: Any, in_flight: list[Any]) -> Iterator[str]:
     for _, actions in steps:
         for action in actions:
             match action:
-                case schedule.Gather(groups):
+                case events.Gather(groups):
                     yield from (f"unshard {group}" for group in groups)
-                case schedule.Wait(group):
+                case events.Wait(group):
                     yield f"wait {group}"
-                case schedule.Free(group) | schedule.Shrink(group, _):
+                case events.Free(group) | events.Shrink(group, _):
                     yield f"reshard {group}"
-                case schedule.Reduce(buckets):
+                case events.Reduce(buckets):
                     in_flight.append(action)
                     yield from (f"reduce {group}" for group in dict.fromkeys(bucket.group for bucket in buckets))
-                case schedule.WaitReduce(count):
+                case events.WaitReduce(count):
                     for done in [in_flight.pop(0) for _ in range(count)]:
                         names = dict.fromkeys(bucket.group for bucket in done.buckets)
                         yield from (f"reduced {name}" for name in names if not done.partial)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import BucketReduceScatter, FSDPState, ReducedBucket, Root, gather_plan
+from tests._internals import BucketReduceScatter, FSDPState, ReducedBucket, Root, schedule
 from tests.goldens.cases import Found, known_programs
 from tests.goldens.observe import PORTABLE, Digest, Observation, observe_programs
 from tests.goldens.records import UNSTABLE, Key, Record, differences, read, stable, write
@@ -41,7 +41,7 @@ def flip_bits(self: BucketReduceScatter, *args: Any) -> ReducedBucket:
 FINISH = BucketReduceScatter.finish
 BREAKAGES: dict[str, tuple[Any, Callable[..., Any], str]] = {
     "free_after_forward": (Root, free_after_every_forward, "collective:all-gather"),
-    "fusions": (gather_plan, fuse_nothing, "collective:all-gather"),
+    "fusions": (schedule, fuse_nothing, "collective:all-gather"),
     "finish": (BucketReduceScatter, flip_bits, "results"),
 }
 """Maps each replaced name to its owner, the replacement, and the difference that must be found."""

@@ -18,8 +18,8 @@ from tests._internals import (
     Specs,
     advance,
 )
-from tests._internals import gather_plan as g
-from tests._internals import schedule as s
+from tests._internals import events as s
+from tests._internals import schedule as g
 
 HOST, STREAMS = g.Limits(), g.Limits(has_streams=True)
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from composable_fsdp import CPUOffloadPolicy
-from tests._internals import BucketReduceScatter, bucket, buffers, param_group_buckets
+from tests._internals import BucketReduceScatter, buckets, core_gather, memory
 
 __all__ = ["simulated_offload"]
 
@@ -23,7 +23,7 @@ def _rest_device(offload: object, device: torch.device) -> torch.device:
 
 
 def _cast_and_move(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return buffers.cast_and_move(shard, dtype, OTHER if shard.is_pinned() else device)
+    return memory.cast_and_move(shard, dtype, OTHER if shard.is_pinned() else device)
 
 
 def _finish(self: BucketReduceScatter, *args: Any) -> Any:
@@ -39,8 +39,8 @@ _finish_on_device = BucketReduceScatter.finish
 def simulated_offload() -> Iterator[None]:
     """Have ``CPUOffloadPolicy`` keep shards in pinned memory, and copy shards and gradients, on a CPU mesh."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(param_group_buckets, "rest_device", _rest_device))
-        stack.enter_context(mock.patch.object(bucket, "cast_and_move", _cast_and_move))
-        stack.enter_context(mock.patch.object(bucket.Bucket, "cached_part", None))  # for shards on the device only
+        stack.enter_context(mock.patch.object(buckets, "rest_device", _rest_device))
+        stack.enter_context(mock.patch.object(core_gather, "cast_and_move", _cast_and_move))
+        stack.enter_context(mock.patch.object(core_gather.Bucket, "cached_part", None))  # for shards on the device only
         stack.enter_context(mock.patch.object(BucketReduceScatter, "finish", _finish))
         yield

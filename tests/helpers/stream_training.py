@@ -33,9 +33,9 @@ from tests._internals import (
     PendingSave,
     SavePlanner,
     ScheduleSettings,
-    c10d,
     checkpoint_save,
-    layout_plan,
+    comm,
+    group_plan,
     tuning,
 )
 from tests.helpers.extension_tensors import Pair, with_weights
@@ -356,8 +356,8 @@ def chosen(settings: ScheduleSettings) -> Iterator[None]:
     choice = Choice(settings, seconds=0.0, peak_bytes=0, default_seconds=0.0, source="a test")
     sizes: dict[str, Any] = {f"_GRAD_BUCKET_{kind}_ON_STREAMS": 1 << 10 for kind in ("BYTES", "PART_BYTES")}
     with (
-        mock.patch.multiple(c10d, **sizes),
-        mock.patch.object(layout_plan, "SMALL_BYTES", 1 << 10),
+        mock.patch.multiple(comm, **sizes),
+        mock.patch.object(group_plan, "SMALL_BYTES", 1 << 10),
         mock.patch.object(tuning, "choose", return_value=choice),
     ):
         yield

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, Sharded, load_state_dict, state_dict
 from composable_fsdp.trace import TraceEvent, listeners
-from tests._internals import ReductionQueue, pinned, pinned_bytes
+from tests._internals import ReductionQueue, layout, pinned_bytes
 from tests.helpers.stream_training import (
     BF16,
     IN_BUCKETS,
@@ -179,7 +179,7 @@ def test_pinned_memory_in_several_flats_has_neither_and_wastes_a_tenth() -> None
 
     empty = torch.empty
     with (
-        mock.patch.object(pinned, "_UNCUT_BYTES", 0),
+        mock.patch.object(layout, "_UNCUT_BYTES", 0),
         alone() as mesh,
         simulated_accelerator(records=True) as device,
         mock.patch.object(torch, "empty", noting),

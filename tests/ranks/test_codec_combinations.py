@@ -30,7 +30,7 @@ from tests._internals import (
     Communicator,
     Encoder,
     ShardedParameter,
-    reduce_scatter,
+    core_reduce,
     take_gradients,
 )
 from tests.helpers.counted_collectives import COMMUNICATORS
@@ -210,7 +210,7 @@ def watch_gradients() -> None:
         return run(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_scatter, "take_gradients", watched_take)
+        patch.setattr(core_reduce, "take_gradients", watched_take)
         patch.setattr(Encoder, "encode", watched_encode)
         patch.setattr(CommStream, "run", watched_run)
         model = fully_shard(nn.Linear(6, 5), comm_policy=CommunicationPolicy(reduce_scatter=Int8(), min_numel=1))

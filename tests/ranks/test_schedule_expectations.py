@@ -11,25 +11,25 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import FSDPModule, fully_shard
-from tests._internals import ForwardRecord, Planner, schedule
+from tests._internals import ForwardRecord, Planner, events
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import TRANSPORTS
 
 STEPS = 4
-Expect = Callable[[list[schedule.Event], random.Random], list[schedule.Event]]
+Expect = Callable[[list[events.Event], random.Random], list[events.Event]]
 
 
-def expect_nothing(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
+def expect_nothing(order: list[events.Event], draws: random.Random) -> list[events.Event]:
     return []
 
 
-def expect_another_order(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
+def expect_another_order(order: list[events.Event], draws: random.Random) -> list[events.Event]:
     """Return each group of ``order`` at a random position, some groups twice and some never."""
     groups = list(dict.fromkeys(event.group for event in order))
     drawn = draws.choices(groups, k=len(groups) + 1) if groups else []
-    both = (schedule.Hook.PRE_FORWARD, schedule.Hook.POST_FORWARD)
-    return [schedule.Event(hook, group) for group in drawn for hook in both]
+    both = (events.Hook.PRE_FORWARD, events.Hook.POST_FORWARD)
+    return [events.Event(hook, group) for group in drawn for hook in both]
 
 
 def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tuple[list[bytes], int]:

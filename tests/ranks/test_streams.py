@@ -18,7 +18,8 @@ from torch import nn
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import MessageSizes, ParameterState, backward, process_groups, state_of
+from tests._internals import MessageSizes, ParameterState, backward, state_of
+from tests._internals import mesh as core_mesh
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
@@ -40,7 +41,7 @@ def streams() -> Iterator[None]:
         with (
             sim.Device(flops=1.0, bandwidth=1.0).installed(),
             mock.patch.object(backward, "_MIN_BYTES_IN_FLIGHT", 0),
-            mock.patch.object(process_groups, "_ONE_MESSAGE", MessageSizes()),
+            mock.patch.object(core_mesh, "_ONE_MESSAGE", MessageSizes()),
         ):
             yield
 

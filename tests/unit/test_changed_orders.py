@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import ForwardRecord, gather_plan
+from tests._internals import ForwardRecord, schedule
 
 RANKS, WIDTH = 4, 512
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -218,16 +218,16 @@ def test_accumulation_makes_its_plans_once(mesh: DeviceMesh, monkeypatch: pytest
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    made: list[gather_plan.Limits] = []
-    make_plan = gather_plan.make_plan
+    made: list[schedule.Limits] = []
+    make_plan = schedule.make_plan
 
     def counted(
-        record: ForwardRecord, facts: gather_plan.Facts, limits: gather_plan.Limits, fused: gather_plan.Together | None
-    ) -> gather_plan.Plan:
+        record: ForwardRecord, facts: schedule.Facts, limits: schedule.Limits, fused: schedule.Together | None
+    ) -> schedule.Plan:
         made.append(limits)
         return make_plan(record, facts, limits, fused)
 
-    monkeypatch.setattr(gather_plan, "make_plan", counted)
+    monkeypatch.setattr(schedule, "make_plan", counted)
     accumulate(model, [False, True] * 3)
     assert made
     made.clear()

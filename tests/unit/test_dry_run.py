@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import Replay, Root, Snapshot, events_of, gather_plan, root_of, schedule, specs_for, state_of
+from tests._internals import Replay, Root, Snapshot, events, events_of, root_of, schedule, specs_for, state_of
 from tests.goldens.dry_runs import performed
 from tests.helpers.chain_schedule import chain_schedule
 from tests.helpers.sharding import sharded
@@ -150,42 +150,42 @@ def root_below(model: FSDPModule) -> Root:
     return root_of(state_of(model))
 
 
-def check(plan: schedule.Schedule, model: FSDPModule, drawn: Drawn) -> None:
+def check(plan: events.Schedule, model: FSDPModule, drawn: Drawn) -> None:
     """Check that groups are in memory when they compute, within the bound, and that each gradient is reduced once."""
     states = root_below(model).states
     held = {name for name, state in states.items() if state.group.unshard_started}
-    unused, in_flight, reduced = set[str](), 0, Counter[schedule.GradBucket]()
+    unused, in_flight, reduced = set[str](), 0, Counter[events.GradBucket]()
     for event, actions in plan:
         for action in actions:
             match action:
-                case schedule.Gather(groups):
+                case events.Gather(groups):
                     assert not held.intersection(groups), f"{event}: gathered twice"
                     held.update(groups)
                     unused.update(groups)
                     nbytes = sum(states[name].group.plan.unsharded_bytes for name in held)
                     is_ahead = event.group not in groups
                     assert not is_ahead or drawn.max_unsharded is None or nbytes <= drawn.max_unsharded, event
-                case schedule.Wait(group):
+                case events.Wait(group):
                     assert group in held, f"{event}: waits for a group that is not gathered"
                     unused.discard(group)
-                case schedule.Free(group) | schedule.Shrink(group, _):
+                case events.Free(group) | events.Shrink(group, _):
                     assert group in held, f"{event}: frees a group that is not unsharded"
                     held.remove(group)
                     unused.discard(group)
-                case schedule.Reduce(buckets):
+                case events.Reduce(buckets):
                     in_flight += 1
                     reduced.update(buckets)
-                case schedule.WaitReduce(count):
+                case events.WaitReduce(count):
                     in_flight -= count
-        if event.hook in (schedule.Hook.PRE_FORWARD, schedule.Hook.PRE_BACKWARD):
+        if event.hook in (events.Hook.PRE_FORWARD, events.Hook.PRE_BACKWARD):
             assert event.group in held
-        if event.hook in (schedule.Hook.END_FORWARD, schedule.Hook.END_BACKWARD):
+        if event.hook in (events.Hook.END_FORWARD, events.Hook.END_BACKWARD):
             assert not unused, "a group is gathered but not used"
     assert in_flight == 0
     assert not held or drawn.keeps_after_backward
     plans = {name: state.group.plan for name, state in states.items() if state.group.plan.num_trainable}
     expected = [
-        schedule.GradBucket(name, number)
+        events.GradBucket(name, number)
         for name, plan in (plans if drawn.is_synced else {}).items()
         for number in (plan.trainable_buckets if plan.in_grad_buckets else (0,))
     ]
@@ -271,7 +271,7 @@ class Chain(nn.Sequential):
 
 def schedule_of(
     model: nn.Module, *, has_streams: bool, change: Callable[[Any], object] | None = None
-) -> schedule.Schedule:
+) -> events.Schedule:
     """Return the schedule of ``model`` after two steps, on the host or as it would be on streams.
 
     The layers of a model without groups are made groups, and ``change`` is called on it afterwards.
@@ -288,7 +288,7 @@ def schedule_of(
         return sharded(model).schedule()
 
 
-def line_of(plan: schedule.Schedule, event: str) -> str:
+def line_of(plan: events.Schedule, event: str) -> str:
     """Return the actions at ``event``."""
     (line,) = ["; ".join(map(str, step.actions)) for step in plan if str(step.event) == event]
     return line
@@ -321,9 +321,9 @@ def test_the_schedules_that_other_tests_simulate_are_those_of_a_dry_run(
     found = schedule_of(model, has_streams=has_streams, change=chosen(**options))
     root = root_below(sharded(model))
     specs = specs_for(root, root.plans.settings)
-    expected = chain_schedule(specs, gather_plan.Limits(limit, max_fused, has_streams))
+    expected = chain_schedule(specs, schedule.Limits(limit, max_fused, has_streams))
 
-    def lines(plan: schedule.Schedule) -> list[str]:
+    def lines(plan: events.Schedule) -> list[str]:
         """Return those of the layers: the root has no parameters."""
         kept = [step for step in plan if step.event.group != "root"]
         return [f"{event}: {'; '.join(str(a) for a in actions if str(a) != 'free root')}" for event, actions in kept]
@@ -386,12 +386,12 @@ def test_groups_kept_for_backward_take_no_more_memory_than_a_prefetch_of_them(li
     held, kept = set[str](), set[str]()
     for event, actions in plan:
         for action in actions:
-            if isinstance(action, schedule.Gather):
+            if isinstance(action, events.Gather):
                 held.update(action.groups)
-            elif isinstance(action, schedule.Free):
+            elif isinstance(action, events.Free):
                 held.discard(action.group)
         assert len(held - {"root"}) <= 1 + limit, event
-        if event.hook is schedule.Hook.END_FORWARD:
+        if event.hook is events.Hook.END_FORWARD:
             kept = held - {"root"}
     assert kept == set("abcde"[-1 - limit :])
 
@@ -467,7 +467,7 @@ class Checkpointed(Chain):
 @pytest.mark.usefixtures("ranks")
 def test_a_recomputed_group_stays_unsharded_for_its_backward(has_streams: bool) -> None:
     plan = schedule_of(Checkpointed(), has_streams=has_streams)
-    in_backward = plan.steps[plan.steps.index(plan.at(schedule.Hook.END_FORWARD)[0]) :]
+    in_backward = plan.steps[plan.steps.index(plan.at(events.Hook.END_FORWARD)[0]) :]
     found = [(str(event), [str(action) for action in actions]) for event, actions in in_backward]
     recomputed = [event for event, _ in found if event.startswith("pre-forward")]
     assert recomputed == [f"pre-forward {name}" for name in "cba"]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from composable_fsdp.policies import ReshardKind
 from tests._internals import ForwardRecord
-from tests._internals import gather_plan as g
-from tests._internals import schedule as s
+from tests._internals import events as s
+from tests._internals import schedule as g
 
 Drawn: TypeAlias = tuple[ForwardRecord, dict[str, g.GroupFacts], g.Limits]
 Tree: TypeAlias = Sequence[tuple[str, "Tree"]]

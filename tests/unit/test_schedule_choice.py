@@ -18,7 +18,7 @@ from tests._internals import (
     ScheduleSettings,
     Timeline,
     choose,
-    gather_plan,
+    schedule,
     simulate,
 )
 from tests.helpers.chain_schedule import chain_schedule
@@ -67,7 +67,7 @@ def predicting(size: int, costs: Costs, *, has_streams: bool = True) -> Callable
 
     def predict(settings: ScheduleSettings) -> Timeline:
         specs = specs_of(size, settings)
-        limits = gather_plan.Limits(settings.prefetch_limit, settings.max_fused_bytes, has_streams)
+        limits = schedule.Limits(settings.prefetch_limit, settings.max_fused_bytes, has_streams)
         return simulate(chain_schedule(specs, limits), specs, costs)
 
     return predict

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp import AxisCosts, CollectiveCost, Costs
-from tests._internals import GradientMemory, GroupSpec, fit_computation, gather_plan, simulate
-from tests._internals import schedule as s
+from tests._internals import GradientMemory, GroupSpec, fit_computation, schedule, simulate
+from tests._internals import events as s
 from tests.helpers.chain_schedule import HOST, STREAMS, chain_schedule
 
 MIB = 1 << 20
@@ -68,7 +68,7 @@ def test_predicted_memory_is_the_unsharded_groups_plus_reductions_in_flight() ->
 def test_a_step_takes_at_least_its_computation_and_its_wire_and_more_with_a_longer_latency(
     latency: float, more: float, compute: float, limit: int, has_streams: bool, is_fused: bool
 ) -> None:
-    specs, limits = specs_of(), gather_plan.Limits(limit, 2 * MIB if is_fused else 0, has_streams)
+    specs, limits = specs_of(), schedule.Limits(limit, 2 * MIB if is_fused else 0, has_streams)
     plan = chain_schedule(specs, limits)
     timeline = simulate(plan, specs, costs_of(latency, compute))
     wire = sum(span.end - span.begin for span in timeline.spans if span.stream != "compute")

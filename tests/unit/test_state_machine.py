@@ -29,13 +29,13 @@ from tests._internals import (
     ParameterState,
     Pass,
     advance,
+    events,
     root_of,
-    schedule,
     state_of,
 )
 from tests.helpers.sharding import single_rank
 
-Hook = schedule.Hook
+Hook = events.Hook
 P, PO, G, GO = ParameterState, ParameterOperation, GradientState, GradientOperation
 Table = Mapping[tuple[Any, Any], Any]
 

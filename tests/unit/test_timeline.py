@@ -17,12 +17,12 @@ from composable_fsdp import CommunicationReport, CommunicationRow, Configuration
 from composable_fsdp.diagnostics import write_timeline
 from composable_fsdp.diagnostics.timeline import Lanes, performed
 from composable_fsdp.trace import Operation, Position, TraceEvent
+from tests._internals import events as s
 from tests._internals import (
     file_name,
     merged,
     write_chrome_trace,
 )
-from tests._internals import schedule as s
 
 
 def event(operation: str, group: str, begin: float, end: float, nbytes: int = 0, number: int = 0) -> TraceEvent:
