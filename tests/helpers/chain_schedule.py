@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ class Group:
 
     name: str
     state: ParameterState = ParameterState.SHARDED
-    in_grad_buckets: bool = True
+    plan: Any = field(default_factory=lambda: SimpleNamespace(in_grad_buckets=True))
 
     def change(self, operation: Any) -> ParameterState | None:
         before, self.state = self.state, advance(PARAMETER_TRANSITIONS, self.state, operation, self.name)
