@@ -37,11 +37,7 @@ from composable_fsdp._core.mesh import DataParallelAxes, ProcessGroups
 from composable_fsdp._core.params import ParameterSource, ShardedParameter
 from composable_fsdp.errors import LifecycleError, ParameterError
 
-UNSHARD_STARTED = frozenset(
-    before
-    for (before, operation), after in PARAMETER_TRANSITIONS.items()
-    if operation is ParameterOperation.UNSHARD and after is before
-)
+UNSHARD_STARTED = frozenset({ParameterState.UNSHARDING, ParameterState.UNSHARDED})
 """The states in which an all-gather is in flight or done."""
 
 # Up to Python 3.11, a member takes as long as a call to look up on its enum.
@@ -353,6 +349,13 @@ def unshard_together(streams: CommStreams, groups: Sequence[ParamGroup], label: 
 
 
 class Launcher(Protocol):
+    """The verbs by which a root acts.
+
+    Those of a device are ``unshard_together`` (gather), ``ParamGroup.wait``, ``ParamGroup.reshard`` (free),
+    ``ParamGroup.shrink``, ``ReductionLaunch.run`` (reduce), and ``start`` and ``complete`` (finish) of
+    ``PendingReduction``.
+    """
+
     streams: CommStreams
     has_streams: bool
     """False if the host waits for collectives."""

@@ -511,16 +511,16 @@ def stages_of(
     ``reductions`` and ``name`` are the same on every rank. The last stage returns the sharded gradients. A partial
     reduction is over the shard axis only: the buckets keep its sums for a later one, and its result is empty.
     """
-    reduce = _HybridReduce(reductions, device, name)
+    both = _HybridReduce(reductions, device, name)
     if partial:
-        return [Stage(streams.reduce, reduce.scatter, reduce.keep_partial)]
+        return [Stage(streams.reduce, both.scatter, both.keep_partial)]
     if all(each.scatter.pgs.axes.replicate.size == 1 for each in reductions):
-        return [Stage(streams.reduce, reduce.scatter, reduce.finish_unreplicated)]
-    scatter = Stage(streams.reduce, reduce.scatter, reduce.finish_scatter)
+        return [Stage(streams.reduce, both.scatter, both.finish_unreplicated)]
+    scatter = Stage(streams.reduce, both.scatter, both.finish_scatter)
     if not any(each.scatter.has_own_all_reduce for each in reductions):
-        return [scatter, Stage(streams.replicate, reduce.all_reduce, reduce.finish)]
-    all_reduce = Stage(streams.replicate, reduce.all_reduce, reduce.finish_own_sums)
-    return [scatter, all_reduce, Stage(streams.replicate, reduce.gather_own_sums, reduce.finish)]
+        return [scatter, Stage(streams.replicate, both.all_reduce, both.finish)]
+    all_reduce = Stage(streams.replicate, both.all_reduce, both.finish_own_sums)
+    return [scatter, all_reduce, Stage(streams.replicate, both.gather_own_sums, both.finish)]
 
 
 class _HybridReduce:

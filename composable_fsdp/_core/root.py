@@ -102,7 +102,10 @@ class Root:
     # -- around every hook
 
     def _begin_hook(self) -> bool:
-        """Tell observers if a pass may begin. Return whether the hook needs no :meth:`_observed` around its work."""
+        """Tell observers if a pass may begin. Return whether the hook needs no :meth:`_observed` around its work.
+
+        Inside of BACKWARD, the answer of the last :meth:`pre_backward` holds.
+        """
         if self._pass is IDLE:
             for observe in self.observers.before_first_hook:
                 observe(self)

@@ -422,7 +422,7 @@ class Planner:
 
     def _plan_of(self, record: ForwardRecord, fused: Together | None) -> Plan:
         facts, limits = self.inputs.facts, self.inputs.limits
-        key = facts, limits, record.events, record.ended, fused
+        key = facts, limits, record.events, record.ended, fused, tuple(PASSES)
         for at, (known, plan) in enumerate(self._plans):
             if known[0] is key[0] and known[1:] == key[1:]:
                 if at:
@@ -434,7 +434,7 @@ class Planner:
             same = next((known.fused for known in plans if known.fused == plan.fused), plan.fused)
             plan = replace(plan, fused=same)
         events, ended = list(record.events), list(record.ended)  # a record grows during its forward
-        self._plans = [((*key[:2], events, ended, fused), plan), *self._plans[: _MOST_PLANS - 1]]
+        self._plans = [((*key[:2], events, ended, *key[4:]), plan), *self._plans[: _MOST_PLANS - 1]]
         return plan
 
     @property

@@ -68,7 +68,14 @@ class ObservedRoot(Protocol):
 class Observer:
     """An attachment of roots. Derive from it, and override the methods of the events to observe.
 
-    Observers of a beginning are told in the order of the list, those of an end in reverse order.
+    Observers of a beginning are told in the order of the list, those of an end in reverse order. The events of a step:
+
+    - ``begin_pass``, ``begin_forward``; for each module ``begin_run``, ``enter_forward``, ``enter_call``, ``end_run``;
+      ``end_forward``, ``before_end``, ``end_pass``;
+    - ``begin_pass``; for each call ``enter_backward``, and ``enter_call`` if it is recomputed, ``leave_backward``;
+      ``end_backward``, ``kept``, ``before_end``, ``end_pass``.
+
+    ``before_hook`` and ``after_hook`` are around what the root does in each hook.
     """
 
     is_replayed = False
@@ -79,6 +86,8 @@ class Observer:
         super().__init_subclass__()
         events = [name for name in vars(Observer) if not name.startswith("_")]
         for name in vars(cls):
+            if name.startswith(("pre_", "post_")):
+                raise TypeError(f"{cls.__name__}.{name} observes no event. Override before_hook or after_hook.")
             if not name.startswith("_") and not hasattr(Observer, name):
                 for meant in difflib.get_close_matches(name, events, 1, cutoff=0.85):
                     raise TypeError(f"{cls.__name__}.{name} observes no event. Did you mean {meant}?")
@@ -122,7 +131,10 @@ class Observer:
         """Note that a forward or a backward begins. Nothing is gathered yet."""
 
     def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
-        """Note that a forward or a backward has ended, or was given up after an exception."""
+        """Note that a forward or a backward has ended, or was given up after an exception.
+
+        A backward that failed is given up in the next forward, or in ``reset_iter_state``.
+        """
 
     def failed(self, root: ObservedRoot, running: RunningPass) -> None:
         """Note that an exception has ended a forward."""
@@ -140,10 +152,14 @@ class Observer:
         """Note that the module of ``call`` computes next, with other tensors that were registered in place of ours."""
 
     def enter_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
-        """Note that a gradient has reached an output of ``call``, before its parameters are unsharded."""
+        """Note that a gradient has reached an output of ``call``. The root has not waited for its parameters yet."""
 
     def leave_backward(self, root: ObservedRoot, call: ForwardCall) -> None:
-        """Note that the gradients of the inputs of ``call`` are complete. Its gradients are reduced next."""
+        """Note that the gradients of the inputs of ``call`` are complete.
+
+        The reduction of its parameters' gradients may be launched already, comes next, or waits for others to be fused
+        with. A call whose inputs need no gradient, such as that of an embedding, is left without notice.
+        """
 
     def before_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
         """Note that the root begins to work for ``hook`` of ``subject``, an FSDP state or a call."""

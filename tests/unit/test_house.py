@@ -18,7 +18,7 @@ MOST_LINES = {
     ".": 710,
     "_api": 2753,
     "_consistency": 2104,
-    "_core": 10358,
+    "_core": 10380,
     "checkpoint": 5150,
     "cli": 963,
     "codecs": 929,
@@ -33,10 +33,10 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 20327
+MOST_CODE = 20325
 """The lines of the package with a statement that is no import."""
 
-MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10444
+MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10466
 """The files and lines that importing the hooks reads."""
 
 MOST_FIELDS = {

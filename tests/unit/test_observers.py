@@ -152,6 +152,10 @@ def test_an_observer_may_be_another_one_for_each_root_or_none(attach: Callable[[
 def test_a_method_with_nearly_the_name_of_an_event_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^Typo.begin_forwards observes no event\. Did you mean begin_forward\?$"):
         type("Typo", (Observer,), {"begin_forwards": lambda self, root, outermost: None})
+    with pytest.raises(
+        TypeError, match=r"^Hooks.post_backward observes no event\. Override before_hook or after_hook\.$"
+    ):
+        type("Hooks", (Observer,), {"post_backward": lambda self, root, call: None})
     type("Helper", (Observer,), {"report": lambda self: None, "_begin_forwards": lambda self: None})
 
 
