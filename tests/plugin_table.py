@@ -38,53 +38,122 @@ _WITH_CODECS = (
     *("tests/ranks/test_shared_unsharded_buffer.py", "tests/ranks/test_tensor_parallel.py"),
     *("tests/ranks/test_dropped_models.py", "tests/ranks/test_streams.py", "tests/ranks/test_races.py"),
     *("tests/ranks/test_checkpoint_earlier_versions.py", "tests/ranks/test_recovery.py", "tests/goldens"),
-    *("tests/parity", "tests/unit/test_dropped_models.py", "tests/unit/test_nccl.py"),
+    *("tests/ranks/test_dp_mesh_dims.py", "tests/ranks/test_quantized_example.py", "tests/ranks/test_nonfinite.py"),
+    *("tests/parity/test_fuzz.py", "tests/parity/test_races.py", "tests/parity/test_nccl.py"),
+    *("tests/parity/test_comparison.py", "tests/unit/test_dropped_models.py", "tests/unit/test_nccl.py"),
     *("tests/unit/test_codec_fused.py", "tests/unit/test_captured_passes.py", "tests/unit/test_upstream.py"),
+    *("tests/unit/test_docs.py::test_documented_extensions_train_on_two_ranks", "tests/unit/test_docs.py::test_docs"),
 )
 """Tests with a ``comm_policy``, which is refused without the plugin."""
+
+_OF_ERRORS_INSTEAD_OF_HANGS = (
+    *("tests/ranks/test_faults.py", "tests/ranks/test_device_faults.py", "tests/ranks/test_diagnostics.py"),
+    *("tests/ranks/test_soak.py", "tests/ranks/test_root_cause.py", "tests/ranks/test_recovery.py"),
+    *("tests/ranks/test_schedule_reset.py", "tests/ranks/test_evaluation.py", "tests/ranks/test_end_of_program.py"),
+    *("tests/ranks/test_cli.py::test_an_interrupted", "tests/ranks/test_launch.py::test_two_hosts"),
+    *("tests/ranks/test_fused_groups.py::test_ranks_may_use", "tests/ranks/test_checkpoint_store.py"),
+    *("tests/parity/test_comparison.py", "tests/parity/test_error_types.py", "tests/ranks/test_elastic_example.py"),
+)
+"""Tests of ranks that fail, or do other things than others, which the other ranks notice."""
+
+_OF_TRACED_COLLECTIVES = (
+    *("tests/ranks/test_fused_groups.py", "tests/ranks/test_gradient_buckets.py", "tests/ranks/test_memory.py"),
+    *("tests/ranks/test_cached_gathers.py", "tests/ranks/test_timeline.py", "tests/ranks/test_prefetch_in_backward.py"),
+    *("tests/ranks/test_nonfinite.py", "tests/ranks/test_streams.py", "tests/ranks/test_mixed_precision.py"),
+    *("tests/ranks/test_unused_modules.py", "tests/ranks/test_quantized_example.py", "tests/goldens"),
+    *("tests/ranks/test_diagnostics.py", "tests/parity/test_comparison.py", "tests/parity/test_profiler_labels.py"),
+    *("tests/unit/test_timeline.py::test_an_environment_variable", "tests/unit/test_docs.py::test_docs"),
+    *("tests/ranks/test_gradient_hooks.py::test_wide", "tests/ranks/test_unused_parameters.py::test_flags"),
+)
+"""Tests that count collectives or their bytes in the trace."""
+
+_OF_TORCHS_CLIENTS = (
+    *("tests/unit/test_interop_state.py", "tests/parity/test_pipelining.py", "tests/parity/test_mem_tracker.py"),
+    *("tests/ranks/test_pending_gradients.py::test_gradients_are_pending", "tests/parity/test_comparison.py"),
+    *("tests/unit/test_plan.py::test_the_peak_is_what_torchs", "tests/unit/test_plan.py::test_torchs_tracker"),
+)
+
+_OF_VIEWS = (
+    "tests/unit/test_fully_shard_errors.py::test_a_tensor_that_only_brings_a_view",
+    "tests/unit/test_single_rank.py::test_a_view_can_be_declined",
+    "tests/unit/test_single_rank.py::test_frozen_tensors_choose_their_view",
+    "tests/unit/test_docs.py::test_documented_extensions_train_on_two_ranks",
+    "tests/unit/test_docs.py::test_docs_examples_pass[docs/extensions.md]",
+)
 
 OWN: Mapping[str, Sequence[str]] = {
     "in_shared_memory": ("tests/contract/test_communicator.py::test_shared_memory", *_OF_SHARED_MEMORY),
     "SharedParameters": ("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
     "Epochs": ("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
-    "over_gloo": ("tests/ranks/test_gloo_reductions.py",),
+    "over_gloo": (
+        *("tests/ranks/test_gloo_reductions.py", "tests/ranks/test_gradient_buckets.py"),
+        *("tests/ranks/test_unused_parameters.py::test_flags", "tests/ranks/test_gradient_hooks.py::test_wide"),
+        *("tests/ranks/test_mixed_precision.py", "tests/goldens"),
+    ),
     "Extensions": (
         *("tests/ranks/test_extensions.py", "tests/ranks/test_extension_results.py", "tests/parity/test_torchao.py"),
-        *("tests/ranks/test_checkpoint_classes.py", "tests/unit/test_interop_state.py"),
+        *("tests/ranks/test_checkpoint_classes.py", "tests/unit/test_interop_state.py", *_OF_VIEWS),
     ),
     "EncodedParameters": (
         *("tests/ranks/test_parameter_codecs.py", "tests/ranks/test_codec_combinations.py"),
         *("tests/unit/test_codec_fused.py", *_WITH_CODECS),
     ),
-    "watched": ("tests/ranks/test_watchdog.py", "tests/ranks/test_wait_warning.py"),
+    "watched": (
+        *("tests/ranks/test_watchdog.py", "tests/ranks/test_wait_warning.py", *_OF_ERRORS_INSTEAD_OF_HANGS),
+        *("tests/unit/test_testing_ranks.py::test_every_end", "tests/goldens"),
+    ),
+    "order_checked": ("tests/ranks/test_forward_order.py", *_OF_ERRORS_INSTEAD_OF_HANGS),
+    "Visible": _OF_TRACED_COLLECTIVES,
+    "TorchViews": _OF_TORCHS_CLIENTS,
+    "OrderCheckLevel": ("tests/unit/test_root_settings.py", "tests/ranks/test_device_faults.py"),
     "FullParameters": ("tests/unit/test_usage_errors.py",),
     "LateTies": ("tests/unit/test_dropped_models.py", "tests/ranks/test_shared_parameters.py"),
-    "Recovery": ("tests/ranks/test_recovery.py",),
+    "Recovery": ("tests/ranks/test_recovery.py", "tests/ranks/test_schedule_reset.py", "tests/ranks/test_soak.py"),
     "PlainParameters": ("tests/ranks/test_module_kinds.py",),
+    "ReportedPasses": _OF_ERRORS_INSTEAD_OF_HANGS,
+    "TracedPasses": (*_OF_TRACED_COLLECTIVES, "tests/ranks/test_diagnostics.py"),
     "ForwardOrder": ("tests/ranks/test_forward_order.py",),
-    "VersionCheck": ("tests/unit/test_usage_errors.py", "tests/ranks/test_deepcopy.py", _OF_GLOBAL_HOOKS),
-    "OptimizerChecks": (
-        *("tests/unit/test_usage_errors.py", "tests/unit/test_local_optimizer.py"),
-        _OF_GLOBAL_HOOKS,
+    "VersionCheck": (
+        *("tests/unit/test_usage_errors.py", "tests/ranks/test_deepcopy.py", _OF_GLOBAL_HOOKS),
+        "tests/ranks/test_memory.py::test_reading_a_kept_reference",
     ),
-    "ModelCheck": ("tests/ranks/test_model_comparison.py", "tests/ranks/test_starting_values.py"),
+    "OptimizerChecks": (
+        *("tests/unit/test_usage_errors.py", "tests/unit/test_local_optimizer.py", _OF_GLOBAL_HOOKS),
+        *("tests/ranks/test_threads.py", "tests/ranks/test_gradient_hooks.py::test_an_optimizer_built_before"),
+        "tests/unit/test_global_effects.py::test_a_sharded_module_on_one_rank",
+    ),
+    "ModelCheck": (
+        *("tests/ranks/test_model_comparison.py", "tests/ranks/test_starting_values.py"),
+        *("tests/ranks/test_initialize.py::test_initialisation_names", "tests/ranks/test_mixed_precision.py"),
+        *("tests/unit/test_root_settings.py", "tests/ranks/test_unused_modules.py"),
+    ),
     "CapturedPasses": ("tests/unit/test_captured_passes.py",),
     "CompiledCodecs": ("tests/unit/test_codec_fused.py",),
     "SpmdTypes": ("tests/ranks/test_spmd_types.py",),
     "read_types": ("tests/ranks/test_spmd_types.py",),
     "without_type_checks": ("tests/ranks/test_spmd_types.py",),
-    "explained_methods": ("tests/unit/test_usage_errors.py", "tests/ranks/test_direct_calls.py"),
-    "ExplainedErrors": ("tests/unit/test_usage_errors.py", "tests/ranks/test_functional_call.py"),
+    "explained_methods": (
+        *("tests/unit/test_usage_errors.py", "tests/ranks/test_direct_calls.py"),
+        "tests/ranks/test_memory.py::test_reading_a_kept_reference",
+    ),
+    "ExplainedErrors": (
+        *("tests/unit/test_usage_errors.py", "tests/ranks/test_functional_call.py"),
+        *(
+            "tests/unit/test_global_effects.py",
+            "tests/ranks/test_module_inputs_outputs.py::test_an_output_in_an_object",
+        ),
+        "tests/ranks/test_memory.py::test_reading_a_kept_reference",
+    ),
     "ProfilerLabels": ("tests/parity/test_profiler_labels.py",),
     "EncodedGradients": (*_OF_CODECS, "tests/ranks/test_gradient_extensions.py", *_WITH_CODECS),
     "GradientHooks": ("tests/ranks/test_gradient_extensions.py", "tests/ranks/test_extensions.py"),
-    "Residuals": _OF_CODECS,
+    "Residuals": (*_OF_CODECS, *_WITH_CODECS),
     "SkippedModules": ("tests/ranks/test_unused_modules.py",),
     "FunctionalCalls": ("tests/ranks/test_functional_call.py",),
     "Tuning": (
         *("tests/unit/test_schedule_learned.py", "tests/ranks/test_calibration.py"),
         *("tests/ranks/test_schedule_costs.py", "tests/ranks/test_races.py"),
-        "tests/unit/test_benchmark_sim.py::test_the_predicted_peak_of_memory_is_the_counted_one",
+        *("tests/unit/test_benchmark_sim.py", "tests/unit/test_tape.py::test_costs_choose"),
     ),
 }
 """The tests of each plugin: prefixes of the names of tests, as pytest's ``--deselect`` takes them."""
