@@ -196,7 +196,7 @@ class Registration:
                 setattr(module, name, parameter.unsharded)
 
     def find_others(self) -> bool:
-        """Set ``shows_others`` for parameters that have been unsharded for a while, and return it."""
+        """Set ``shows_others`` by what is registered now, and return it. For groups that stayed unsharded."""
         registered: Any = map(_get, self._registered, self._names)
         self.shows_others = self._shows_unsharded and not all(map(is_, registered, self._shown_unsharded))
         return self.shows_others

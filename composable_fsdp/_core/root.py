@@ -223,8 +223,8 @@ class Root:
         self._passes.end(self, succeeded=True)
         for other in self.states.values():
             if other.run is not None:  # some modules of the group did not run
-                planned, other.run = other.run.planned, None
-                self.free_after_forward(other, planned, has_grad=self.leads_to_backward())
+                other.run = None
+                self.free_after_forward(other, None, has_grad=self.leads_to_backward())
         self.plans.end_forward()
         self.plans.free_unused()
         for observe in self.observers.before_end:
@@ -428,7 +428,7 @@ class Root:
 
     def free_after_forward(self, state: FSDPState, planned: PlannedRun | None, *, has_grad: bool) -> None:
         """Free, shrink or keep ``state`` and its owners after a forward, as their settings and ``planned`` say."""
-        if planned is not None and planned.stays:
+        if state.stays:
             state.note_kept(self.plans.seen_steps)
             return
         for each in (state, *state.owner_states) if state.owner_states else (state,):
@@ -443,7 +443,7 @@ class Root:
                 self.launcher.shrink(each.group, each.options.reshard.mesh_size)
             else:
                 self.launcher.free(each.group)
-        if planned is not None and planned.stays is False:
+        if state.stays is False:
             self.launcher.free(state.group)
 
     def reduce_gradients(self, state: FSDPState, *, at_end: bool = False) -> None:

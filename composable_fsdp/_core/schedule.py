@@ -98,8 +98,6 @@ class PlannedRun:
     fused: Together = field(default_factory=lambda: ALONE)
     keep: Together = field(default_factory=lambda: ALONE)
     """The groups to keep after forward, each with those that stay in memory with it."""
-    stays: bool | None = None
-    """Keep the group after forward, or free it, whatever its setting is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,6 +490,7 @@ def _label(names: tuple[str, ...], direction: str) -> str:
 def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str], fused_bytes: int) -> GroupFacts:
     plan = state.group.plan
     is_small = plan.is_sent and plan.full_bytes <= max(SMALL_BYTES, fused_bytes // 2)
+    kind = state.options.reshard.kind
     is_alone = state is root or state.reduces_grad_buckets or state.options.reduced_by_observer
 
     def chosen(states: Sequence[Any] | None) -> tuple[str, ...] | None:
@@ -504,7 +503,8 @@ def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str],
         bool(plan.specs),
         is_small and not is_alone,
         state.can_be_fused,
-        state.options.reshard.kind,
+        # Where ranks run different modules, they must keep the same groups: only those that the user keeps.
+        ReshardKind.ALWAYS if state.options.reduced_by_observer and kind is ReshardKind.AUTO else kind,
         state.options.unshard_in_backward,
         chosen(state.options.forward_prefetch),
         chosen(state.options.backward_prefetch),

@@ -262,6 +262,8 @@ class FSDPState:
         """The number of forward runs that a backward may still reach."""
         self.kept: Kept | None = None
         """Set while the group is kept unsharded between passes."""
+        self.stays: bool | None = None
+        """Whether the group stays unsharded after a forward, whatever its options say. An observer may set it."""
         self.client = ClientBackward()
         self._root: Callable[[], Any] = _no_root
         for module in modules:

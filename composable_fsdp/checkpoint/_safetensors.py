@@ -61,7 +61,7 @@ from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PART = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
+_ANY_PART = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
 BLOCK_BYTES = 16 << 20
 """The most bytes of a file that one block to write spans, and that are read before the file is mapped again."""
@@ -395,7 +395,7 @@ def _main_file(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     indexes, files = sorted(path.glob("*.safetensors.index.json")), sorted(path.glob("*.safetensors"))
-    found = indexes or [file for file in files if not _PART.fullmatch(file.name)]
+    found = indexes or [file for file in files if not _ANY_PART.fullmatch(file.name)]
     if len(found) == 1:
         return found[0]
     which = f"several: {', '.join(p.name for p in found)}. Pass the path of one" if found else "none"
@@ -525,7 +525,7 @@ def _names_of(tensors: Iterable[KeyedTensor]) -> dict[str, str]:
 
 
 _INCOMPLETE = ".incomplete-"
-_PART = re.compile(r"model-([0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
+_OWN_PART = re.compile(r"model-([0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -602,7 +602,7 @@ class Replacement:
             size += spec.nbytes
         token, names = secrets.token_hex(4), [SINGLE]
         if len(groups) > 1:
-            has_parts = folder.is_dir() and any(_PART.fullmatch(path.name) for path in folder.iterdir())
+            has_parts = folder.is_dir() and any(_OWN_PART.fullmatch(path.name) for path in folder.iterdir())
             prefix = f"model-{token}" if has_parts else "model"
             names = [f"{prefix}-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
         files = [FileLayout.of(name, group, aliases) for name, group in zip(names, groups, strict=True)]
@@ -674,7 +674,7 @@ class Replacement:
         self.aside.rmdir()
         current = {file.name for file in self.files}
         for path in self.folder.iterdir():
-            if _PART.fullmatch(path.name) and path.name not in current:
+            if _OWN_PART.fullmatch(path.name) and path.name not in current:
                 path.unlink()
 
     def abandon(self) -> None:

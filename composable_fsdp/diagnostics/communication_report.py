@@ -17,7 +17,6 @@ from composable_fsdp._core.hooks import name_states, root_of
 from composable_fsdp._core.mesh import ProcessGroups, group_by_key
 from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.plugins.smaller_mesh import without_values
 from composable_fsdp.policies import ReshardKind
 
 __all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "reshard_kind", "states_of", "text_table"]
@@ -148,6 +147,7 @@ def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
 
     yield row("all-gather", 2 if kind is ReshardKind.ALWAYS and again else 1, all_gather_wire_bytes)
     if kind is ReshardKind.SMALLER and again:
+        from composable_fsdp.plugins.smaller_mesh import without_values
 
         def of_slices(buckets: Sequence[AnyBucket]) -> WireBytes:
             return all_gather_wire_bytes([without_values(bucket, smaller) for bucket in buckets])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -91,8 +90,9 @@ class ShardedRandom(TorchDispatchMode):
         self._on_write = on_write
         parameters = [parameter for state in states for parameter in state.group.parameters]
         self._shardings = {(p.sharding.shape, p.sharding.mesh, p.sharding.placements): p.sharding for p in parameters}
-        locals_of = [(p, local_part(p.sharded)) for p in parameters]
-        self._shards = {_storage(local) for p, local in locals_of if local.numel() != prod(p.sharding.shape)} - {0}
+        # A rank that happens to hold all elements must raise like the others.
+        cut = [p for p in parameters if p.sharding.axes.shard.size > 1 or p.sharding.inner is not None]
+        self._shards = {_storage(local_part(p.sharded)) for p in cut} - {0}
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -168,7 +168,7 @@ DEFAULT_REDUCE_KINDS: tuple[type[ReduceKind], ...] = (
 
 DEFAULT: tuple[type[Observer], ...] = (
     FullParameters,  # before those that change the groups of a new root
-    Recovery,  # first, so that it is told last of the end of a reset, which it may refuse
+    Recovery,  # before others that are told of the end of a reset, so that it is told last: it may refuse
     ReportedPasses,
     TracedPasses,
     OrderCheckLevel,

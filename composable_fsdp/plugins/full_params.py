@@ -27,7 +27,7 @@ from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import is_being_called
 from composable_fsdp._core.params import ShardedParameter, as_parameter
 from composable_fsdp._core.seams import Observer
-from composable_fsdp._core.state import FSDPState, find_state
+from composable_fsdp._core.state import FSDPState, alive, find_state
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 
 __all__ = [
@@ -277,7 +277,7 @@ class FullParameters(Observer):
 
 def _refuse(group: ParamGroup) -> NoReturn:
     raise LifecycleError(
-        f"group {group.name!r} is LENT: UNSHARD is not legal here (legal: RESHARD, RETURN). A forward, unshard() or "
+        f"group {group.name!r} is LENT, and cannot be unsharded. A forward, unshard() or "
         "another operation of a sharded module came inside unsharded_params, where parameters of its root are full, or "
         "inside a function that initialize called. Leave it first."
     )
@@ -332,7 +332,9 @@ def lend(states: Sequence[FSDPState], full_params: Mapping[ParamPlace, nn.Parame
     Yields a list, which at the end has what was registered for each parameter: the user may have set other tensors.
     """
     groups = list(dict.fromkeys(state.group for state in states))
-    roots = {found: state.group for state in reversed(states) if (found := state.root) is not None}
+    users = ((user, state.group) for state in states for user in alive(state.user_states))
+    both = [*users, *((state, state.group) for state in reversed(states))]  # another root may use tied weights
+    roots = {root: group for state, group in both if (root := state.root) is not None}
     _lent.update(groups)
     for root, group in roots.items():
         root.refuse = partial(_refuse, group)

@@ -7,7 +7,6 @@ unsharded then stays unsharded, and every other one is sharded after its run, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,28 +25,20 @@ __all__ = ["FunctionalCalls"]
 
 
 class FunctionalCalls(Observer):
-    """Lets the modules of one root compute with given values."""
-
-    def __init__(self) -> None:
-        self._unsharded_before: set[FSDPState] = set()
-        """The states whose unsharded parameters ``functional_call`` will register again."""
-
-    def for_root(self, root: ObservedRoot) -> Observer:
-        return FunctionalCalls()
+    """Lets the modules of roots compute with given values."""
 
     def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
-        self._unsharded_before.clear()
         for state in root.states.values():
+            state.stays = None
             if state.group.unshard_started and state.group.tensors.registration.find_others() and in_functional_call():
-                self._unsharded_before.add(state)
+                state.stays = True  # it will register the unsharded parameters again
 
     def enter_with_others(self, root: ObservedRoot, call: ForwardCall) -> None:
         if not in_functional_call():
             return
-        state = call.state
-        if state.run is not None:
-            state.run.planned = replace(state.run.planned, stays=state in self._unsharded_before)
-        call.at_end = partial(_restore, _gather_given(state.group.tensors))
+        if call.state.run is not None:  # else it is recomputed
+            call.state.stays = call.state.stays or False
+        call.at_end = partial(_restore, _gather_given(call.state.group.tensors))
 
 
 @runs_outside

@@ -397,3 +397,13 @@ def test_a_killed_first_save_leaves_no_checkpoint(tmp_path, limit: int) -> None:
         if fuse.left:
             break
     assert complete > 1
+
+
+@pytest.mark.behaviour("F-06")
+def test_parts_of_another_library_without_their_index_are_not_a_model(tmp_path) -> None:
+    for part in (1, 2):
+        library.save_file({f"value{part}": torch.ones(2)}, tmp_path / f"pytorch_model-0000{part}-of-00002.safetensors")
+        with pytest.raises(
+            CheckpointError, match=r"only parts of one, such as pytorch_model-00001-of-00002\.safetensors"
+        ):
+            load_safetensors(filled(3), tmp_path, strict=False)

@@ -23,7 +23,8 @@ def attached_codecs_of(given: CommunicationPolicy | CommunicationFunction) -> Co
 
     def of_parameter(parameter: nn.Parameter) -> CommunicationPolicy | None:
         policy = chosen(parameter)
-        if policy is not None and policy.all_gather is not None and EncodedParameters not in GATHER_KINDS:
+        is_attached = any(issubclass(kind, EncodedParameters) for kind in GATHER_KINDS)
+        if policy is not None and policy.all_gather is not None and not is_attached:
             raise _not_attached("all_gather", "EncodedParameters", "GATHER_KINDS")
         for name in ("reduce_scatter", "all_reduce"):
             is_attached = any(isinstance(kind, EncodedGradients) for kind in REDUCE_KINDS)
