@@ -109,7 +109,7 @@ def test_weights_tied_with_another_root_cannot_be_gathered_while_they_are_full()
 @pytest.mark.behaviour("B-03")
 @pytest.mark.usefixtures("rank")
 def test_random_values_of_a_local_tensor_are_refused_also_on_the_rank_that_holds_all_rows() -> None:
-    model = fully_shard(nn.Linear(WIDTH, 1, bias=False), mesh=init_device_mesh("cpu", (2,)))
+    model: Any = fully_shard(nn.Linear(WIDTH, 1, bias=False), mesh=init_device_mesh("cpu", (2,)))
     refused = pytest.raises(UnsupportedError, match=r"aten::normal_ was called on the local tensor of a sharded")
     with torch.no_grad(), sharded_rng(model, seed=0), refused:
-        model.weight.to_local().normal_()  # type: ignore[operator]
+        model.weight.to_local().normal_()
