@@ -156,8 +156,8 @@ class ReduceLayout:
     packed_widths: tuple[int, ...]
     """Elements of each packed gradient, and last of the flags, in each rank's row, gap included."""
     packed_numel: int
-    has_gaps: bool
-    """True if there are gaps for alignment between the packed gradients in each rank's row."""
+    gaps: tuple[tuple[int, int], ...]
+    """The gaps for alignment in each rank's row, last first: the packed gradients before it, and its elements."""
     most_uneven: int
     """The elements of the largest packed gradient with padded shards."""
     in_chunks: bool
@@ -250,7 +250,8 @@ def plan_reduce(
     output, packed, widths = _packed_first(lengths, zero_copy, itemsize, encoded)
     gradients = packed[:-1] if num_flags else packed
     flags_width = widths[-1] if num_flags else 0  # all of it is written, so it does not count as a gap
-    has_gaps = sum(widths) - flags_width > sum(chosen[k].padded_numel for k in gradients)
+    numbered = enumerate(zip(gradients, widths, strict=False), 1)
+    gaps = [(number, width - chosen[k].padded_numel) for number, (k, width) in numbered]
     uneven = [chosen[k].numel for k in gradients if chosen[k].numel != chosen[k].padded_numel * chosen[k].num_shards]
     in_chunks = all(chosen[k].dim == 0 and chosen[k].numel > 0 for k in gradients)
     offsets = output.offsets[: len(chosen)]
@@ -263,7 +264,7 @@ def plan_reduce(
         gradients,
         widths,
         sum(widths),
-        has_gaps,
+        tuple((number, gap) for number, gap in reversed(gaps) if gap),
         max(uneven, default=0),
         in_chunks,
         num_flags,

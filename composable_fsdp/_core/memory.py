@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from types import ModuleType
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -476,3 +476,17 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def view_at(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the contiguous view of ``shape`` at ``offset`` elements from the start of ``flat``."""
     return flat.as_strided(shape, contiguous_strides(shape), flat.storage_offset() + offset)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that random operations on ``device`` use."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    module.init()
+    return cast(torch.Generator, module.default_generators[device.index])
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point dtype of ``device``: Apple's has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64

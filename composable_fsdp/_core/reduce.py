@@ -206,9 +206,12 @@ class BucketReduceScatter:
         # Where the fused operation is composed of others, a cast of all and the padding of one are further copies.
         copied = layout.most_uneven if dtype == rows.dtype else rows.numel()
         is_fast = self.pgs.device.fuses_copies or copied * rows.itemsize <= SMALL_BYTES
-        in_chunks = layout.in_chunks and not layout.has_gaps and present is self._all_indices
-        if in_chunks and is_fast and _are_alike(packed):
+        if layout.in_chunks and present is self._all_indices and is_fast and _are_alike(packed):
             num_shards = self._shard.size
+            if layout.gaps:  # To fill the whole message with zeros first would write most of it twice.
+                zeros = {gap: packed[0].new_zeros(num_shards * gap) for gap in set(dict(layout.gaps).values())}
+                for number, gap in layout.gaps:
+                    packed.insert(number, zeros[gap])
             if layout.flags_width:
                 packed.append(torch.ones(num_shards * layout.flags_width, dtype=dtype, device=self.device))
             if dtype == rows.dtype or self.pgs.device.fuses_copies:
@@ -216,7 +219,7 @@ class BucketReduceScatter:
             else:  # one cast of all takes a fifth of the time of one for each
                 rows.copy_(torch._chunk_cat(packed, 0, num_shards))
             return
-        if layout.has_gaps or layout.most_uneven:
+        if layout.gaps or layout.most_uneven:
             rows.zero_()
         self._pack(gradients, rows)
         self._flag(rows[:, layout.gradient_numel :], present)
@@ -232,7 +235,7 @@ class BucketReduceScatter:
         Not to be called on a communication stream, which might still read when backward's stream reuses their memory.
         """
         layout = self.plan.reduce
-        make = torch.zeros if layout.has_gaps or layout.most_uneven else torch.empty
+        make = torch.zeros if layout.gaps or layout.most_uneven else torch.empty
         message = make(self._shard.size, layout.gradient_numel, dtype=self.plan.sum_dtype, device=self.device)
         self._pack(gradients, message)
         gradients.clear()

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from composable_fsdp._api.extents import extent_of, like, states_below
+from composable_fsdp._core.memory import default_generator
 from composable_fsdp._core.params import local_part
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import UnsupportedError
@@ -154,12 +155,3 @@ def _storage(tensor: torch.Tensor) -> int:
     """Return the identity of the memory of a plain tensor; 0 for a subclass that has none of its own."""
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
     return int(cast(Any, tensor.untyped_storage())._cdata) if is_plain else 0
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that random operations on ``device`` use."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    module.init()
-    return cast(torch.Generator, module.default_generators[device.index])

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable_fsdp._api.extents import parameters_at_rest
+from composable_fsdp._core.memory import widest_float
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ConfigurationError, GradientError, MeshError
 
@@ -261,8 +262,3 @@ def _scale(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply in place, even by 1: reading the factor would wait for the device."""
     for (device, _), group in _by_device_and_dtype(tensors).items():
         torch._foreach_mul_(group, factor.to(device))
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point dtype of ``device``: Apple's has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64

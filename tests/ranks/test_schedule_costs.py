@@ -199,7 +199,7 @@ def set_costs_below_the_root() -> None:
     model.set_costs(costs_of(1e-3))
     inner = sharded(model[0])  # type: ignore[index]
     inner.set_costs(replace(costs_of(1e-3), forward={}, backward={}))
-    with pytest.raises(ConfigurationError, match="Call set_costs on the root only"):
+    with pytest.raises(ConfigurationError, match=r"Call set_costs on the root\.$"):
         model(torch.randn(4, WIDTH))  # type: ignore[operator]
 
 

@@ -284,7 +284,7 @@ def test_the_store_of_an_only_rank_holds_the_parameters_as_they_are(
 def message_of(layout: ReduceLayout, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """Return one rank's packed message. If the layout has no padding, the memory is not initialized to zero."""
     num_shards = layout.shards[0].num_shards
-    garbage = 0.0 if layout.has_gaps or layout.most_uneven else float("nan")
+    garbage = 0.0 if layout.gaps or layout.most_uneven else float("nan")
     message = torch.full((num_shards, layout.packed_numel), garbage, dtype=dtype)
     for k in layout.packed:
         start, length = layout.output.offsets[k], layout.shards[k].padded_numel
