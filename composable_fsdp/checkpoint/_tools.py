@@ -196,6 +196,9 @@ def _load(path: Path, weights_only: bool) -> Mapping[Any, Any]:
         raise CheckpointError(f"{path} is damaged, or no checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{path} has a {type(value).__name__} instead of a state dict.")
+    others = [key for key in value if not isinstance(key, str)]
+    if others:
+        raise CheckpointError(f"{path} has no state dict, but a mapping with the key {others[0]!r}, which is no name.")
     return value
 
 

@@ -175,12 +175,14 @@ def test_invalid_conversion_sources_are_refused(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "by_number.pt")
     torch.save(model, tmp_path / "module.pt")
     torch.save([1], tmp_path / "list.pt")
+    torch.save({"a": torch.ones(1), 2: torch.ones(1)}, tmp_path / "numbers.pt")
     torch.save({"state_dict": model.state_dict()}, tmp_path / "no_model.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
     cases = {
         "by_number.pt": "the optimizer's state is by number, and only the model says which parameters these are.",
         "module.pt": "has objects of classes that torch.load(weights_only=True) does not admit: ",
         "list.pt": "list.pt has a list instead of a state dict.",
+        "numbers.pt": "numbers.pt has no state dict, but a mapping with the key 2, which is no name.",
         "no_model.pt": "no_model.pt has no model: neither a state dict under the key 'model' nor tensors at the ",
         "text.pt": "text.pt is damaged, ",
         "nothing": "nothing is not a checkpoint, and it does not exist.",
