@@ -449,7 +449,9 @@ class Root:
     def reduce_gradients(self, state: FSDPState, *, at_end: bool = False) -> None:
         """Reduce the gradients that autograd left on ``state``, or hold them if gradient synchronization is off.
 
-        ``at_end`` of backward, also reduce what earlier backwards left partly reduced.
+        That is when the last gradient is ready; on streams, in the post-backward, where the parameters are freed first;
+        for a fusion, with the last of its members; for the rest, ``at_end`` of backward, which also reduces what
+        earlier backwards left partly reduced. Each caller is too early for some, and does nothing for these.
         """
         gradients = state.group.gradients
         is_local = gradients.state in LOCAL_GRADIENTS
