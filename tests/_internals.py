@@ -129,6 +129,7 @@ if TYPE_CHECKING:
         backend_capabilities,
         cast_and_move,
         device_capabilities,
+        group_by_key,
         without_grad,
     )
     from composable_fsdp._core.mesh import (
@@ -138,7 +139,6 @@ if TYPE_CHECKING:
         cuts,
         data_parallel_axes,
         data_parallel_placements,
-        group_by_key,
         shard_over_axes,
         shard_within,
     )

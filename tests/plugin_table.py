@@ -106,6 +106,8 @@ OWN: Mapping[str, Sequence[str]] = {
     "Visible": _OF_TRACED_COLLECTIVES,
     "TorchViews": _OF_TORCHS_CLIENTS,
     "OrderCheckLevel": ("tests/unit/test_root_settings.py", "tests/ranks/test_device_faults.py"),
+    "DynamoDisabled": ("tests/ranks/test_compiled.py",),
+    "ManagedModules": ("tests/ranks/test_compiled.py",),
     "FullParameters": ("tests/unit/test_usage_errors.py",),
     "LateTies": ("tests/unit/test_dropped_models.py", "tests/ranks/test_shared_parameters.py"),
     "Recovery": ("tests/ranks/test_recovery.py", "tests/ranks/test_schedule_reset.py", "tests/ranks/test_soak.py"),

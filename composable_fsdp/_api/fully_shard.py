@@ -10,11 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._api.fsdp_module import sharded_class
-from composable_fsdp._api.ignored import find_ignored
 from composable_fsdp._api.meshes import FullMesh, default_mesh, named_data_parallel_axes, warn_without_cpu_backend
-from composable_fsdp._api.param_discovery import ParamDiscovery, PlacementFunction
+from composable_fsdp._api.param_discovery import ParamDiscovery, PlacementFunction, find_ignored, tied_owner_states
 from composable_fsdp._api.strategy import ShardingStrategy, StrategyName, resolve_strategy
-from composable_fsdp._api.tied_owners import tied_owner_states
 from composable_fsdp._api.torch_types import (
     as_mesh_dims,
     as_mixed_precision_policy,
@@ -24,7 +22,7 @@ from composable_fsdp._api.torch_types import (
 )
 from composable_fsdp._core.context import outside_callers_context
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.hooks import install_hooks, mark_managed, optimizer_hooks, wrap_forward_method
+from composable_fsdp._core.hooks import install_hooks, optimizer_hooks, wrap_forward_method
 from composable_fsdp._core.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp._core.params import note_replaced
 from composable_fsdp._core.seams import OBSERVERS, check_observers
@@ -209,7 +207,6 @@ def fully_shard(
         handles = install_hooks(state)
         optimizer_hooks.keep_for(state)
         _move_buffers(below, axes.device, ignored.buffers)
-        mark_managed(below)
         for each, its_class in zip(modules, classes, strict=True):
             state.attach(each)
             each.__class__ = its_class

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -21,7 +21,16 @@ from composable_fsdp._core.state import FSDPState, find_state, state_of_paramete
 from composable_fsdp.errors import ConfigurationError, ParameterError, ShardDimError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["ParamDiscovery", "PlacementFunction", "on_other_accelerators"]
+__all__ = [
+    "TIED_ATTRIBUTE",
+    "Ignored",
+    "ParamDiscovery",
+    "PlacementFunction",
+    "find_ignored",
+    "holders",
+    "on_other_accelerators",
+    "tied_owner_states",
+]
 
 PlacementFunction = Callable[[nn.Parameter], object]
 
@@ -242,3 +251,64 @@ def resolve_dim(dim: int, shape: Sequence[int], name: str) -> int:
             f"shard_placement_fn may return Shard(d) with {-len(shape)} <= d < {len(shape)}."
         )
     return dim % len(shape)
+
+
+# -- the arguments ignored_params and ignored_modules
+
+
+class Ignored:
+    """The ignored modules, parameters and buffers of a ``fully_shard`` call, by id.
+
+    Args:
+        parameters: the ignored parameters.
+        modules: the ignored modules; everything in and below them is ignored too.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
+        self._alive = [*parameters, *modules]  # keeps their ids from being reused
+        self.modules = {id(m) for ignored in modules for m in ignored.modules()}
+        self.parameters = {id(p) for p in parameters} | {id(p) for m in modules for p in m.parameters()}
+        self.buffers = {id(b) for m in modules for b in m.buffers()}
+
+
+def find_ignored(
+    called: Sequence[nn.Module], parameters: Iterable[nn.Parameter] | None, modules: Collection[nn.Module] | None
+) -> Ignored:
+    """Check ``ignored_params`` and ``ignored_modules`` of a ``fully_shard`` call on the modules ``called``.
+
+    Raises:
+        ConfigurationError: ``modules`` is not a collection of modules, or contains one of ``called`` or one above it.
+    """
+    modules = modules if modules is not None else ()
+    if isinstance(modules, nn.Module):
+        raise ConfigurationError(f"ignored_modules must be a set or list of modules, not one {type(modules).__name__}.")
+    given: Collection[object] = modules
+    others = sorted({type(m).__name__ for m in given if not isinstance(m, nn.Module)})
+    if others:
+        raise ConfigurationError(f"ignored_modules must contain modules only, not {', '.join(others)}.")
+    ignored = Ignored(tuple(parameters or ()), tuple(modules))
+    for module in called:
+        if id(module) in ignored.modules:
+            raise ConfigurationError(
+                f"ignored_modules contains the {type(module).__name__} that fully_shard was called on, or one above "
+                "it. Leave out the call, or name the modules below it that are to be ignored."
+            )
+    return ignored
+
+
+# -- weights that several modules share: the first group that takes one owns it
+
+TIED_ATTRIBUTE = "_composable_fsdp_tied"
+"""The attribute of modules that ``tie_groups`` was called on."""
+
+
+def tied_owner_states(modules: Iterable[nn.Module]) -> list[FSDPState]:
+    """Return the FSDP states that own weights of those of ``modules`` that ``tie_groups`` tied."""
+    return holders(module for module in modules if vars(module).get(TIED_ATTRIBUTE))
+
+
+def holders(modules: Iterable[nn.Module]) -> list[FSDPState]:
+    """Return the FSDP states that sharded parameters of which ``modules``, or modules below them, have the original."""
+    taken = [find_replaced(parameter) for module in modules for parameter in module.parameters()]
+    states = (state_of_parameter(each.parameter()) for each in taken if each is not None)
+    return list(dict.fromkeys(state for state in states if state is not None))

@@ -11,8 +11,8 @@ import torch
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, WorkList
 from composable_fsdp._core.group_plan import BucketPlan
 from composable_fsdp._core.layout import payload_widths, unpack_parameter
-from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, is_host, view_at
-from composable_fsdp._core.mesh import ProcessGroups, group_by_key
+from composable_fsdp._core.memory import OwnedBuffer, ShardStore, Work, cast_and_move, group_by_key, is_host, view_at
+from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.reduce import BucketReduceScatter
 

@@ -24,8 +24,7 @@ from composable_fsdp._core.events import (
 from composable_fsdp._core.gather import AnyBucket, Gatherable
 from composable_fsdp._core.group_plan import GroupPlan, plan_group
 from composable_fsdp._core.layout import NEVER_ZERO_COPY, aligned_bytes, payload_widths, plan_reduction
-from composable_fsdp._core.memory import CommStreams, InFlight, without_grad
-from composable_fsdp._core.mesh import group_by_key
+from composable_fsdp._core.memory import CommStreams, InFlight, group_by_key, without_grad
 from composable_fsdp._core.params import ShardedParameter, accept_gradients
 from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, stages_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -12,17 +11,11 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from itertools import count
 from types import FrameType, MethodType
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    get_eval_frame_callback,
-    set_code_exec_strategy,
-)
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -35,7 +28,7 @@ from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.params import alias_of, local_part, note_optimizer_step, without_torch_function
 from composable_fsdp._core.pytree import CallInputs, InputView, map_tensors, tensors_in
 from composable_fsdp._core.root import Root
-from composable_fsdp._core.seams import OBSERVERS, HookHandles
+from composable_fsdp._core.seams import HOOK_FRAMES, HOOK_WRAPPERS, OBSERVERS, HookHandles
 from composable_fsdp._core.state import (
     ROOT_ATTRIBUTE,
     ForwardCall,
@@ -48,53 +41,20 @@ from composable_fsdp._core.state import (
 )
 from composable_fsdp.errors import ConfigurationError
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class DynamoDisabled(Generic[P, R]):
-    """A callable that Dynamo neither traces nor compiles, with all that it calls.
-
-    Dynamo compiles frames only while the interpreter has its callback, e.g. between the graphs of a compiled function.
-    Then the callable is called through ``torch.compiler.disable``, otherwise directly.
-    """
-
-    def __init__(self, function: Callable[P, R]) -> None:
-        self._function = function
-        self._disabled: Callable[P, R] | None = None
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if get_eval_frame_callback() is None:
-            return self._function(*args, **kwargs)
-        if self._disabled is None:
-            self._disabled = torch.compiler.disable(self._function, recursive=True)
-        return self._disabled(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DynamoDisabled[P, R]:
-        """Copy the function too: the hook of a copied module is a method of the copy."""
-        return DynamoDisabled(copy.deepcopy(self._function, memo))
-
-
-# ``_torchdynamo_disable`` works where Dynamo meets the call in a graph. Between graphs, Dynamo would compile this frame
-# once for all hooks and mistake one hook for another, so it must skip the frame. ``set_code_exec_strategy`` does that
-# without importing Dynamo, which takes seconds.
-cast(Any, DynamoDisabled.__call__)._torchdynamo_disable = True
-_CODE = DynamoDisabled.__call__.__code__
-set_code_exec_strategy(_CODE, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-
-
-def mark_managed(modules: Iterable[nn.Module]) -> None:
-    """Tell Dynamo that the parameters of ``modules`` are swapped between calls."""
-    for module in modules:
-        vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
-
 
 def calling_frame(depth: int = 2) -> FrameType:
-    """Return the frame that called the caller's hook, skipping the frames of :class:`DynamoDisabled` and Dynamo."""
+    """Return the frame that called the caller's hook, skipping the frames of wrappers."""
     frame = sys._getframe(depth)
-    while frame.f_back is not None and (frame.f_code is _CODE or "_dynamo" in frame.f_code.co_filename):
+    while frame.f_code in HOOK_FRAMES and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def wrapped_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``hook`` in all of :data:`HOOK_WRAPPERS`."""
+    for wrap in HOOK_WRAPPERS:
+        hook = wrap(hook)
+    return hook
 
 
 ROOT_NAME = "root"
@@ -224,8 +184,8 @@ def install_hooks(state: FSDPState) -> dict[nn.Module, HookHandles]:
     for module in state.modules:
         hooks = ModuleHooks(state)
         handles[module] = HookHandles(
-            module.register_forward_pre_hook(DynamoDisabled(hooks.pre_forward), prepend=True, with_kwargs=True),
-            module.register_forward_hook(DynamoDisabled(hooks.post_forward), always_call=True),
+            module.register_forward_pre_hook(wrapped_hook(hooks.pre_forward), prepend=True, with_kwargs=True),
+            module.register_forward_hook(wrapped_hook(hooks.post_forward), always_call=True),
         )
         module.register_state_dict_pre_hook(hooks.before_state_dict)
         module.register_state_dict_post_hook(_make_copyable)

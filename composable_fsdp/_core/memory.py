@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -134,6 +134,8 @@ def current_device(device_type: str) -> torch.device:
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 
 
 def without_grad(function: Callable[P, R]) -> Callable[P, R]:
@@ -490,3 +492,14 @@ def default_generator(device: torch.device) -> torch.Generator:
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the widest floating-point dtype of ``device``: Apple's has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def group_by_key(keys: Iterable[Key], members: Iterable[Item]) -> list[tuple[Key, list[Item]]]:
+    """Group members with equal keys, in the order of the first of each: the same on every rank."""
+    keys, members = list(keys), list(members)
+    if keys and keys.count(keys[0]) == len(keys) == len(members):  # usually one communicator: skip hashing it
+        return [(keys[0], members)]
+    found: dict[Key, list[Item]] = {}
+    for key, member in zip(keys, members, strict=True):
+        found.setdefault(key, []).append(member)
+    return list(found.items())

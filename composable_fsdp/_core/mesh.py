@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -364,9 +364,6 @@ def data_parallel_placements(
 
 _ONE_MESSAGE = MessageSizes(zero_copy=False, grad_buckets=1)
 
-Key = TypeVar("Key")
-Item = TypeVar("Item")
-
 
 class Channels:
     """The choice of the communicators of a group: here, that of the shard axis for all collectives. For plugins."""
@@ -444,14 +441,3 @@ class ProcessGroups:
         """Copy the choices made for ``other``."""
         self.unequal_use = other.unequal_use
         self.choose(other.channels)
-
-
-def group_by_key(keys: Iterable[Key], members: Iterable[Item]) -> list[tuple[Key, list[Item]]]:
-    """Group members with equal keys, in the order of the first of each: the same on every rank."""
-    keys, members = list(keys), list(members)
-    if keys and keys.count(keys[0]) == len(keys) == len(members):  # usually one communicator: skip hashing it
-        return [(keys[0], members)]
-    found: dict[Key, list[Item]] = {}
-    for key, member in zip(keys, members, strict=True):
-        found.setdefault(key, []).append(member)
-    return list(found.items())

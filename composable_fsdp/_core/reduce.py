@@ -15,8 +15,8 @@ import torch
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, WorkList
 from composable_fsdp._core.group_plan import SMALL_BYTES, BucketPlan
 from composable_fsdp._core.layout import Reduction, aligned_bytes, divide, pack_gradient, split_at
-from composable_fsdp._core.memory import CommStream, CommStreams, Work
-from composable_fsdp._core.mesh import ProcessGroups, group_by_key
+from composable_fsdp._core.memory import CommStream, CommStreams, Work, group_by_key
+from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import ShardedParameter, take_gradients
 
 _dtype_of = attrgetter("dtype")

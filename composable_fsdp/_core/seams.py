@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -265,6 +266,12 @@ def _overriding(observers: list[Observer], event: str) -> Bound:
     default = getattr(Observer, event)
     return tuple(getattr(each, event) for each in observers if getattr(type(each), event) is not default)
 
+
+HOOK_WRAPPERS: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
+"""Functions from a hook around the forward of modules to what is registered in its place, innermost first."""
+
+HOOK_FRAMES: set[CodeType] = set()
+"""The code of wrappers whose frames are between a hook and its caller."""
 
 CLASS_MEMBERS: list[Callable[[type[nn.Module]], Mapping[str, Callable[..., Any]]]] = []
 """Functions from a class of modules to further members of its sharded subclass."""

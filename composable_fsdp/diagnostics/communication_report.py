@@ -14,7 +14,8 @@ from composable_fsdp._core.gradients import (
     reduce_scatter_wire_bytes,
 )
 from composable_fsdp._core.hooks import name_states, root_of
-from composable_fsdp._core.mesh import ProcessGroups, group_by_key
+from composable_fsdp._core.memory import group_by_key
+from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.state import FSDPState, find_state
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policies import ReshardKind

@@ -14,9 +14,8 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp._api.extents import states_below
-from composable_fsdp._api.ignored import find_ignored
+from composable_fsdp._api.param_discovery import find_ignored, holders
 from composable_fsdp._api.strategy import resolve_strategy
-from composable_fsdp._api.tied_owners import holders
 from composable_fsdp._api.torch_types import as_mesh_dims, as_strategy
 from composable_fsdp._core.buckets import registered_parameters
 from composable_fsdp._core.state import state_of

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._api.extents import states_below
-from composable_fsdp._api.ignored import Ignored
+from composable_fsdp._api.param_discovery import Ignored
 from composable_fsdp._consistency.broadcast import broadcast_
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.verify_ranks import verify_same

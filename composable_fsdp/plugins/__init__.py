@@ -26,6 +26,7 @@ Plugin                  Does                                             On by d
 ``model_check``         compares the models and values of ranks          all devices
 ``forward_order``       warns of a changed order of modules              all devices
 ``version_check``       finds parameters changed before their backward   all devices
+``dynamo``              keeps torch.compile out of hooks                 all devices
 ``torch_views``         shows states to clients of torch's own FSDP2     all devices
 ``encoded_reduce``      sends gradients encoded, by their codecs         all devices
 ``gradient_hooks``      reduces gradients of tensors with FSDP hooks     all devices
@@ -67,7 +68,7 @@ from composable_fsdp._core.memory import Work
 from composable_fsdp._core.mesh import PlainForm
 from composable_fsdp._core.reduce import REDUCE_KINDS, BucketReduceScatter, OwnReduce, ReduceKind
 from composable_fsdp._core.schedule import PASSES, Plan, PlannedRun
-from composable_fsdp._core.seams import CLASS_MEMBERS, OBSERVERS, ObservedRoot, Observer
+from composable_fsdp._core.seams import CLASS_MEMBERS, HOOK_WRAPPERS, OBSERVERS, ObservedRoot, Observer
 from composable_fsdp.plugins.captured_passes import CapturedPasses
 from composable_fsdp.plugins.checks.forward_order import ForwardOrder
 from composable_fsdp.plugins.checks.model_check import ModelCheck
@@ -78,6 +79,7 @@ from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
 from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
 from composable_fsdp.plugins.codecs.residuals import Residuals
+from composable_fsdp.plugins.dynamo import DynamoDisabled, ManagedModules
 from composable_fsdp.plugins.explain_errors import ExplainedErrors, explained_methods
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions
 from composable_fsdp.plugins.extensions.gradient_hooks import GradientHooks
@@ -105,11 +107,13 @@ __all__ = [
     "DEFAULT_CLASS_MEMBERS",
     "DEFAULT_FORMS",
     "DEFAULT_GATHER_KINDS",
+    "DEFAULT_HOOK_WRAPPERS",
     "DEFAULT_LEFT_CONTEXTS",
     "DEFAULT_REDUCE_KINDS",
     "DEFAULT_TRANSPORTS",
     "FORMS",
     "GATHER_KINDS",
+    "HOOK_WRAPPERS",
     "LEFT_CONTEXTS",
     "OBSERVERS",
     "PASSES",
@@ -173,6 +177,7 @@ DEFAULT: tuple[type[Observer], ...] = (
     TracedPasses,
     OrderCheckLevel,
     TorchViews,
+    ManagedModules,
     PlainParameters,
     LateTies,
     OptimizerChecks,
@@ -207,6 +212,11 @@ DEFAULT_CLASS_MEMBERS: tuple[Callable[[type[nn.Module]], Mapping[str, Callable[.
 )
 """The further members of sharded classes."""
 
+DEFAULT_HOOK_WRAPPERS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+    DynamoDisabled,  # torch.compile traces no hooks
+)
+"""Around each hook of a module's forward."""
+
 TRANSPORTS[:0] = DEFAULT_TRANSPORTS
 AROUND.extend(DEFAULT_AROUND)
 GATHER_KINDS.extend(DEFAULT_GATHER_KINDS)
@@ -214,4 +224,5 @@ REDUCE_KINDS.extend(kind() for kind in DEFAULT_REDUCE_KINDS)
 FORMS.extend(DEFAULT_FORMS)
 LEFT_CONTEXTS.extend(DEFAULT_LEFT_CONTEXTS)
 CLASS_MEMBERS.extend(DEFAULT_CLASS_MEMBERS)
+HOOK_WRAPPERS.extend(DEFAULT_HOOK_WRAPPERS)
 OBSERVERS.extend(plugin() for plugin in DEFAULT)

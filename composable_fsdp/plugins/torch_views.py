@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._api.torch_types import find_state, register_state, set_torch_state
 from composable_fsdp._core.events import HELD_GRADIENTS, Pass
-from composable_fsdp._core.hooks import DynamoDisabled, ModuleHooks, calling_frame, root_of
+from composable_fsdp._core.hooks import ModuleHooks, calling_frame, root_of, wrapped_hook
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState, ModuleReference
@@ -183,8 +183,8 @@ class ClientState:
         """End a backward: reduce remaining gradients, and wait for the reductions if it is the last backward."""
         root_of(self._state).end_backward()
 
-    _pre_forward = property(lambda view: DynamoDisabled(partial(_pre_forward_through_others, ModuleHooks(view._state))))
-    _post_forward = property(lambda view: DynamoDisabled(ModuleHooks(view._state).post_forward))
+    _pre_forward = property(lambda view: wrapped_hook(partial(_pre_forward_through_others, ModuleHooks(view._state))))
+    _post_forward = property(lambda view: wrapped_hook(ModuleHooks(view._state).post_forward))
 
     @property
     def _post_forward_hook_handle(self) -> RemovableHandle:

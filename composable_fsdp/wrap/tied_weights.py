@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from composable_fsdp._api.tied_owners import TIED_ATTRIBUTE
+from composable_fsdp._api.param_discovery import TIED_ATTRIBUTE
 from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
 

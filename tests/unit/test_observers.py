@@ -190,7 +190,12 @@ def test_observers_are_told_that_a_call_leaves_backward_before_its_reduction(
 def test_the_table_of_plugins_leaves_out_one_line_of_the_lists() -> None:
     source = (PROJECT / LISTED).read_text()
     kinds = plugins.DEFAULT_GATHER_KINDS, plugins.DEFAULT_REDUCE_KINDS
-    forms = plugins.DEFAULT_FORMS, plugins.DEFAULT_LEFT_CONTEXTS, plugins.DEFAULT_CLASS_MEMBERS
+    forms = (
+        plugins.DEFAULT_FORMS,
+        plugins.DEFAULT_LEFT_CONTEXTS,
+        plugins.DEFAULT_CLASS_MEMBERS,
+        plugins.DEFAULT_HOOK_WRAPPERS,
+    )
     lists = plugins.DEFAULT_TRANSPORTS, plugins.DEFAULT_AROUND, *kinds, plugins.DEFAULT, *forms
     attached: list[Any] = [*chain.from_iterable(lists)]
     assert listed(source) == [plugin.__name__ for plugin in attached]
