@@ -51,7 +51,7 @@ MOST_FIELDS_OF_OTHERS = 19
 MOST_IMPORTED_NAMES = 48
 """The names that one file imports from the package."""
 
-MOST_FRAMES_TO_C10D = {"forward": 10, "backward": 10}
+MOST_FRAMES_TO_C10D = {"forward": 9, "backward": 10}
 """The frames of the package between a module's or autograd's call of a hook and c10d's collective, both included, with
 no observer and no decorator attached."""
 
