@@ -497,7 +497,7 @@ class CachedGather:
             self._stacks = self._stacks or [_stacked(part.places) for part in self._parts]
             blocks = rows.split_with_sizes([part.packed.numel() for part in self._parts], dim=1)
             sources = [
-                block.view(-1, stack.size(0), stack.size(2)).transpose(0, 1)
+                block.view(block.size(0), stack.size(0), stack.size(2)).transpose(0, 1)
                 for block, stack in zip(blocks, self._stacks, strict=True)
             ]
             torch._foreach_copy_(self._stacks, sources)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -56,6 +56,7 @@ any_width = st.lists(st.integers(0, 20), min_size=1, max_size=4)
 alike = st.builds(lambda width, count: [width] * count, st.integers(1, 9), st.integers(2, 5))
 
 
+@example([[8, 8, 8], [0]], torch.float32, FakeCommunicator)
 @given(
     st.lists(aligned | any_width | alike, min_size=1, max_size=3),
     st.sampled_from([torch.float32, torch.bfloat16]),
