@@ -74,6 +74,27 @@ def test_functional_call_leaves_a_skipped_module_as_it_was(reshard: bool) -> Non
         model(x).sum().backward()
 
 
+@pytest.mark.usefixtures("rank")
+def test_functional_call_does_not_change_the_schedule_of_the_next_step() -> None:
+    mesh, model = init_device_mesh("cpu", (2,)), Skipping()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    sharded: Any = model
+    x, values = torch.ones(2, WIDTH), {name: torch.ones_like(value) for name, value in Skipping().named_parameters()}
+    for _ in range(2):
+        sharded(x).sum().backward()
+
+    def of_layers() -> list[str]:
+        """Return all lines but that of the root, which is kept or not."""
+        return [line for line in str(sharded.schedule()).splitlines() if "forward layers" in line]
+
+    before = of_layers()
+    with torch.no_grad():
+        functional_call(sharded, values, (x,))
+    assert any(state_of(layer).stays is not None for layer in sharded.layers)
+    assert of_layers() == before
+
+
 @pytest.mark.behaviour("C-03")
 @pytest.mark.usefixtures("rank")
 def test_ranks_that_skip_the_last_module_keep_the_same_groups_on_streams() -> None:
