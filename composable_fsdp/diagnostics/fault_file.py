@@ -99,6 +99,9 @@ def decode(text: str) -> Dump:
         raise ValueError("not a file of diagnostics")
     if values["format"] != _FORMAT:
         raise ValueError(f"format {values['format']}, which this version does not know: it reads {_FORMAT}")
+    missing = sorted({"attempt", "events", "faults", "rank", "world_size"} - values.keys())
+    if missing:
+        raise ValueError(f"it has no {missing[0]!r}")
     return values
 
 

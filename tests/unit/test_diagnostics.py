@@ -84,6 +84,7 @@ def test_events_round_trip_through_files() -> None:
         ("{}", "not a file of diagnostics"),
         ("[]", "not a file of diagnostics"),
         ('{"format": 2}', "format 2, which this version does not know: it reads 4"),
+        ('{"format": 4, "rank": 0}', "it has no 'attempt'"),
         ('{"format": ', "Expecting value"),
     ],
 )
