@@ -42,7 +42,10 @@ _WITH_CODECS = (
     *("tests/parity/test_fuzz.py", "tests/parity/test_races.py", "tests/parity/test_nccl.py"),
     *("tests/parity/test_comparison.py", "tests/unit/test_dropped_models.py", "tests/unit/test_nccl.py"),
     *("tests/unit/test_codec_fused.py", "tests/unit/test_captured_passes.py", "tests/unit/test_upstream.py"),
-    *("tests/unit/test_docs.py::test_documented_extensions_train_on_two_ranks", "tests/unit/test_docs.py::test_docs"),
+    *(
+        "tests/unit/test_docs.py::test_documented_extensions_train_on_two_ranks",
+        "tests/unit/test_docs.py::test_docs_examples_pass[docs/extensions.md]",
+    ),
 )
 """Tests with a ``comm_policy``, which is refused without the plugin."""
 
@@ -62,7 +65,7 @@ _OF_TRACED_COLLECTIVES = (
     *("tests/ranks/test_nonfinite.py", "tests/ranks/test_streams.py", "tests/ranks/test_mixed_precision.py"),
     *("tests/ranks/test_unused_modules.py", "tests/ranks/test_quantized_example.py", "tests/goldens"),
     *("tests/ranks/test_diagnostics.py", "tests/parity/test_comparison.py", "tests/parity/test_profiler_labels.py"),
-    *("tests/unit/test_timeline.py::test_an_environment_variable", "tests/unit/test_docs.py::test_docs"),
+    "tests/unit/test_timeline.py::test_an_environment_variable",
     *("tests/ranks/test_gradient_hooks.py::test_wide", "tests/ranks/test_unused_parameters.py::test_flags"),
 )
 """Tests that count collectives or their bytes in the trace."""

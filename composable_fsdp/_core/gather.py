@@ -45,7 +45,7 @@ class CachedPart:
 
 
 class Gatherable(Protocol):
-    """What an all-gather reads and fills: a bucket, or slices of its full parameters in place of it."""
+    """The input and output of an all-gather: a bucket, or slices of its full parameters in its place."""
 
     plan: BucketPlan
     pgs: ProcessGroups

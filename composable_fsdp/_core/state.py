@@ -263,7 +263,7 @@ class FSDPState:
         self.kept: Kept | None = None
         """Set while the group is kept unsharded between passes."""
         self.stays: bool | None = None
-        """Whether the group stays unsharded after a forward, whatever its options say. An observer may set it."""
+        """True or False if an observer has decided that the group stays unsharded after the forward, or not."""
         self.client = ClientBackward()
         self._root: Callable[[], Any] = _no_root
         for module in modules:

@@ -211,7 +211,7 @@ def _examine(ranks: RankGroup, what: str, checkpoint: Path, contents: bool) -> t
 
 
 _Fit = tuple[Mismatch, bool, bool | None]
-"""What one rank found: differences, whether there is codec state, and whether it fits (``None``: no such codecs)."""
+"""The findings of one rank: differences, if there is codec state, and if it fits (``None``: no such codecs)."""
 
 
 def _decide(fits: list[_Fit], what: str, strict: bool, same_ranks: bool) -> bool:

@@ -67,7 +67,7 @@ def key_of(path: ContentsPath) -> str:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What ranks tell each other before a save: they may hold different parameters, as pipeline stages do.
+    """The notes of a rank to the others before a save: ranks may hold different parameters, as pipeline stages do.
 
     ``inner`` describes tensor subclasses by key: on one rank, or, after :func:`merge`, on all of them.
     """
