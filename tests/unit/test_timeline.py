@@ -183,7 +183,15 @@ def write_dump(folder: Path, rank: int) -> None:
     """Write the file of a rank whose counter of time is ahead by 10 seconds for each rank before it."""
     ahead = 10.0 * rank
     events = [replace(each, begin=each.begin + ahead, end=each.end + ahead) for each in STEP]
-    dump = {"format": 4, "rank": rank, "world_size": 2, "attempt": 0, "written": 1999.0, "clock": 1000.0 + ahead}
+    dump = {
+        "format": 4,
+        "rank": rank,
+        "world_size": 2,
+        "attempt": 0,
+        "faults": [],
+        "written": 1999.0,
+        "clock": 1000.0 + ahead,
+    }
     (folder / file_name(rank)).write_text(json.dumps(dump | {"events": [asdict(each) for each in events]}))
 
 
