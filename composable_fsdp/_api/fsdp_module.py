@@ -313,7 +313,7 @@ class FSDPModule(TorchFSDPModule):
         check_between_steps("set_reduce_scatter_unused_params", states)
         for state in states:
             for pgs in state.group.process_groups:
-                pgs.unequal_use = reduce_scatter_unused_params
+                pgs.reduces_unused = reduce_scatter_unused_params
             state.group.rebuild()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:

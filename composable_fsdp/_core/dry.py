@@ -45,7 +45,7 @@ from composable_fsdp._core.group_plan import GroupPlan, MessageSizes
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.schedule import ScheduleSettings
 from composable_fsdp._core.seams import OBSERVERS, Observer
-from composable_fsdp._core.state import Accumulation, ClientBackward, ForwardCall, FSDPState, Kept, Options, alive
+from composable_fsdp._core.state import Accumulation, BackwardWrappers, ForwardCall, FSDPState, Kept, Options, alive
 
 
 def schedule_of(root: Root, settings: ScheduleSettings | None = None) -> Schedule:
@@ -184,7 +184,7 @@ class Replay:
         self._copies = {state: copy.copy(state) for state in real.states.values()}
         for state, dry in self._copies.items():
             dry.group = cast(ParamGroup, DryGroup(state.group))
-            dry.calls_under_way, dry.run, dry.open_calls, dry.client = [], None, 0, ClientBackward()
+            dry.calls_under_way, dry.run, dry.open_calls, dry.backward_wrappers = [], None, 0, BackwardWrappers()
             dry.stays = None  # that of the last forward
         for state, dry in self._copies.items():
             dry.owner_states = tuple(self._copies[owner] for owner in state.owner_states if owner in self._copies)

@@ -396,7 +396,7 @@ class ProcessGroups:
         """The capabilities of the device on which modules compute."""
         self.choose(Channels())
         self.message_sizes = self.default_message_sizes
-        self.unequal_use = False
+        self.reduces_unused = False
         """True if a rank may join a reduction without any gradient.
 
         A reduction then gives every trainable parameter a gradient, zeros for those that no rank used.
@@ -422,7 +422,7 @@ class ProcessGroups:
             widens=self.scatter.traits.widens,
             grad_bucket_bytes=self._grad_bucket_bytes(),
             alias=self.gather.traits.aliases and self.gather.size == 1,
-            flags=self.axes.num_ranks > 1 and not self.unequal_use,
+            flags=self.axes.num_ranks > 1 and not self.reduces_unused,
             custom=not self.channels.can_be_shared,
         )
 
@@ -439,5 +439,5 @@ class ProcessGroups:
 
     def follow(self, other: ProcessGroups) -> None:
         """Copy the choices made for ``other``."""
-        self.unequal_use = other.unequal_use
+        self.reduces_unused = other.reduces_unused
         self.choose(other.channels)

@@ -369,7 +369,7 @@ class BucketReduceScatter:
         modules. There are no flags where all get one, or if the message has none.
         """
         layout = self.plan.reduce
-        if self.pgs.unequal_use or len(scatter.present) == len(self._all_indices):
+        if self.pgs.reduces_unused or len(scatter.present) == len(self._all_indices):
             return self._all_indices, None
         flags = scatter.after_hook
         if layout.num_flags:

@@ -459,10 +459,10 @@ class Root:
             return
         if gradients.state is _ARRIVING and not self.progress.was_seen(state):
             raise unseen_output(state)
-        if state.client.post_backward is None:
+        if state.backward_wrappers.post_backward is None:
             self.queue.send(state, at_end=at_end)
         else:
-            state.client.post_backward(functools.partial(self.queue.send, state, at_end=at_end))
+            state.backward_wrappers.post_backward(functools.partial(self.queue.send, state, at_end=at_end))
 
     # -- between passes
 
@@ -524,8 +524,8 @@ class Root:
         """Wait for all reductions in flight, set their gradients, and tell clients so."""
         self.drain()
         for state in self.states.values():
-            if state.client.post_backward is not None:
-                state.client.post_backward(lambda: None)  # only now the reduced gradients are set
+            if state.backward_wrappers.post_backward is not None:
+                state.backward_wrappers.post_backward(lambda: None)  # only now the reduced gradients are set
 
     def reduce_held(self, occasion: str, states: Iterable[FSDPState]) -> None:
         """Launch the reductions of all gradients that ``states`` hold after earlier backwards.

@@ -92,7 +92,7 @@ class Kept(NamedTuple):
     """True if it stays so, and has no parameter that an optimizer could change."""
 
 
-class ClientBackward(NamedTuple):
+class BackwardWrappers(NamedTuple):
     """Wrappers that a client put around the root's pre-backward and post-backward."""
 
     pre_backward: Callable[..., None] | None = None
@@ -185,7 +185,7 @@ class ForwardCall:
     def on_output_gradient(self, _: object) -> None:
         """Begin the backward of this call; the hook for the nodes of its outputs."""
         state = self.state
-        pre_backward = state.client.pre_backward or (state._root() or self.root).pre_backward
+        pre_backward = state.backward_wrappers.pre_backward or (state._root() or self.root).pre_backward
         pre_backward(self)
 
     def on_last_input_gradient(self, gradients: Sequence[torch.Tensor | None] = (), _: object = None) -> None:
@@ -264,7 +264,7 @@ class FSDPState:
         """Set while the group is kept unsharded between passes."""
         self.stays: bool | None = None
         """True or False if an observer has decided that the group stays unsharded after the forward, or not."""
-        self.client = ClientBackward()
+        self.backward_wrappers = BackwardWrappers()
         self._root: Callable[[], Any] = _no_root
         for module in modules:
             self.attach(module)

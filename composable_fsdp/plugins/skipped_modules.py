@@ -36,7 +36,7 @@ class SkippedModules(Observer):
         return SkippedModules()
 
     def begin_forward(self, root: ObservedRoot, outermost: FSDPState) -> None:
-        is_needed = any(state.group.process_groups[0].unequal_use for state in root.states.values())
+        is_needed = any(state.group.process_groups[0].reduces_unused for state in root.states.values())
         if not is_needed and self._current is None:
             return
         root.observers.remove(self._current)

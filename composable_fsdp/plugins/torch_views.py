@@ -88,11 +88,11 @@ def _replaceable(name: str) -> Any:
         return view._reference() is view._state.modules[0]
 
     def read(view: ClientState) -> Any:
-        return (is_of_first(view) and getattr(view._state.client, name)) or getattr(view, f"_{name}")
+        return (is_of_first(view) and getattr(view._state.backward_wrappers, name)) or getattr(view, f"_{name}")
 
     def replace(view: ClientState, function: Callable[..., None]) -> None:
         if is_of_first(view):
-            view._state.client = view._state.client._replace(**{name: function})
+            view._state.backward_wrappers = view._state.backward_wrappers._replace(**{name: function})
 
     return property(read, replace)
 

@@ -50,7 +50,7 @@ class Drawn:
     frozen: int | None
     is_synced: bool
     input_needs_gradient: bool
-    unequal_use: bool
+    reduces_unused: bool
     """Ranks may run different modules, so all go through the groups in the order in which they are registered."""
 
 
@@ -122,7 +122,7 @@ def build(drawn: Drawn) -> FSDPModule:
     model.set_max_fused_bytes(drawn.max_fused)
     model.set_reshard_after_backward(not drawn.keeps_after_backward)
     model.set_requires_gradient_sync(drawn.is_synced)
-    model.set_reduce_scatter_unused_params(drawn.unequal_use)
+    model.set_reduce_scatter_unused_params(drawn.reduces_unused)
     return model
 
 

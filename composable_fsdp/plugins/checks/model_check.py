@@ -179,8 +179,8 @@ def _model_lines(root: FSDPState, states: Mapping[str, FSDPState], axes: DataPar
         if not parameters and state.group.axes != axes:
             continue
         chosen = f"{_format(state.options.precision)}, {_format(state.options.reshard)}"
-        unequal_use = state.group.process_groups[0].unequal_use
-        yield f"group {name!r} of {state.class_name}: {chosen}, unused parameters reduced: {unequal_use}"
+        reduces_unused = state.group.process_groups[0].reduces_unused
+        yield f"group {name!r} of {state.class_name}: {chosen}, unused parameters reduced: {reduces_unused}"
         for parameter in parameters:
             yield f"parameter {parameter.name!r} of group {name!r}: {parameter.description}"
 

@@ -171,7 +171,7 @@ class EncodedReduce:
 
         A message without flags is that of one parameter, and is sent because of its gradient.
         """
-        if len(present) == len(self._layout.indices) or not flags.numel() or self._pgs.unequal_use:
+        if len(present) == len(self._layout.indices) or not flags.numel() or self._pgs.reduces_unused:
             return None
         widths = self._layout.packed_widths
         return torch.cat([flag.expand(width) for flag, width in zip(flags.eq(0), widths, strict=False)])

@@ -73,7 +73,7 @@ class Tuning(Observer):
 
         Only a forward of the root that gathers some group does so: others may run on some ranks only.
         """
-        if any(state.group.process_groups[0].unequal_use for state in root.states.values()):
+        if any(state.group.process_groups[0].reduces_unused for state in root.states.values()):
             self._stop(root)
         elif torch.is_grad_enabled() and outermost is root.root_state and root.plans.will_gather():
             self._begin_step(root)
