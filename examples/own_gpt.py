@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from composable_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, initialize, no_sync, shutdown
 from composable_fsdp.checkpoint import latest, load, save
-from composable_fsdp.diagnostics import Meter, ProgressLine
+from composable_fsdp.diagnostics import Meter, Reading
 from composable_fsdp.wrap import by_class
 
 SEQUENCE, BATCH, MICROBATCHES = 64, 4, 2
@@ -136,8 +136,11 @@ def main() -> None:
 
     # [train]
     text, rank, ranks = read_text(), dist.get_rank(), dist.get_world_size()
-    progress = ProgressLine(arguments.steps)
-    meter = Meter(model, tokens=ranks * MICROBATCHES * BATCH * SEQUENCE, every=10, writers=[progress])
+
+    def report(reading: Reading) -> None:
+        print(f"training {reading.step}/{arguments.steps}  {reading}")
+
+    meter = Meter(model, tokens=ranks * MICROBATCHES * BATCH * SEQUENCE, every=10, writers=[report])
     meter.start(begin)
     for step in range(begin + 1, arguments.steps + 1):
         keys = [(step * MICROBATCHES + index) * ranks + rank for index in range(MICROBATCHES)]
@@ -156,7 +159,6 @@ def main() -> None:
             with meter.paused():
                 extra = {"step": step, "schedule": schedule.state_dict()}
                 save(arguments.out, model, optimizer, extra, keep_last=2)
-    progress.close()
 
     # [end]
     loss_now, sample = evaluate(model, text, device), generate(model, b"def ", 40, device)

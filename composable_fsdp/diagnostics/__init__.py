@@ -14,7 +14,7 @@ composable_fsdp.diagnostics merge runs/diagnostics`` shows the ranks side by sid
 from __future__ import annotations
 
 from composable_fsdp.diagnostics.fault_file import disable, dump, enable
-from composable_fsdp.diagnostics.meters import Meter, ProgressLine, Reading
+from composable_fsdp.diagnostics.meters import Meter, Reading
 from composable_fsdp.diagnostics.timeline import write_timeline
 
-__all__ = ["Meter", "ProgressLine", "Reading", "disable", "dump", "enable", "write_timeline"]
+__all__ = ["Meter", "Reading", "disable", "dump", "enable", "write_timeline"]

@@ -1,4 +1,4 @@
-"""Meters of training: speed, MFU, memory and exposed communication, for a progress line, TensorBoard and W&B."""
+"""Meters of training: speed, MFU, memory and exposed communication, for a log, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,7 @@ from composable_fsdp._core.hooks import root_of
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["Meter", "ProgressLine", "Reading"]
+__all__ = ["Meter", "Reading"]
 
 _FLOPS_PER_PARAMETER = 6
 """FLOPs of forward and backward per token and parameter of a transformer, without attention (Kaplan et al., 2020)."""
@@ -63,7 +60,7 @@ class Meter:
         model: the root of the sharded modules.
         tokens: the tokens, or samples, of one step on all ranks.
         every: the steps from one reading to the next.
-        writers: receivers of the readings of rank 0: functions such as a :class:`ProgressLine`; objects with
+        writers: receivers of the readings of rank 0: functions such as ``print``; objects with
             ``add_scalar``, such as TensorBoard's ``SummaryWriter``; or with ``log``, such as a run of W&B.
         peak_flops: the FLOP/s of one device in the dtype of the computation, for the MFU.
         flops_per_token: the FLOPs of forward and backward per token. The default is six per parameter.
@@ -136,46 +133,6 @@ class Meter:
     def _seconds_waited(self) -> float | None:
         streams = root_of(self._root).streams
         return None if streams.device.has_streams else streams.seconds_waited
-
-
-class ProgressLine:
-    """Shows the last reading beside a progress bar in a terminal, and prints a line for each elsewhere.
-
-    It needs ``rich``, of the extra ``cli``.
-
-    Args:
-        total: the number of steps.
-        title: the text before the bar.
-        console: the ``rich`` console; one on stdout by default.
-    """
-
-    def __init__(self, total: int, title: str = "training", console: Console | None = None) -> None:
-        from rich.console import Console  # an optional dependency
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._total, self._title, self._text = total, title, ""
-        self._console = console or Console(highlight=False)
-        text = TextColumn("{task.fields[text]}")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
-        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
-        self._task = self._bar.add_task(title, total=total, text="")
-        self._bar.start()
-
-    def __call__(self, reading: Reading) -> None:
-        """Show a reading."""
-        self.show(reading.step, str(reading))
-
-    def show(self, step: int, text: str = "") -> None:
-        """Show that ``step`` steps are done, with a text; without one, only move the bar."""
-        self._text = text or self._text
-        self._bar.update(self._task, completed=step, text=self._text)
-        if text and not self._console.is_terminal:
-            line = f"{self._title} {step:>{len(str(self._total))}}/{self._total}  {text}"
-            self._console.print(line, soft_wrap=True, markup=False)
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self._bar.stop()
 
 
 def _write_function(writer: Any) -> Callable[[Reading], object]:

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from composable_fsdp.diagnostics import ProgressLine
+from composable_fsdp.diagnostics import Reading
 
 from .sharding import Group
 from .training import History
@@ -77,6 +78,34 @@ class Reporter:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(path, dpi=120)
+
+
+class ProgressLine:
+    """Shows the last reading of a meter beside a bar in a terminal, and prints a line for each elsewhere."""
+
+    def __init__(self, total: int, title: str, console: Console) -> None:
+        self._total, self._title, self._text, self._console = total, title, "", console
+        text = TextColumn("{task.fields[text]}")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task(title, total=total, text="")
+        self._bar.start()
+
+    def __call__(self, reading: Reading) -> None:
+        """Show a reading."""
+        self.show(reading.step, str(reading))
+
+    def show(self, step: int, text: str = "") -> None:
+        """Show that ``step`` steps are done, with a text; without one, only move the bar."""
+        self._text = text or self._text
+        self._bar.update(self._task, completed=step, text=self._text)
+        if text and not self._console.is_terminal:
+            line = f"{self._title} {step:>{len(str(self._total))}}/{self._total}  {text}"
+            self._console.print(line, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.stop()
 
 
 def outcome(check: str, found: Differences, allowed: Differences) -> str:

@@ -1,8 +1,7 @@
-"""Meters of training, their writers, and the progress line."""
+"""Meters of training, and their writers."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import ConfigurationError, fully_shard
-from composable_fsdp.diagnostics import Meter, ProgressLine, Reading, meters
+from composable_fsdp.diagnostics import Meter, Reading, meters
 
 
 class Clock:
@@ -139,18 +138,3 @@ READING = Reading(
 
 def test_a_reading_is_one_line() -> None:
     assert str(READING) == "loss 2.000  12,346 tokens/s  3 MiB  42.1% MFU  5.0% exposed"
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_progress_line_is_a_bar_in_a_terminal_and_lines_elsewhere(is_terminal: bool) -> None:
-    rich = pytest.importorskip("rich.console", reason="needs rich: pip install '.[cli]'")
-    file = io.StringIO()
-    line = ProgressLine(120, "pretraining", rich.Console(file=file, force_terminal=is_terminal, width=120))
-    line.show(6)
-    line(READING)
-    line.show(8)
-    line.close()
-    if is_terminal:
-        assert "8/120\x1b[0m loss 2.000  12,346 tokens/s" in file.getvalue()
-    else:
-        assert file.getvalue() == f"pretraining   7/120  {READING}\n"
