@@ -36,8 +36,7 @@ from composable_fsdp.plugins.full_params import (
 )
 
 __all__ = [
-    "Ignored",
-    "allocate_meta",
+    "allocate_at_rest",
     "broadcast_module_states",
     "initialize",
     "materialize_meta",
@@ -70,7 +69,7 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
     """
     unfilled = _meta_non_persistent_buffers(module, recurse)
     with allocated_shards(module, torch.device(device)) if recurse else nullcontext():
-        allocate_meta(module, lambda _: device, recurse=recurse)
+        _allocate_meta(module, lambda _: device, recurse=recurse)
     if unfilled:
         warnings.warn(
             f"to_empty: buffers that are not persistent were on the meta device: {unfilled}. They have no values yet, "
@@ -81,7 +80,7 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
     return module
 
 
-def allocate_meta(
+def _allocate_meta(
     module: nn.Module, device_of: Callable[[torch.Tensor], torch.device | str | int], *, recurse: bool = True
 ) -> None:
     """Allocate meta parameters and buffers on the device that ``device_of`` returns for each; move the others there.
@@ -96,8 +95,12 @@ def allocate_meta(
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     cast(Any, module)._apply(move, recurse=recurse)
-    for entry in shared:
-        _restore_sharing(entry)
+    for entry in shared:  # the conversion made one object for each place of a shared parameter
+        now = entry.current()
+        if isinstance(now, nn.Parameter) and any(
+            getattr(owner, attribute) is not now for owner, attribute in entry.places
+        ):
+            entry.put(now)
     for (first, name), *others in buffers:
         for owner, attribute in others:
             owner._buffers[attribute] = first._buffers[name]
@@ -113,20 +116,25 @@ def _meta_non_persistent_buffers(module: nn.Module, recurse: bool) -> list[str]:
     ]
 
 
-def _restore_sharing(entry: ParamPlace) -> None:
-    """Register one object at all places of a shared parameter again, after a conversion made one for each place."""
-    now = entry.current()
-    if isinstance(now, nn.Parameter) and any(getattr(module, name) is not now for module, name in entry.places):
-        entry.put(now)
+def allocate_at_rest(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
+    """Allocate meta parameters and buffers of ``model`` where they rest between steps, and return their names."""
+    names = {name for name, tensor in _named_tensors(model) if tensor.is_meta}
+    if names:
+        tensors = [state.group.tensors for state in states]
+        rest_devices = {id(p.sharded): each.rest_device_of(p) for each in tensors for p in each.parameters}
+        here = states[0].group.axes.device if states else torch.get_default_device()
+        with allocated_shards(model, None):
+            _allocate_meta(
+                model, lambda tensor: rest_devices.get(id(tensor), here) if tensor.is_meta else tensor.device
+            )
+    return names
 
 
 # -- initialize
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Call ``module.reset_parameters()``, or ``_reset_parameters()`` if the class has only that one.
-
-    ``nn.MultiheadAttention`` is such a class. Has no effect on a module without parameters and buffers of its own.
+    """Call ``reset_parameters()`` of a module with tensors of its own, or ``_reset_parameters()``, as attention has.
 
     Raises:
         ConfigurationError: the module has parameters of its own, but neither method.
@@ -176,7 +184,7 @@ def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M
         _check_methods({f"{p or 'the model'} ({type(m).__name__.removeprefix('FSDP')})": m for p, m in named})
     states = states_below(model)
     prepare_to_lend(states, "initialize")
-    blank = _allocate_model(model, states)
+    blank = allocate_at_rest(model, states)
     written = _WriteRecord()
     with (
         torch.inference_mode(False),
@@ -213,58 +221,36 @@ def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     return reset if callable(reset) else None
 
 
-def _allocate_model(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
-    """Allocate parameters and buffers that are on meta, and return their names."""
-    names = {name for name, tensor in _named_tensors(model) if tensor.is_meta}
-    if names:
-        tensors = [state.group.tensors for state in states]
-        rest_devices = {id(p.sharded): each.rest_device_of(p) for each in tensors for p in each.parameters}
-        here = states[0].group.axes.device if states else torch.get_default_device()
-        with allocated_shards(model, None):
-            allocate_meta(model, lambda tensor: rest_devices.get(id(tensor), here) if tensor.is_meta else tensor.device)
-    return names
-
-
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 class _WriteRecord:
-    """Records which of the watched tensors an operation has written to."""
+    """Records the memory of the plain tensors that operations have written to, and shape and dtype of the DTensors.
+
+    A write to one DTensor counts for all of its shape and dtype, so that ranks with empty shards agree.
+    """
 
     def __init__(self) -> None:
-        self._plain: dict[int, bool] = {}
-        self._sharded: set[tuple[torch.Size, torch.dtype]] = set()
+        self._written: set[object] = set()
 
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Start recording writes to the memory of ``tensor``, which must stay alive."""
-        if not isinstance(tensor, DTensor):
-            self._plain[_storage(tensor)] = False
-
-    def unwatch(self, storage: int) -> None:
-        """Stop recording, before the memory is freed and may be reused for another tensor."""
-        self._plain.pop(storage, None)
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Forget writes to the memory of a new plain tensor, which another one may have had before."""
+        self._written.discard(_memory_of(tensor))
 
     def record(self, tensor: torch.Tensor) -> None:
         """Record that an operation writes to ``tensor``."""
-        if isinstance(tensor, DTensor):
-            self._sharded.add((tensor.shape, tensor.dtype))
-        elif self._plain and _storage(tensor) in self._plain:
-            self._plain[_storage(tensor)] = True
+        self._written.add(_memory_of(tensor))
 
     def was_written(self, tensor: torch.Tensor) -> bool:
-        """Return whether an operation wrote to ``tensor``.
-
-        For a DTensor, a write to any DTensor of its shape and dtype counts, so that ranks with empty shards agree.
-        """
-        if isinstance(tensor, DTensor):
-            return (tensor.shape, tensor.dtype) in self._sharded
-        return self._plain.get(_storage(tensor), False)
+        """Return whether an operation wrote to ``tensor``."""
+        return _memory_of(tensor) in self._written
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(cast(Any, tensor.untyped_storage())._cdata)
+def _memory_of(tensor: torch.Tensor) -> object:
+    is_sharded = isinstance(tensor, DTensor)
+    return (tensor.shape, tensor.dtype) if is_sharded else cast(Any, tensor.untyped_storage())._cdata
 
 
 class _Initializer:
@@ -284,8 +270,6 @@ class _Initializer:
             for module, _ in place.places:
                 self._own.setdefault(id(module), {})[place] = parameter
         self._blank = {name: tensor for name, tensor in _named_tensors(model) if name in blank}
-        for tensor in self._blank.values():
-            written.watch(tensor)
 
     def run(self, fn: InitFunction, module: nn.Module) -> None:
         """Call ``fn`` with ``module`` and copy what it wrote to the module's parameters into their shards."""
@@ -294,25 +278,24 @@ class _Initializer:
             place: empty_full_parameter(p) if place.name in self._blank else full_parameter(p)
             for place, p in parameters.items()
         }
-        storages = [_storage(full_param) for full_param in full_params.values()]
+        given = [_memory_of(full_param) for full_param in full_params.values()]
         for full_param in full_params.values():
-            self._written.watch(full_param)
+            self._written.forget(full_param)
         states = [state for p in parameters.values() if (state := state_of_parameter(p)) is not None]
         with lend(states, full_params) as results:
             fn(module)
-        for (place, parameter), value, storage in zip(parameters.items(), results, storages, strict=True):
+        for (place, parameter), value, memory in zip(parameters.items(), results, given, strict=True):
             if not isinstance(value, torch.Tensor) or value.shape != place.parameter.shape:
                 found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ParameterError(
                     f"initialize: fn left parameter {place.name!r} of shape {tuple(place.parameter.shape)} as {found}. "
                     "It must keep shapes: write to parameters in place."
                 )
-            if _storage(value) != storage or self._written.was_written(value):
+            if _memory_of(value) != memory or self._written.was_written(value):
                 write_shard(parameter, value, value.requires_grad)
                 self._blank.pop(place.name, None)
                 for observer in OBSERVERS:
                     observer.given_values(parameter, value)
-            self._written.unwatch(storage)
 
     def uninitialized(self) -> list[str]:
         """Return the names of parameters and buffers that had no values and were not written to."""

@@ -134,21 +134,18 @@ class ShardedRandom(TorchDispatchMode):
                         self._on_write(leaf)
 
     def _fill(self, func: Any, tensor: DTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        values = self._local_values(func, tensor, rest, kwargs)
-        if func._schema.is_mutable:
-            local_part(tensor).copy_(values)
-            return tensor
-        return like(tensor, values.contiguous())
-
-    def _local_values(self, func: Any, tensor: DTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Return this rank's shard of the result of ``func`` on the full tensor."""
+        """Give ``tensor``, or a new one like it, this rank's shard of the result of ``func`` on the full tensor."""
         if any(placement.is_partial() for placement in tensor.placements):
             raise UnsupportedError(f"sharded_rng: {func._schema.name} was called on a tensor placed as a pending sum.")
         extent = extent_of(tensor, self._shardings.get((tuple(tensor.shape), tensor.device_mesh, tensor.placements)))
         # The *_like operations need shape and dtype only: expand an element instead of allocating the full tensor.
         shape = tensor.shape if func._schema.is_mutable else ()
         full = torch.empty(shape, dtype=tensor.dtype, device=local_part(tensor).device).expand(tensor.shape)
-        return extent.take(func(full, *rest, **kwargs))
+        values = extent.take(func(full, *rest, **kwargs))
+        if func._schema.is_mutable:
+            local_part(tensor).copy_(values)
+            return tensor
+        return like(tensor, values.contiguous())
 
 
 def _storage(tensor: torch.Tensor) -> int:

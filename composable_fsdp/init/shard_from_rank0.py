@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from composable_fsdp.checkpoint._coordination import tensor_text
 from composable_fsdp.checkpoint._state_dict.model import OwnerRanks
 from composable_fsdp.checkpoint._state_dict.tensors import Full, fill, plain_name
 from composable_fsdp.errors import ConfigurationError, ParameterError
-from composable_fsdp.init.materialize import allocate_meta
+from composable_fsdp.init.materialize import allocate_at_rest
 
 __all__ = ["shard_from_rank0"]
 
@@ -59,9 +58,7 @@ def shard_from_rank0(model: M, shard: Callable[..., object] = fully_shard, **opt
             "fully_shard on the model or on modules in it."
         )
     owners = _verify(model, values)
-    tensors = [state.group.tensors for state in states]
-    rest_devices = {id(p.sharded): each.rest_device_of(p) for each in tensors for p in each.parameters}
-    allocate_meta(model, lambda tensor: rest_devices.get(id(tensor), states[0].group.axes.device))
+    allocate_at_rest(model, states)
     shardings = shardings_of(states)
     with torch.inference_mode(False), torch.no_grad():
         for name, tensor in _tensors(model):
@@ -112,15 +109,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 # -- verification across ranks
 
 
-@dataclass(frozen=True)
-class _RankTensors:
-    """The tensors that one rank was given.
-
-    Attributes:
-        lines: names, dtypes and shapes.
-        missing: names of tensors that this rank sends, but has no values of.
-        surplus: names of parameters that another rank sends, but this rank has values of.
-    """
+class _RankTensors(NamedTuple):
+    """Lines with the tensors that one rank was given, those that it lacks but sends, and has but another rank sends."""
 
     lines: list[str]
     missing: list[str]
