@@ -81,18 +81,11 @@ def _local_copy(parameter: Any, state: Mapping[str, Any]) -> _LocalCopy:
     shard, gradient = _local(parameter).detach(), parameter.grad
     if gradient._spec is not parameter._spec and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    entry = dict(state)
-    for name, value in state.items():
-        if isinstance(value, DTensor):
-            entry[name] = _local(value)
+    entry = {name: _local(value) if isinstance(value, DTensor) else value for name, value in state.items()}
     if gradient.dtype != shard.dtype:
         shard.grad_dtype = gradient.dtype
     shard.grad = _local(gradient)
     return _LocalCopy(parameter, shard, entry)
-
-
-def _is_like(value: Any, tensor: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -114,6 +107,6 @@ def _update_state(new: Entry, before: Entry, state: Entry, parameter: Any) -> No
 
 def _as_state(value: Any, parameter: Any) -> Any:
     """Return a tensor of the shard's shape as a DTensor that shares its memory; return any other value unchanged."""
-    if not _is_like(value, _local(parameter)):
+    if not isinstance(value, torch.Tensor) or value.shape != _local(parameter).shape:
         return value
     return like(parameter, value.detach().view(parameter._local_tensor.shape))

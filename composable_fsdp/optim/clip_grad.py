@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import cast
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable_fsdp._api.extents import parameters_at_rest
-from composable_fsdp._core.memory import widest_float
+from composable_fsdp._core.memory import group_by_key, widest_float
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ConfigurationError, GradientError, MeshError
 
@@ -69,9 +69,7 @@ def clip_grad_norm_(
     """
     items = _parameters(parameters)
     inputs = [(p if g is None else g, g) for p in items if (g := p.grad) is not None or p.requires_grad]
-    total = _total_norm(inputs, norm_type)
-    if error_if_nonfinite:
-        _check_finite(total, norm_type)
+    total = _total_norm(inputs, norm_type, error_if_nonfinite)
     gradients = [local_part(g) for _, g in inputs if g is not None]
     _scale(gradients, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
     return total
@@ -94,10 +92,7 @@ def get_total_norm(tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite:
         GradientError: the norm is not finite, and ``error_if_nonfinite`` is set. Every rank raises it.
     """
     items = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    total = _total_norm([(item, item) for item in items], norm_type)
-    if error_if_nonfinite:
-        _check_finite(total, norm_type)
-    return total
+    return _total_norm([(item, item) for item in items], norm_type, error_if_nonfinite)
 
 
 def _parameters(parameters: nn.Module | Tensors) -> list[torch.Tensor]:
@@ -135,7 +130,7 @@ _NormInput = tuple[torch.Tensor, torch.Tensor | None]
 """A tensor whose mesh and placements are the same on every rank, and the tensor with that layout to count, if any."""
 
 
-def _total_norm(inputs: Sequence[_NormInput], norm_type: float) -> torch.Tensor:
+def _total_norm(inputs: Sequence[_NormInput], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
     """Return the norm of the tensors in ``inputs``."""
     order = float(norm_type)
     if not order > 0:
@@ -150,7 +145,15 @@ def _total_norm(inputs: Sequence[_NormInput], norm_type: float) -> torch.Tensor:
         numbers = total[reduction.axis_sets].to(reduction.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX if order == inf else dist.ReduceOp.SUM, reduction.group)
         total[reduction.axis_sets] = numbers.to(here)
-    return _from_powers(total, order).to(torch.float64 if wide else torch.float32)
+    norm = _from_powers(total, order).to(torch.float64 if wide else torch.float32)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise GradientError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped. "
+            "composable_fsdp.find_nonfinite(model), called on all ranks, names the parameters at fault. Skip this "
+            "step (zero_grad, no optimizer step), lower the learning rate or the loss scale, or pass "
+            "error_if_nonfinite=False to scale by it anyway."
+        )
+    return norm
 
 
 def _by_shard_axes(inputs: Sequence[_NormInput]) -> dict[_ShardAxes, list[torch.Tensor]]:
@@ -215,8 +218,8 @@ def _sum_of_powers(tensors: Sequence[torch.Tensor], order: float, device: torch.
     """
     dtype = widest_float(device)
     norms = []
-    for group in _by_device_and_dtype(tensors).values():
-        narrow = torch.float32 if group[0].dtype in _NARROW else None
+    for (_, its_dtype), group in _by_device_and_dtype(tensors):
+        narrow = torch.float32 if its_dtype in _NARROW else None
         norms.append(torch.stack(torch._foreach_norm(group, order, narrow)).to(device, dtype))
     if not norms:
         return torch.zeros(2 if order == inf else 1, dtype=dtype, device=device)
@@ -236,29 +239,13 @@ def _from_powers(sums: torch.Tensor, order: float) -> torch.Tensor:
 
 def _by_device_and_dtype(
     tensors: Iterable[torch.Tensor],
-) -> Mapping[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Return the tensors that are not empty, because torch raises an error for the maximum of an empty tensor."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups
-
-
-# -- clipping
-
-
-def _check_finite(total: torch.Tensor, norm_type: float) -> None:
-    if not torch.isfinite(total):
-        raise GradientError(
-            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
-            "composable_fsdp.find_nonfinite(model), called on all ranks, names the parameters at fault. Skip this "
-            "step (zero_grad, no optimizer step), lower the learning rate or the loss scale, or pass "
-            "error_if_nonfinite=False to scale by it anyway."
-        )
+) -> list[tuple[tuple[torch.device, torch.dtype], list[torch.Tensor]]]:
+    """Group the tensors that are not empty: torch raises an error for the maximum of an empty one."""
+    full = [tensor for tensor in tensors if tensor.numel()]
+    return group_by_key([(tensor.device, tensor.dtype) for tensor in full], full)
 
 
 def _scale(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply in place, even by 1: reading the factor would wait for the device."""
-    for (device, _), group in _by_device_and_dtype(tensors).items():
+    for (device, _), group in _by_device_and_dtype(tensors):
         torch._foreach_mul_(group, factor.to(device))

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from composable_fsdp.wrap._plan import Group, Scope
-from composable_fsdp.wrap.wrap_policy import Policy, as_policy, by_class
+from composable_fsdp.wrap._plan import Group, Policy, Scope
+from composable_fsdp.wrap.wrap_policy import as_policy, by_class
 
 __all__ = ["as_wrap_policy"]
 

@@ -19,11 +19,8 @@ from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap._plan import READ_WITHOUT_CALLS, Group, Policy, Scope
 
 __all__ = [
-    "Group",
-    "Policy",
     "PolicyLike",
     "Predicate",
-    "Scope",
     "as_policy",
     "balanced",
     "by_class",

@@ -25,15 +25,15 @@ MOST_LINES = {
     "diagnostics": 1441,
     "init": 832,
     "interop": 108,
-    "optim": 527,
+    "optim": 507,
     "plan": 1055,
     "plugins": 8564,
     "testing": 802,
-    "wrap": 601,
+    "wrap": 598,
 }
 """The lines of each folder."""
 
-MOST_CODE = 20317
+MOST_CODE = 20304
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10453
