@@ -12,21 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from composable_fsdp._consistency.rank_report import format_ranks
-from composable_fsdp.cli.printing import Json, console, print_error, print_json, table_of
+from composable_fsdp.cli.printing import Json, console, first_line, print_error, print_json, table_of
 from composable_fsdp.diagnostics.fault_file import Dump, Files, Sequences, read, sequences
 from composable_fsdp.diagnostics.timeline import draw_step, merged, write_chrome_trace
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 
 __all__ = ["app", "timeline"]
 
-app = typer.Typer(help=__doc__, no_args_is_help=True)
+app = typer.Typer(help=__doc__, no_args_is_help=True, callback=lambda: None)  # without one, it would be merge itself
 _AROUND = 5
 """The number of collectives that are shown before the first difference, and from it on."""
-
-
-@app.callback()
-def _commands() -> None:
-    """Show the last events of every rank."""
 
 
 @app.command()
@@ -107,7 +102,7 @@ def _show(out: Console, files: Files, found: Sequence[Sequences], *, stacks: boo
         out.print(_sequences(each))
     faults = [(fault["time"], rank, fault) for rank, dump in files.dumps.items() for fault in dump["faults"]]
     for moment, rank, fault in sorted(faults, key=lambda each: each[:2]):  # clocks of hosts may differ
-        text = _first_line(fault["text"])
+        text = first_line(fault["text"])
         where = "" if text.startswith(fault["where"]) else f" in {fault['where']}"
         out.print(f"{_clock(moment)} rank {rank}{where}: {fault['error'] and fault['error'] + ': '}{text}")
     for rank, dump in sorted(files.dumps.items()) if stacks else ():
@@ -121,7 +116,7 @@ def _ranks(dumps: Mapping[int, Dump]) -> Table:
     table = table_of(("rank", "process", "written", "because of", "where"), title=title)
     for rank, dump in sorted(dumps.items()):
         process, where = f"{dump['process']} on {dump['host']}", dump["state"].removeprefix(f"rank {rank} ")
-        table.add_row(str(rank), process, _clock(dump["written"]), _first_line(dump["reason"]), where)
+        table.add_row(str(rank), process, _clock(dump["written"]), first_line(dump["reason"]), where)
     return table
 
 
@@ -144,7 +139,3 @@ def _sequences(found: Sequences) -> Table | str:
 
 def _clock(moment: float) -> str:
     return f"{time.strftime('%H:%M:%S', time.localtime(moment))}.{int(moment * 1000) % 1000:03d}"
-
-
-def _first_line(text: str) -> str:
-    return text.split("\n", 1)[0]

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
-from composable_fsdp.cli.printing import Json, console, count, print_json
+from composable_fsdp.cli.printing import Json, console, count, first_line, print_json
 from composable_fsdp.diagnostics.fault_file import versions
 from composable_fsdp.plugins.shared_memory.connect import host_identity
 
@@ -81,7 +81,7 @@ def _meet(rank: int, ranks: int, seconds: float) -> tuple[int, list[Finding]]:
     try:
         base = dist.TCPStore(address, port, ranks, hosts_store, limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
-        text = f"rank {rank} does not reach the store at {address}:{port}: {_first_line(error)}"
+        text = f"rank {rank} does not reach the store at {address}:{port}: {first_line(str(error))}"
         remedy = "start rank 0, open its port in the firewall, and give MASTER_ADDR as other hosts know it"
         return rank, [Finding("error", "network", text, remedy, (rank,))]
     store = dist.PrefixStore(f"composable_fsdp doctor {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
@@ -121,7 +121,7 @@ def _all_reduce(store: dist.Store, rank: int, ranks: int, seconds: float) -> tup
         group.allreduce([ones]).wait()
         taken = time.perf_counter() - begin
     except RuntimeError as error:
-        return _first_line(error), 0.0
+        return first_line(str(error)) or type(error).__name__, 0.0
     if not ones.eq(ranks).all():
         return f"the sum of ones over {ranks} ranks is {ones.min():g} to {ones.max():g}", taken
     return "", taken
@@ -188,10 +188,6 @@ def _grouped(by_rank: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else default
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0] or type(error).__name__
 
 
 def _show(found: Sequence[Finding]) -> None:

@@ -23,19 +23,13 @@ __all__ = ["plan_model"]
 
 _POLICIES: dict[str, Callable[[], Any]] = {"blocks": transformer_blocks, "modules": every_module, "none": lambda: None}
 _RESHARD = {"auto": None, "true": True, "false": False}
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-}
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 _Dtype: TypeAlias = Literal["bf16", "fp16", "fp32"]
 _Changed: TypeAlias = Annotated[float | None, typer.Option(help="in place of the device's", show_default=False)]
 
 
 def plan_model(
-    model: Annotated[
-        str,
-        typer.Argument(help="FILE.py:FUNCTION that returns the model", show_default=False),
-    ],
+    model: Annotated[str, typer.Argument(help="FILE.py:FUNCTION that returns the model", show_default=False)],
     batch: Annotated[
         str, typer.Option(help="the shape of one rank's batch such as 4x4096 or 8x512:bfloat16; int64 by default")
     ] = "1x4096",

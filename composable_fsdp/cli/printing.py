@@ -14,7 +14,7 @@ from rich.table import Table
 
 from composable_fsdp.diagnostics.describe import count
 
-__all__ = ["DTYPES", "Json", "console", "count", "print_error", "print_json", "table_of"]
+__all__ = ["DTYPES", "Json", "console", "count", "first_line", "print_error", "print_json", "table_of"]
 
 _WIDTH = 200
 """The width in columns of tables that are not printed to a terminal."""
@@ -37,6 +37,10 @@ def table_of(texts: Sequence[str], numbers: Sequence[str] = (), title: str | Non
     for column in numbers:
         table.add_column(column, justify="right")
     return table
+
+
+def first_line(text: str) -> str:
+    return text.split("\n", 1)[0]
 
 
 def print_json(value: Any) -> None:

@@ -20,7 +20,7 @@ MOST_LINES = {
     "_consistency": 2104,
     "_core": 10368,
     "checkpoint": 5153,
-    "cli": 963,
+    "cli": 948,
     "codecs": 929,
     "diagnostics": 1441,
     "init": 832,
@@ -33,7 +33,7 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 20304
+MOST_CODE = 20294
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10453
