@@ -11,16 +11,7 @@
 
 from composable_fsdp.testing._assert_trace import assert_trace
 from composable_fsdp.testing.fake import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
-from composable_fsdp.testing.faults import (
-    Delay,
-    Drop,
-    Effect,
-    Fault,
-    FaultyCommunicator,
-    Kill,
-    Raise,
-    inject_faults,
-)
+from composable_fsdp.testing.faults import Delay, Drop, Effect, Fault, FaultyCommunicator, Kill, Raise, inject_faults
 from composable_fsdp.testing.ranks import RanksError, run_ranks
 
 __all__ = [

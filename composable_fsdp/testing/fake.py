@@ -7,7 +7,7 @@ the same collective. What would hang or corrupt data on real ranks is an error h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -139,7 +139,9 @@ class FakeWorld:
             in_order = [collective.transfers[r] for r in range(self.size)]
             collective.transfers.clear()
             for of_ranks in zip(*in_order, strict=True):
-                _MOVES[signature.kind](of_ranks, signature.op)
+                results = _results(signature.kind, signature.op, [each.input.data for each in of_ranks])
+                for each, result in zip(of_ranks, results, strict=True):
+                    each.output.data.copy_(result)
         return FakeWork(self, collective, rank)
 
     def _first_launch(self, number: int, signature: _Signature) -> _Collective:
@@ -206,43 +208,18 @@ def _problem(transfer: Transfer, input_size: int, output_size: int) -> str:
     return ""
 
 
-def _gather(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
-    # Copy all inputs before writing, since inputs may be views of outputs.
-    full = torch.cat([transfer.input.data for transfer in ranks])
-    for transfer in ranks:
-        transfer.output.data.copy_(full)
-
-
-def _reduce(ranks: Sequence[Transfer], op: ReduceOp | None) -> torch.Tensor:
-    dtype = ranks[0].input.dtype
+def _results(kind: Collective, op: ReduceOp | None, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the output of each rank, in memory of its own: inputs may be views of outputs."""
+    size = len(inputs)
+    if kind is Collective.ALL_GATHER:
+        return [torch.cat(inputs)] * size
+    if kind is Collective.ALL_TO_ALL:
+        return [torch.cat(received) for received in zip(*(sent.chunk(size) for sent in inputs), strict=True)]
+    dtype = inputs[0].dtype
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize else dtype
-    total = ranks[0].input.data.to(wide, copy=True)
-    for transfer in ranks[1:]:
-        total += transfer.input.data.to(wide)
-    return total / len(ranks) if op is ReduceOp.AVERAGE else total
-
-
-def _reduce_scatter(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
-    for transfer, shard in zip(ranks, _reduce(ranks, op).chunk(len(ranks)), strict=True):
-        transfer.output.data.copy_(shard)
-
-
-def _all_to_all(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
-    sent = [transfer.input.data.clone().chunk(len(ranks)) for transfer in ranks]
-    for rank, transfer in enumerate(ranks):
-        if transfer.output.numel():
-            transfer.output.data.copy_(torch.cat([chunks[rank] for chunks in sent]))
-
-
-def _all_reduce(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
-    total = _reduce(ranks, op)
-    for transfer in ranks:
-        transfer.output.data.copy_(total)
-
-
-_MOVES: dict[Collective, Callable[[Sequence[Transfer], ReduceOp | None], None]] = {
-    Collective.ALL_GATHER: _gather,
-    Collective.REDUCE_SCATTER: _reduce_scatter,
-    Collective.ALL_TO_ALL: _all_to_all,
-    Collective.ALL_REDUCE: _all_reduce,
-}
+    total = inputs[0].to(wide, copy=True)
+    for each in inputs[1:]:
+        total += each.to(wide)
+    if op is ReduceOp.AVERAGE:
+        total = total / size
+    return [total] * size if kind is Collective.ALL_REDUCE else total.chunk(size)
