@@ -96,7 +96,7 @@ def plan(
     given = {key: value for key, value in options.items() if not offloads or key != "offload_policy"}
     with simulated_job(shape, has_streams=accelerator.has_streams) as (device_mesh, streams):
         ledger = MemoryLedger(accelerator, streams)
-        with FakeTensorMode(allow_non_fake_inputs=True), ledger.counting(), _without_collection(), _explained():
+        with _on_fake_tensors(), ledger.counting():
             model = _sharded(build, device_mesh, given)
             root_state = find_state(model)
             assert root_state is not None
@@ -208,10 +208,16 @@ _DIRECTIONS = {Hook.PRE_FORWARD: "forward", Hook.PRE_BACKWARD: "backward"}
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Raise a ``ConfigurationError`` for errors of the model: tensors without values do not do all that others do."""
+def _on_fake_tensors() -> Iterator[None]:
+    """Raise a ``ConfigurationError`` for errors of the model: tensors without values do not do all that others do.
+
+    No garbage is collected inside: it would take a third of the time, for the many small objects.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        yield
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
     except FSDPError:
         raise
     except Exception as error:
@@ -219,15 +225,6 @@ def _explained() -> Iterator[None]:
             f"the model cannot be built and run on tensors without values: {type(error).__name__}: {error} Its forward "
             "must not depend on values of tensors, nor name a device other than that of its input."
         ) from error
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect no garbage in this context: it would take a third of the time, for the many small objects."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
         if was_enabled:
             gc.enable()

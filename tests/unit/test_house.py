@@ -26,14 +26,14 @@ MOST_LINES = {
     "init": 832,
     "interop": 108,
     "optim": 507,
-    "plan": 1055,
+    "plan": 1052,
     "plugins": 8564,
     "testing": 761,
     "wrap": 598,
 }
 """The lines of each folder."""
 
-MOST_CODE = 20280
+MOST_CODE = 20277
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10453
