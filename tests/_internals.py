@@ -191,12 +191,12 @@ if TYPE_CHECKING:
         Dump,
         Files,
         decode,
-        enable_from_environment,
         file_name,
         read,
         recorded_events,
         sequences,
     )
+    from composable_fsdp.diagnostics.fault_file import Recorder as DiagnosticsRecorder
     from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace
     from composable_fsdp.init.materialize import reset_parameters
     from composable_fsdp.plan.known_accelerators import KnownAccelerator

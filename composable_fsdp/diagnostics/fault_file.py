@@ -28,7 +28,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -56,7 +56,6 @@ __all__ = [
     "disable",
     "dump",
     "enable",
-    "enable_from_environment",
     "file_name",
     "read",
     "recorded_events",
@@ -107,12 +106,12 @@ def decode(text: str) -> Dump:
 
 def recorded_events(dump: Dump) -> list[TraceEvent]:
     """Return the events of a file."""
-    events = [TraceEvent(**{**each, "operation": Operation(each["operation"])}) for each in dump["events"]]
-    return [e if e.position is None else replace(e, position=_position(e.position)) for e in events]
-
-
-def _position(values: Any) -> Position:
-    return Position(**{**values, "ranks": tuple(values["ranks"])})
+    found = []
+    for each in dump["events"]:
+        at = each["position"]
+        position = at and Position(at["group"], tuple(at["ranks"]), at["connection"], at["number"])
+        found.append(TraceEvent(**{**each, "operation": Operation(each["operation"]), "position": position}))
+    return found
 
 
 # -- recording
@@ -267,16 +266,11 @@ class Recorder(Observer):
     """Begins the recordings that environment variables ask for."""
 
     def before_sharding(self, modules: Sequence[nn.Module]) -> None:
-        enable_from_environment()
-
-
-def enable_from_environment() -> None:
-    """Begin the recordings that environment variables ask for."""
-    folder = os.environ.get(_FOLDER_VARIABLE)
-    if folder and (_recording is None or not _recording.is_own):
-        enable(folder)
-    if os.environ.get(_TIMELINE_VARIABLE):
-        _record_timeline(os.environ[_TIMELINE_VARIABLE])
+        folder = os.environ.get(_FOLDER_VARIABLE)
+        if folder and (_recording is None or not _recording.is_own):
+            enable(folder)
+        if os.environ.get(_TIMELINE_VARIABLE):
+            _record_timeline(os.environ[_TIMELINE_VARIABLE])
 
 
 @cache

@@ -22,9 +22,9 @@ from composable_fsdp.trace import Operation, Position, TraceEvent
 from tests._internals import (
     ABSENT,
     FORGOTTEN,
+    DiagnosticsRecorder,
     Dump,
     decode,
-    enable_from_environment,
     file_name,
     read,
     recorded_events,
@@ -241,10 +241,10 @@ def test_a_forked_process_is_no_rank(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_rank_may_be_forked_from_a_process_that_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPOSABLE_FSDP_DIAGNOSTICS", str(tmp_path))
-    enable_from_environment()
+    DiagnosticsRecorder().before_sharding([])
     child = os.fork()
     if not child:
-        enable_from_environment()  # as in its first fully_shard
+        DiagnosticsRecorder().before_sharding([])  # as in its first fully_shard
         os._exit(0 if diagnostics.dump() == tmp_path / file_name(0) else 1)
     assert os.waitpid(child, 0)[1] == 0
 

@@ -22,7 +22,7 @@ MOST_LINES = {
     "checkpoint": 5153,
     "cli": 948,
     "codecs": 929,
-    "diagnostics": 1441,
+    "diagnostics": 1435,
     "init": 832,
     "interop": 108,
     "optim": 507,
