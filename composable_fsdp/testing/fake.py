@@ -6,7 +6,6 @@ the same collective. What would hang or corrupt data on real ranks is an error h
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -96,13 +95,6 @@ class FakeWorld:
 
     Memory does not grow with the square of ``size``: in addition to the callers' tensors, one full tensor exists at a
     time.
-
-    Attributes:
-        launches: the number of collectives by kind (``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``,
-            ``"all_reduce"``). A collective counts once, when its first rank launches it; one without transfers does not
-            count.
-        bytes: their bytes by kind, on one rank: the output of an all-gather, the input of a reduce-scatter or an
-            all-to-all, the tensors of an all-reduce.
     """
 
     def __init__(self, size: int, **traits: Any) -> None:
@@ -111,8 +103,6 @@ class FakeWorld:
             raise ConfigurationError(f"A world has at least one rank, not {size}.")
         self.size = size
         self.traits = Traits(**_TRAITS | traits)
-        self.launches: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
         self._launched = [0] * size
         self._open: dict[int, _Collective] = {}
 
@@ -124,7 +114,7 @@ class FakeWorld:
 
     def _launch(self, rank: int, signature: _Signature, transfers: tuple[Transfer, ...]) -> FakeWork:
         number = self._launched[rank]
-        collective = self._open.get(number) or self._first_launch(number, signature)
+        collective = self._open.setdefault(number, _Collective(number, signature))
         if signature != collective.signature:
             raise MismatchError(
                 f"ranks disagree on their collective {number} (the first is 0):\n"
@@ -143,14 +133,6 @@ class FakeWorld:
                 for each, result in zip(of_ranks, results, strict=True):
                     each.output.data.copy_(result)
         return FakeWork(self, collective, rank)
-
-    def _first_launch(self, number: int, signature: _Signature) -> _Collective:
-        if signature.sizes:
-            self.launches[signature.kind.value] += 1
-            sent = sum(max(each.input, each.output) * each.dtype.itemsize for each in signature.sizes)
-            self.bytes[signature.kind.value] += sent
-        collective = self._open[number] = _Collective(number, signature)
-        return collective
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from composable_fsdp.testing import FakeCommunicator
 from tests._internals import Collective, GlooCommunicator, SharedMemoryCommunicator, Transfer
 
 __all__ = ["COMMUNICATORS", "counted_collectives"]
 
-COMMUNICATORS = (GlooCommunicator, SharedMemoryCommunicator)
+COMMUNICATORS = (GlooCommunicator, SharedMemoryCommunicator, FakeCommunicator)
 """The communicator classes that an axis of several ranks may use."""
 
 

@@ -28,12 +28,12 @@ MOST_LINES = {
     "optim": 507,
     "plan": 1052,
     "plugins": 8564,
-    "testing": 761,
+    "testing": 743,
     "wrap": 598,
 }
 """The lines of each folder."""
 
-MOST_CODE = 20277
+MOST_CODE = 20268
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10453

@@ -203,7 +203,7 @@ def test_worlds_and_ranks_that_do_not_exist_are_refused() -> None:
             FakeWorld(2).communicator(rank)
 
 
-# Settings and counts
+# Settings
 
 
 def test_the_settings_reach_every_communicator() -> None:
@@ -216,25 +216,6 @@ def test_the_settings_reach_every_communicator() -> None:
         77,
     )
     assert FakeWorld(2).communicator(0).traits.averages
-
-
-def test_a_collective_counts_once_with_its_full_size() -> None:
-    world = FakeWorld(4)
-    for comm in ranks_of(world):
-        gather(comm, 8, 1, dtype=torch.bfloat16)
-        scatter(comm, 2)
-        scatter(comm, 3)
-        comm.launch(Collective.ALL_REDUCE, in_place([torch.ones(5)]))
-        comm.launch(Collective.ALL_GATHER, [])
-    assert world.launches == {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 1}
-    assert world.bytes == {"all_gather": (8 + 1) * 4 * 2, "reduce_scatter": (2 + 3) * 4 * 4, "all_reduce": 5 * 4}
-
-
-def test_launches_are_counted_when_the_first_rank_launches() -> None:
-    world = FakeWorld(2)
-    gather(world.communicator(0), 4)
-    assert world.launches["all_gather"] == 1
-    assert world.bytes["all_gather"] == 32
 
 
 # Arithmetic
