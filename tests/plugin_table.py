@@ -24,24 +24,70 @@ __all__ = ["LISTED", "OWN", "PROJECT", "listed", "main", "without"]
 PROJECT = Path(__file__).parents[1]
 LISTED = Path("composable_fsdp/plugins/__init__.py")
 
+
+def _in(file: str, *names: str) -> tuple[str, ...]:
+    """Return the beginnings ``names`` of tests of ``file`` as pytest names them."""
+    return tuple(f"{file}::{name}" for name in names)
+
+
 _OF_GLOBAL_HOOKS = "tests/unit/test_global_effects.py::test_global_hooks_live_as_long_as_sharded_models"
 _OF_SHARED_MEMORY = (
-    *("tests/unit/test_shared_memory.py", "tests/ranks/test_shared_memory_transport.py"),
+    "tests/ranks/test_shared_memory_transport.py",
     *("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
 )
 
 _OF_CODECS = ("tests/ranks/test_gradient_codecs.py", "tests/ranks/test_codec_combinations.py")
 
 _WITH_CODECS = (
-    *("tests/gpu", "tests/ranks/test_callers_context.py", "tests/ranks/test_checkpoint_store.py"),
-    *("tests/ranks/test_extensions.py", "tests/ranks/test_mixed_precision.py", "tests/ranks/test_schedule_costs.py"),
+    *(
+        "tests/gpu",
+        "tests/ranks/test_callers_context.py::test_settings_of_the",
+        *_in("tests/ranks/test_checkpoint_store.py", "test_a_save_on", "test_training_resumes_bitwise"),
+    ),
+    *(
+        "tests/ranks/test_extensions.py",
+        *_in(
+            "tests/ranks/test_mixed_precision.py",
+            "test_a_subclass_of",
+            "test_parameters_with_policies",
+            "test_ranks_with_other",
+        ),
+        "tests/ranks/test_schedule_costs.py",
+    ),
     *("tests/ranks/test_shared_unsharded_buffer.py", "tests/ranks/test_tensor_parallel.py"),
-    *("tests/ranks/test_dropped_models.py", "tests/ranks/test_streams.py", "tests/ranks/test_races.py"),
-    *("tests/ranks/test_checkpoint_earlier_versions.py", "tests/ranks/test_recovery.py", "tests/goldens"),
-    *("tests/ranks/test_dp_mesh_dims.py", "tests/ranks/test_quantized_example.py", "tests/ranks/test_nonfinite.py"),
-    *("tests/parity/test_fuzz.py", "tests/parity/test_races.py", "tests/parity/test_nccl.py"),
-    *("tests/parity/test_comparison.py", "tests/unit/test_dropped_models.py", "tests/unit/test_nccl.py"),
-    *("tests/unit/test_codec_fused.py", "tests/unit/test_captured_passes.py", "tests/unit/test_upstream.py"),
+    *(
+        "tests/ranks/test_dropped_models.py",
+        "tests/ranks/test_streams.py",
+        "tests/ranks/test_races.py::test_gradient_buckets_on",
+    ),
+    *(
+        "tests/ranks/test_checkpoint_earlier_versions.py::test_checkpoints_of_earlier_versions_are_read",
+        "tests/ranks/test_recovery.py",
+        "tests/goldens",
+    ),
+    *(
+        "tests/ranks/test_dp_mesh_dims.py",
+        "tests/ranks/test_quantized_example.py::test_the_example_trains",
+        "tests/ranks/test_nonfinite.py::test_parameters_and_ranks",
+    ),
+    *(
+        *_in("tests/parity/test_fuzz.py", "test_programs_that_failed", "test_programs_train_like"),
+        *_in(
+            "tests/parity/test_races.py",
+            "test_backwards_that_leave",
+            "test_drawn_programs_have",
+            "test_training_has_no",
+        ),
+        "tests/parity/test_nccl.py::test_drawn_programs_break",
+    ),
+    *(
+        "tests/parity/test_comparison.py::test_this_library_behaves",
+        "tests/unit/test_dropped_models.py::test_a_dropped_model",
+    ),
+    *(
+        "tests/unit/test_codec_fused.py::test_codecs_are_compiled",
+        *_in("tests/unit/test_captured_passes.py", "test_the_first_forward", "test_what_cannot_be"),
+    ),
     *(
         "tests/unit/test_docs.py::test_documented_extensions_train_on_two_ranks",
         "tests/unit/test_docs.py::test_docs_examples_pass[docs/extensions.md]",
@@ -50,21 +96,57 @@ _WITH_CODECS = (
 """Tests with a ``comm_policy``, which is refused without the plugin."""
 
 _OF_ERRORS_INSTEAD_OF_HANGS = (
-    *("tests/ranks/test_faults.py", "tests/ranks/test_device_faults.py", "tests/ranks/test_diagnostics.py"),
+    *(
+        "tests/ranks/test_faults.py",
+        "tests/ranks/test_device_faults.py",
+        "tests/ranks/test_diagnostics.py::test_all_ranks_write",
+    ),
     *("tests/ranks/test_soak.py", "tests/ranks/test_root_cause.py", "tests/ranks/test_recovery.py"),
     *("tests/ranks/test_schedule_reset.py", "tests/ranks/test_evaluation.py", "tests/ranks/test_end_of_program.py"),
     *("tests/ranks/test_cli.py::test_an_interrupted", "tests/ranks/test_launch.py::test_two_hosts"),
-    *("tests/ranks/test_fused_groups.py::test_ranks_may_use", "tests/ranks/test_checkpoint_store.py"),
-    *("tests/parity/test_comparison.py", "tests/parity/test_error_types.py", "tests/ranks/test_elastic_example.py"),
+    *(
+        "tests/ranks/test_fused_groups.py::test_ranks_may_use",
+        *_in("tests/ranks/test_checkpoint_store.py", "test_a_save_on", "test_training_resumes_bitwise"),
+    ),
+    *(
+        "tests/parity/test_comparison.py::test_this_library_behaves",
+        "tests/parity/test_error_types.py::test_errors_are_of",
+        "tests/ranks/test_elastic_example.py",
+    ),
 )
 """Tests of ranks that fail, or do other things than others, which the other ranks notice."""
 
 _OF_TRACED_COLLECTIVES = (
-    *("tests/ranks/test_fused_groups.py", "tests/ranks/test_gradient_buckets.py", "tests/ranks/test_memory.py"),
-    *("tests/ranks/test_cached_gathers.py", "tests/ranks/test_timeline.py", "tests/ranks/test_prefetch_in_backward.py"),
-    *("tests/ranks/test_nonfinite.py", "tests/ranks/test_streams.py", "tests/ranks/test_mixed_precision.py"),
-    *("tests/ranks/test_unused_modules.py", "tests/ranks/test_quantized_example.py", "tests/goldens"),
-    *("tests/ranks/test_diagnostics.py", "tests/parity/test_comparison.py", "tests/parity/test_profiler_labels.py"),
+    *(
+        "tests/ranks/test_fused_groups.py",
+        "tests/ranks/test_gradient_buckets.py",
+        *_in("tests/ranks/test_memory.py", "test_reading_a_kept", "test_the_ledger_of"),
+    ),
+    *(
+        "tests/ranks/test_cached_gathers.py::test_backward_gathers_from",
+        "tests/ranks/test_timeline.py",
+        "tests/ranks/test_prefetch_in_backward.py::test_ranks_with_different",
+    ),
+    *(
+        "tests/ranks/test_nonfinite.py::test_parameters_and_ranks",
+        "tests/ranks/test_streams.py",
+        *_in(
+            "tests/ranks/test_mixed_precision.py",
+            "test_a_subclass_of",
+            "test_parameters_with_policies",
+            "test_ranks_with_other",
+        ),
+    ),
+    *(
+        "tests/ranks/test_unused_modules.py",
+        "tests/ranks/test_quantized_example.py::test_the_example_trains",
+        "tests/goldens",
+    ),
+    *(
+        "tests/ranks/test_diagnostics.py::test_all_ranks_write",
+        "tests/parity/test_comparison.py::test_this_library_behaves",
+        "tests/parity/test_profiler_labels.py",
+    ),
     "tests/unit/test_timeline.py::test_an_environment_variable",
     *("tests/ranks/test_gradient_hooks.py::test_wide", "tests/ranks/test_unused_parameters.py::test_flags"),
 )
@@ -72,7 +154,10 @@ _OF_TRACED_COLLECTIVES = (
 
 _OF_TORCHS_CLIENTS = (
     *("tests/unit/test_interop_state.py", "tests/parity/test_pipelining.py", "tests/parity/test_mem_tracker.py"),
-    *("tests/ranks/test_pending_gradients.py::test_gradients_are_pending", "tests/parity/test_comparison.py"),
+    *(
+        "tests/ranks/test_pending_gradients.py::test_gradients_are_pending",
+        "tests/parity/test_comparison.py::test_this_library_behaves",
+    ),
     *("tests/unit/test_plan.py::test_the_peak_is_what_torchs", "tests/unit/test_plan.py::test_torchs_tracker"),
 )
 
@@ -91,15 +176,47 @@ OWN: Mapping[str, Sequence[str]] = {
     "over_gloo": (
         *("tests/ranks/test_gloo_reductions.py", "tests/ranks/test_gradient_buckets.py"),
         *("tests/ranks/test_unused_parameters.py::test_flags", "tests/ranks/test_gradient_hooks.py::test_wide"),
-        *("tests/ranks/test_mixed_precision.py", "tests/goldens"),
+        *(
+            *_in(
+                "tests/ranks/test_mixed_precision.py",
+                "test_a_subclass_of",
+                "test_parameters_with_policies",
+                "test_ranks_with_other",
+            ),
+            "tests/goldens",
+        ),
     ),
     "Extensions": (
-        *("tests/ranks/test_extensions.py", "tests/ranks/test_extension_results.py", "tests/parity/test_torchao.py"),
-        *("tests/ranks/test_checkpoint_classes.py", "tests/unit/test_interop_state.py", *_OF_VIEWS),
+        *(
+            "tests/ranks/test_extensions.py",
+            "tests/ranks/test_extension_results.py",
+            *_in(
+                "tests/parity/test_torchao.py",
+                "test_checkpoints_of_nf4",
+                "test_float8_with_torchaos",
+                "test_torchao_parameters_are",
+                "test_torchao_safetensors_have",
+                "test_torchao_trains_bitwise",
+                "test_torchao_trains_on",
+                "test_torchao_trains_with",
+                "test_torchaos_8_bit",
+            ),
+        ),
+        *(
+            *_in(
+                "tests/ranks/test_checkpoint_classes.py",
+                "test_an_inner_tensor",
+                "test_inner_tensors_are",
+                "test_inner_tensors_that",
+                "test_unsupported_operations_of",
+            ),
+            "tests/unit/test_interop_state.py",
+            *_OF_VIEWS,
+        ),
     ),
     "EncodedParameters": (
         *("tests/ranks/test_parameter_codecs.py", "tests/ranks/test_codec_combinations.py"),
-        *("tests/unit/test_codec_fused.py", *_WITH_CODECS),
+        *("tests/unit/test_codec_fused.py::test_codecs_are_compiled", *_WITH_CODECS),
     ),
     "watched": (
         *("tests/ranks/test_watchdog.py", "tests/ranks/test_wait_warning.py", *_OF_ERRORS_INSTEAD_OF_HANGS),
@@ -108,41 +225,81 @@ OWN: Mapping[str, Sequence[str]] = {
     "order_checked": ("tests/ranks/test_forward_order.py", *_OF_ERRORS_INSTEAD_OF_HANGS),
     "Visible": _OF_TRACED_COLLECTIVES,
     "TorchViews": _OF_TORCHS_CLIENTS,
-    "OrderCheckLevel": ("tests/unit/test_root_settings.py", "tests/ranks/test_device_faults.py"),
+    "OrderCheckLevel": (
+        "tests/unit/test_root_settings.py::test_the_first_forward",
+        "tests/ranks/test_device_faults.py",
+    ),
     "DynamoDisabled": ("tests/ranks/test_compiled.py",),
     "ManagedModules": ("tests/ranks/test_compiled.py",),
-    "FullParameters": ("tests/unit/test_usage_errors.py",),
-    "LateTies": ("tests/unit/test_dropped_models.py", "tests/ranks/test_shared_parameters.py"),
+    "FullParameters": (
+        *_in(
+            "tests/unit/test_usage_errors.py",
+            "test_operations_that_run_modules_inside",
+            "test_the_first_forward_of_a_root_is_refused",
+        ),
+    ),
+    "LateTies": ("tests/unit/test_dropped_models.py::test_a_dropped_model", "tests/ranks/test_shared_parameters.py"),
     "Recovery": ("tests/ranks/test_recovery.py", "tests/ranks/test_schedule_reset.py", "tests/ranks/test_soak.py"),
-    "PlainParameters": ("tests/ranks/test_module_kinds.py",),
+    "PlainParameters": ("tests/ranks/test_module_kinds.py::test_parameters_added_after",),
     "ReportedPasses": _OF_ERRORS_INSTEAD_OF_HANGS,
-    "TracedPasses": (*_OF_TRACED_COLLECTIVES, "tests/ranks/test_diagnostics.py"),
+    "TracedPasses": (*_OF_TRACED_COLLECTIVES, "tests/ranks/test_diagnostics.py::test_all_ranks_write"),
     "ForwardOrder": ("tests/ranks/test_forward_order.py",),
     "VersionCheck": (
-        *("tests/unit/test_usage_errors.py", "tests/ranks/test_deepcopy.py", _OF_GLOBAL_HOOKS),
+        *(
+            *_in(
+                "tests/unit/test_usage_errors.py", "test_an_in_place_change_between", "test_an_optimizer_step_between"
+            ),
+            "tests/ranks/test_deepcopy.py::test_a_copy_keeps",
+            _OF_GLOBAL_HOOKS,
+        ),
         "tests/ranks/test_memory.py::test_reading_a_kept_reference",
     ),
     "OptimizerChecks": (
-        *("tests/unit/test_usage_errors.py", "tests/unit/test_local_optimizer.py", _OF_GLOBAL_HOOKS),
+        *(
+            *_in(
+                "tests/unit/test_usage_errors.py",
+                "test_a_step_after_backwards",
+                "test_an_optimizer_made_before",
+                "test_one_warning_tells_of_an_optimizer",
+                "test_parameters_that_an_optimizer_gets",
+                "test_an_optimizer_step_between",
+            ),
+            "tests/unit/test_local_optimizer.py::test_an_optimizer_made",
+            _OF_GLOBAL_HOOKS,
+        ),
         *("tests/ranks/test_threads.py", "tests/ranks/test_gradient_hooks.py::test_an_optimizer_built_before"),
         "tests/unit/test_global_effects.py::test_a_sharded_module_on_one_rank",
     ),
     "ModelCheck": (
         *("tests/ranks/test_model_comparison.py", "tests/ranks/test_starting_values.py"),
-        *("tests/ranks/test_initialize.py::test_initialisation_names", "tests/ranks/test_mixed_precision.py"),
-        *("tests/unit/test_root_settings.py", "tests/ranks/test_unused_modules.py"),
+        *(
+            "tests/ranks/test_initialize.py::test_initialisation_names",
+            *_in(
+                "tests/ranks/test_mixed_precision.py",
+                "test_a_subclass_of",
+                "test_parameters_with_policies",
+                "test_ranks_with_other",
+            ),
+        ),
+        *("tests/unit/test_root_settings.py::test_the_first_forward", "tests/ranks/test_unused_modules.py"),
     ),
-    "CapturedPasses": ("tests/unit/test_captured_passes.py",),
-    "CompiledCodecs": ("tests/unit/test_codec_fused.py",),
+    "CapturedPasses": (*_in("tests/unit/test_captured_passes.py", "test_the_first_forward", "test_what_cannot_be"),),
+    "CompiledCodecs": ("tests/unit/test_codec_fused.py::test_codecs_are_compiled",),
     "SpmdTypes": ("tests/ranks/test_spmd_types.py",),
     "read_types": ("tests/ranks/test_spmd_types.py",),
     "without_type_checks": ("tests/ranks/test_spmd_types.py",),
     "explained_methods": (
-        *("tests/unit/test_usage_errors.py", "tests/ranks/test_direct_calls.py"),
+        *(
+            *_in("tests/unit/test_usage_errors.py", "test_a_method_that_bypasses", "test_wrapped_methods_keep"),
+            "tests/ranks/test_direct_calls.py",
+        ),
         "tests/ranks/test_memory.py::test_reading_a_kept_reference",
     ),
     "ExplainedErrors": (
-        *("tests/unit/test_usage_errors.py", "tests/ranks/test_functional_call.py"),
+        *(
+            *_in("tests/unit/test_usage_errors.py", "test_an_error_in_the_forward", "test_an_uncaught_error"),
+            "tests/ranks/test_functional_call.py",
+        ),
         *(
             "tests/unit/test_global_effects.py",
             "tests/ranks/test_module_inputs_outputs.py::test_an_output_in_an_object",
@@ -154,10 +311,13 @@ OWN: Mapping[str, Sequence[str]] = {
     "GradientHooks": ("tests/ranks/test_gradient_extensions.py", "tests/ranks/test_extensions.py"),
     "Residuals": (*_OF_CODECS, *_WITH_CODECS),
     "SkippedModules": ("tests/ranks/test_unused_modules.py",),
-    "FunctionalCalls": ("tests/ranks/test_functional_call.py",),
+    "FunctionalCalls": (
+        "tests/ranks/test_functional_call.py",
+        "tests/unit/test_seams_together.py::test_functional_call_does_not",
+    ),
     "Tuning": (
-        *("tests/unit/test_schedule_learned.py", "tests/ranks/test_calibration.py"),
-        *("tests/ranks/test_schedule_costs.py", "tests/ranks/test_races.py"),
+        "tests/ranks/test_calibration.py::test_an_interruption_on_one",
+        *("tests/ranks/test_schedule_costs.py", "tests/ranks/test_races.py::test_gradient_buckets_on"),
         *("tests/unit/test_benchmark_sim.py", "tests/unit/test_tape.py::test_costs_choose"),
     ),
 }
