@@ -218,7 +218,7 @@ def _sum_of_powers(tensors: Sequence[torch.Tensor], order: float, device: torch.
     """
     dtype = widest_float(device)
     norms = []
-    for (_, its_dtype), group in _by_device_and_dtype(tensors):
+    for (_, its_dtype), group in _by_kind(tensors):
         narrow = torch.float32 if its_dtype in _NARROW else None
         norms.append(torch.stack(torch._foreach_norm(group, order, narrow)).to(device, dtype))
     if not norms:
@@ -237,15 +237,13 @@ def _from_powers(sums: torch.Tensor, order: float) -> torch.Tensor:
     return sums.sum().pow(1.0 / order)
 
 
-def _by_device_and_dtype(
-    tensors: Iterable[torch.Tensor],
-) -> list[tuple[tuple[torch.device, torch.dtype], list[torch.Tensor]]]:
-    """Group the tensors that are not empty: torch raises an error for the maximum of an empty one."""
+def _by_kind(tensors: Iterable[torch.Tensor]) -> list[tuple[tuple[torch.device, torch.dtype], list[torch.Tensor]]]:
+    """Group by device and dtype. Empty tensors are left out: torch raises an error for the maximum of one."""
     full = [tensor for tensor in tensors if tensor.numel()]
     return group_by_key([(tensor.device, tensor.dtype) for tensor in full], full)
 
 
 def _scale(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply in place, even by 1: reading the factor would wait for the device."""
-    for (device, _), group in _by_device_and_dtype(tensors):
+    for (device, _), group in _by_kind(tensors):
         torch._foreach_mul_(group, factor.to(device))

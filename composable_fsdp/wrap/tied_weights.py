@@ -33,20 +33,17 @@ def tie_groups(modules: Sequence[nn.Module]) -> None:
         raise ConfigurationError("tie_groups takes a list of two or more modules that share parameters.")
     for module in modules:
         if any(find_state(below) is not None for below in module.modules()):
+            name = type(module).__name__.removeprefix("FSDP")
             raise ConfigurationError(
-                f"tie_groups: this {_class_name(module)} has been sharded already. Call it before "
-                "fully_shard, or name the module that owns the parameters: fully_shard(..., shared_from=[owner])."
+                f"tie_groups: this {name} has been sharded already. Call it before fully_shard, or name the module "
+                "that owns the parameters: fully_shard(..., shared_from=[owner])."
             )
     held = [{id(p) for p in module.parameters()} for module in modules]
     for index, module in enumerate(modules):
         if not held[index] & set[int]().union(*held[:index], *held[index + 1 :]):
             raise ConfigurationError(
-                f"tie_groups: this {_class_name(module)} shares no parameter with the others. Tie them first, for "
+                f"tie_groups: this {type(module).__name__} shares no parameter with the others. Tie them first, for "
                 "example head.weight = embedding.weight."
             )
     for module in modules:
         vars(module)[TIED_ATTRIBUTE] = True
-
-
-def _class_name(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")

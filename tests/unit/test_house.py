@@ -25,15 +25,15 @@ MOST_LINES = {
     "diagnostics": 1435,
     "init": 832,
     "interop": 108,
-    "optim": 507,
+    "optim": 505,
     "plan": 1052,
     "plugins": 8564,
     "testing": 743,
-    "wrap": 598,
+    "wrap": 595,
 }
 """The lines of each folder."""
 
-MOST_CODE = 20268
+MOST_CODE = 20265
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10453
