@@ -1,7 +1,7 @@
-"""Runs short programs in new processes that have imported torch, but not this library.
+"""Runs programs in new processes that have imported torch, but not this library.
 
 The import of torch takes most of the time of a short program. So one server process imports it, and forks for every
-program. The server ends with the process that uses it.
+program, or for each of its ranks. The server ends with the process that uses it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["run_module", "run_program"]
+import torch.distributed as dist
+
+__all__ = ["run_module", "run_program", "run_script_on_ranks"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,16 +33,60 @@ def run_module(name: str, *arguments: str | Path) -> subprocess.CompletedProcess
 
 def run_program(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Python code as ``python -W ignore -c`` does, and return its exit code and output."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+        (code,) = _run(program, arguments, outputs, [{}], 600.0)
+        return subprocess.CompletedProcess(program, code, *(path.read_text() for path in outputs))
+
+
+def run_script_on_ranks(script: str | Path, *arguments: str, ranks: int = 2, timeout: float = 200.0) -> str:
+    """Run a script on ``ranks`` processes with the variables of torchrun, and return their stdout and stderr.
+
+    It saves the launcher, and the import of torch in each process, which take most of the time of a short example. The
+    exit codes must be 0. If one is not, or after ``timeout`` seconds, the other processes are killed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the agent of torchrun has it
+    path = ROOT / script
+    program = (
+        f"import os, runpy, sys\nos.chdir({str(ROOT)!r})\nsys.argv[0] = {str(path)!r}\n"
+        f"sys.path.insert(0, {str(path.parent)!r})\nrunpy.run_path({str(path)!r}, run_name='__main__')"
+    )
+    job: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    job |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "none"}
+    environments = [
+        {name: str(value) for name, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()} for rank in range(ranks)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        codes = _run(program, arguments, [output, output], environments, timeout)
+        said = output.read_text()
+    assert codes == [0] * ranks, said
+    return said
+
+
+def _run(
+    program: str,
+    arguments: Sequence[str | Path],
+    outputs: Sequence[Path],
+    environments: Sequence[Mapping[str, str]],
+    seconds: float,
+) -> list[int]:
+    """Run a program in a process for each of ``environments``, and return the exit codes."""
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
-        request = {"program": program, "arguments": list(map(str, arguments)), "outputs": list(map(str, outputs))}
-        server.stdin.write(f"{json.dumps(request)}\n")
-        server.stdin.flush()
-        code = int(server.stdout.readline())
-        return subprocess.CompletedProcess(program, code, *(path.read_text() for path in outputs))
+    request = {
+        "program": program,
+        "arguments": list(map(str, arguments)),
+        "outputs": list(map(str, outputs)),
+        "environments": environments,
+        "seconds": seconds,
+    }
+    server.stdin.write(f"{json.dumps(request)}\n")
+    server.stdin.flush()
+    codes: list[int] = json.loads(server.stdout.readline())
+    return codes
 
 
 @lru_cache(maxsize=1)
@@ -50,15 +99,34 @@ def serve() -> str:
     """Fork for every request. The server ends here at the end of its input; a child returns with its program."""
     while line := sys.stdin.readline():
         request = json.loads(line)
-        child = os.fork()
-        if not child:
-            for descriptor, path in enumerate((os.devnull, *request["outputs"])):
-                os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
-            sys.argv = ["-c", *request["arguments"]]
-            program: str = request["program"]
-            return program
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)  # noqa: T201
+        children = []
+        for environment in request["environments"]:
+            children.append(os.fork())
+            if not children[-1]:
+                os.environ.update(environment)
+                for descriptor, path in enumerate((os.devnull, *request["outputs"])):
+                    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+                sys.argv = ["-c", *request["arguments"]]
+                program: str = request["program"]
+                return program
+        print(json.dumps(_exit_codes(children, request["seconds"])), flush=True)  # noqa: T201
     sys.exit()
+
+
+def _exit_codes(children: Sequence[int], seconds: float) -> list[int]:
+    """Wait for ``children``, and kill those that run when one has failed, or after ``seconds``."""
+    codes: dict[int, int] = {}
+    end = time.monotonic() + seconds
+    while len(codes) < len(children):
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            codes[child] = os.waitstatus_to_exitcode(status)
+        if any(codes.values()) or time.monotonic() > end:
+            for running in set(children) - codes.keys():
+                os.kill(running, signal.SIGKILL)
+        if not child:
+            time.sleep(0.005)
+    return [codes[child] for child in children]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.torchrun import torchrun
+from tests.helpers.fresh_process import run_script_on_ranks
 
 INSTALL = "pip install -c constraints.txt '.[clients]', or make install"
 
@@ -24,7 +24,9 @@ def parse_losses(said: str) -> list[float]:
 @needs("transformers")
 @pytest.mark.behaviour("F-11", "I-02")
 def test_a_llama_trains_and_goes_back_to_transformers(tmp_path: Path) -> None:
-    said = torchrun("examples/hf_llama.py", "--steps", "41", "--layers", "2", "--device", "cpu", "--out", str(tmp_path))
+    said = run_script_on_ranks(
+        "examples/hf_llama.py", "--steps", "41", "--layers", "2", "--device", "cpu", "--out", str(tmp_path)
+    )
     losses = parse_losses(said)
     assert losses[-1] < losses[0] - 1
     assert {"config.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
@@ -36,7 +38,7 @@ def test_a_llama_trains_and_goes_back_to_transformers(tmp_path: Path) -> None:
 @pytest.mark.behaviour("I-02")
 def test_fabric_trains_saves_and_resumes(tmp_path: Path) -> None:
     flags = ("--steps", "21", "--accelerator", "cpu", "--out", str(tmp_path / "checkpoint"))
-    said = torchrun("examples/lightning_fabric.py", *flags)
+    said = run_script_on_ranks("examples/lightning_fabric.py", *flags)
     losses = parse_losses(said)
     assert losses[-1] < losses[0] - 1
     assert "steps 10 to 20 again, from the checkpoint: losses are the same" in said
@@ -47,7 +49,7 @@ def test_fabric_trains_saves_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [False, True])
 def test_adapters_train_with_a_frozen_base_and_are_saved_separately(keep: bool, tmp_path: Path) -> None:
     flags = ("--steps", "151", "--device", "cpu", "--out", str(tmp_path / "adapters.safetensors"))
-    said = torchrun("examples/lora.py", *flags, *(["--keep-base"] if keep else []))
+    said = run_script_on_ranks("examples/lora.py", *flags, *(["--keep-base"] if keep else []))
     losses = parse_losses(said)
     assert losses[-1] < losses[0] / 50
     gathers = [int(number) for number in re.findall(r"on rank 0, (\d+) gathers", said)]

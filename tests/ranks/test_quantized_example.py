@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.torchrun import ROOT, torchrun
+from tests.helpers.fresh_process import run_script_on_ranks
+from tests.helpers.torchrun import ROOT
 
 SMALL = ("--layers", "1", "--dim", "64", "--heads", "2", "--hidden", "96", "--batch", "2", "--seq", "32")
 
@@ -28,7 +29,7 @@ needs_extras = pytest.mark.skipif(
 @pytest.mark.behaviour("E-10")
 def test_the_example_trains_every_variant_and_writes_table_data_and_picture(tmp_path: Path) -> None:
     flags = ("--steps", "3", "--validation-batches", "2", "--variants", "fp32,int8,int8-ef", "--out", str(tmp_path))
-    said = torchrun("examples/quantized_text.py", *SMALL, *flags)
+    said = run_script_on_ranks("examples/quantized_text.py", *SMALL, *flags)
     assert "int8-ef against fp32, seed 0: " in said
 
     data = json.loads((tmp_path / "convergence.json").read_text())

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.torchrun import finished, torchrun
+from tests.helpers.fresh_process import run_script_on_ranks
+from tests.helpers.torchrun import finished
 
 PROGRAM = "examples/train_text.py"
 SMALL = ["--batch", "2", "--seq", "32", "--layers", "1", "--dim", "32", "--heads", "2", "--hidden", "64"]
@@ -26,7 +27,7 @@ def flags(out: Path, *more: str) -> tuple[str, ...]:
 @needs_extras
 @pytest.mark.behaviour("F-07", "F-12")
 def test_the_text_example_trains_verifies_and_resumes(tmp_path: Path) -> None:
-    said = torchrun(PROGRAM, *flags(tmp_path, "--steps", "7", "--verify"))
+    said = run_script_on_ranks(PROGRAM, *flags(tmp_path, "--steps", "7", "--verify"))
     assert "resumed at step 2: parameters and AdamW state equal to those saved" in said
     assert "sharded against unsharded: ok" in said
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000007"]
@@ -36,8 +37,8 @@ def test_the_text_example_trains_verifies_and_resumes(tmp_path: Path) -> None:
     assert f"{tmp_path} already holds step-00000007: pass --resume to go on from there" in refused.stdout
 
     (tmp_path / "step-00000007" / "manifest.json").unlink()  # as if the checkpoint had not been finished
-    said = torchrun(PROGRAM, *flags(tmp_path, "--steps", "9", "--resume"))
+    said = run_script_on_ranks(PROGRAM, *flags(tmp_path, "--steps", "9", "--resume"))
     assert "resumed at step 4: parameters and AdamW state equal to those saved" in said
 
-    torchrun(PROGRAM, *flags(tmp_path, "--steps", "2", "--overwrite"))
+    run_script_on_ranks(PROGRAM, *flags(tmp_path, "--steps", "2", "--overwrite"))
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000002"]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import composable_fsdp
 import tests.simulation
 from tests.helpers.comparison.page import PAGE, render
-from tests.helpers.torchrun import torchrun
+from tests.helpers.fresh_process import run_script_on_ranks
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -113,7 +113,7 @@ def test_docs_examples_pass(test: doctest.DocTest) -> None:
 @pytest.mark.behaviour("E-01", "E-08", "E-09")
 @pytest.mark.parametrize("name", ["own_codec", "own_tensor"])
 def test_documented_extensions_train_on_two_ranks(name: str) -> None:
-    said = torchrun(f"examples/{name}.py")
+    said = run_script_on_ranks(f"examples/{name}.py")
     losses = [float(value) for value in re.findall(r"step +\d+: loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] / 100
     if name == "own_codec":
@@ -125,11 +125,11 @@ def test_documented_extensions_train_on_two_ranks(name: str) -> None:
 @pytest.mark.multiprocess
 def test_the_tutorial_trains_and_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
     options = ("--out", str(tmp_path), "--save-every", "20")
-    first = torchrun("examples/own_gpt.py", *options, "--steps", "30")
+    first = run_script_on_ranks("examples/own_gpt.py", *options, "--steps", "30")
     losses = [float(loss) for loss in re.findall(r"\bloss ([\d.]+)", first)]
     assert losses[-1] < losses[0] - 0.5
     assert "steps 1 to 30; evaluation:" in first
-    second = torchrun("examples/own_gpt.py", *options, "--steps", "32", launcher=("--nproc-per-node", "1"))
+    second = run_script_on_ranks("examples/own_gpt.py", *options, "--steps", "32", ranks=1)
     assert "steps 31 to 32; evaluation:" in second
 
 
@@ -139,7 +139,7 @@ def test_readme_program_runs_on_two_ranks(tmp_path: Path) -> None:
     assert block is not None
     program = tmp_path / "train.py"
     program.write_text(block[1])
-    torchrun(program)
+    run_script_on_ranks(program)
 
 
 def test_a_broken_example_is_reported_with_its_line() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.fresh_process import run_module, run_program
+from tests.helpers.fresh_process import run_module, run_program, run_script_on_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -36,3 +38,34 @@ def test_a_module_runs_as_the_main_module() -> None:
     done = run_module("json.tool", "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: ")
+
+
+RANKS = """
+import os, sys, time
+import torch.distributed as dist
+if sys.argv[1:] == ["raise"]:
+    if os.environ["RANK"] == "1":
+        raise ArithmeticError("test failure")
+    time.sleep(600)
+dist.init_process_group("gloo")
+seen = [None, None]
+dist.all_gather_object(seen, os.environ["LOCAL_RANK"])
+print(__name__, sys.argv[1:], __file__, seen)
+"""
+
+
+def test_a_script_runs_on_ranks_that_meet(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RANKS)
+    assert run_script_on_ranks(script, "a", "b c") == f"__main__ ['a', 'b c'] {script} ['0', '1']\n" * 2
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RANKS)
+    begin = time.monotonic()
+    with pytest.raises(AssertionError, match=r"ArithmeticError: test failure"):
+        run_script_on_ranks(script, "raise")
+    assert time.monotonic() - begin < 150
+    with pytest.raises(AssertionError):
+        run_script_on_ranks(script, "raise", ranks=1, timeout=0.5)
