@@ -167,8 +167,8 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._dcp import directory
     from composable_fsdp.checkpoint._dcp import save as checkpoint_save
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint, complete
+    from composable_fsdp.checkpoint._dcp.load import read_metadata
     from composable_fsdp.checkpoint._dcp.save import SavePlanner
-    from composable_fsdp.checkpoint._dcp.storage import read_metadata
     from composable_fsdp.checkpoint._safetensors import (
         DTYPES,
         Reader,
@@ -178,9 +178,9 @@ if TYPE_CHECKING:
         dtype_code,
     )
     from composable_fsdp.checkpoint._state_dict import model
-    from composable_fsdp.checkpoint._state_dict.model import OwnerRanks
+    from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
-    from composable_fsdp.checkpoint._state_dict.tensors import Form, entries_of, parameter_names, plain_name, to_form
+    from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names, plain_name
     from composable_fsdp.checkpoint._tools import Kind, convert, open_source, verify
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec

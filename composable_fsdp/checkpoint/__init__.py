@@ -7,14 +7,20 @@ from composable_fsdp.checkpoint._dcp.directory import latest
 from composable_fsdp.checkpoint._dcp.load import load
 from composable_fsdp.checkpoint._dcp.save import save
 from composable_fsdp.checkpoint._safetensors import load_safetensors, save_safetensors
-from composable_fsdp.checkpoint._state_dict.model import load_state_dict, state_dict, state_dict_form
+from composable_fsdp.checkpoint._state_dict.model import (
+    Full,
+    Local,
+    Sharded,
+    load_state_dict,
+    state_dict,
+    state_dict_form,
+)
 from composable_fsdp.checkpoint._state_dict.optimizer import (
     load_optimizer_state_dict,
     optimizer_state_dict,
     rekey_optimizer,
     rekey_optimizer_state_dict,
 )
-from composable_fsdp.checkpoint._state_dict.tensors import Full, Local, Sharded
 
 __all__ = [
     "Full",

@@ -33,10 +33,9 @@ from composable_fsdp.checkpoint._dcp.directory import (
     problems_of,
     read_manifest,
 )
-from composable_fsdp.checkpoint._dcp.load import read_objects
-from composable_fsdp.checkpoint._dcp.save import Contents, ContentsPath, SavePlanner
-from composable_fsdp.checkpoint._dcp.storage import ChecksummingWriter, read_metadata
-from composable_fsdp.checkpoint._dcp.storage import read as read_values
+from composable_fsdp.checkpoint._dcp.load import read as read_values
+from composable_fsdp.checkpoint._dcp.load import read_metadata, read_objects
+from composable_fsdp.checkpoint._dcp.save import ChecksummingWriter, Contents, ContentsPath, SavePlanner
 from composable_fsdp.checkpoint._safetensors import INDEX, SINGLE, Replacement, StoredTensors, TensorSpec, opened, sync
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError, ConfigurationError

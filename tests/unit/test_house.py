@@ -19,7 +19,7 @@ MOST_LINES = {
     "_api": 2742,
     "_consistency": 2104,
     "_core": 10368,
-    "checkpoint": 5153,
+    "checkpoint": 5121,
     "cli": 948,
     "codecs": 929,
     "diagnostics": 1435,

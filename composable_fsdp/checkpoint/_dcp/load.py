@@ -1,7 +1,8 @@
 """``load``: choose and verify the checkpoint, compare it with the model, read it.
 
 DCP's default planner raises at the first key that is missing or of another shape, on one rank. Here all differences of
-all ranks are found first, and nothing is loaded if there are any (``test_checkpoint_of_torch.py``).
+all ranks are found first, and nothing is loaded if there are any. Its reader unpickles any class in the metadata, and
+objects with ``weights_only=False`` (``test_checkpoint_of_torch.py``).
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import io
 import logging
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
 
 from composable_fsdp._api.communication_state import CommunicationState
@@ -40,6 +43,7 @@ from composable_fsdp.checkpoint._coordination import (
 )
 from composable_fsdp.checkpoint._dcp.directory import (
     MANIFEST,
+    METADATA,
     Manifest,
     check_files,
     checkpoints_at,
@@ -54,7 +58,6 @@ from composable_fsdp.checkpoint._dcp.save import (
     key_of,
     set_random_state,
 )
-from composable_fsdp.checkpoint._dcp.storage import read, read_metadata
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, replicated
@@ -475,3 +478,88 @@ def _describe(saved: object) -> str:
     if isinstance(saved, TensorStorageMetadata):
         return tensor_text(saved.properties.dtype, saved.size)
     return "an object"
+
+
+# -- reading
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """A planner that reads tensors directly into the memory of a ``LocalShard``, and objects in serialized form."""
+
+    def __init__(self, state: dict[str, Any], metadata: Metadata, changed: Callable[[], None]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.state_dict = state
+        self.metadata = metadata
+        self._changed = changed
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        shard: torch.Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
+        return shard
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._changed()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = value.getvalue()
+
+
+def read(
+    folder: str | os.PathLike[str],
+    metadata: Metadata,
+    state: dict[str, Any],
+    changed: Callable[[], None] = lambda: None,
+) -> None:
+    """Read the values in ``state`` by key from the checkpoint ``folder`` with its ``metadata``.
+
+    Args:
+        state: blocks to fill, and any bytes for an object, which are replaced by its own.
+        changed: called after each piece that has been copied to a block.
+    """
+    planner, reader = _LoadPlanner(state, metadata, changed), FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles only the classes that DCP's metadata consists of, so that a file cannot run other code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of any metadata")
+        return super().find_class(module, name)
+
+
+_PATHS = {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
+_ALLOWED = {
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read DCP's metadata of the checkpoint ``folder``. Raise ``CheckpointError`` if it is missing or damaged."""
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        assert isinstance(metadata, Metadata)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except Exception as error:  # unpickling damaged bytes may raise anything
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+    return metadata

@@ -12,6 +12,15 @@
 ========================================  =============================================================
 
 Names are those of the model without wrappers such as ``torch.compile``.
+
+The planner and the writer are those of ``torch.distributed.checkpoint`` (DCP), with these differences:
+
+- the blocks of a value are those of its ``LocalShard``: placements cannot describe every shard that ``fully_shard``
+  makes of a tensor-parallel shard;
+- objects are bytes, serialized when the save is planned. DCP serializes them when they are written, after training has
+  gone on;
+- tensors are copied to host memory after the plans are merged, so that each rank copies only what it writes;
+- checksums of files are computed while they are written.
 """
 
 from __future__ import annotations
@@ -22,26 +31,30 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.optim import Optimizer
+from torch.utils.serialization import config as serialization_config
 
 from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._api.extents import states_below
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet
-from composable_fsdp.checkpoint._dcp.directory import FileRecord, PartialCheckpoint, complete
-from composable_fsdp.checkpoint._dcp.storage import ChecksummingWriter
+from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, complete
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParams, check_replicated, is_plain, on_host
@@ -252,6 +265,110 @@ def _on_host(block: torch.Tensor) -> torch.Tensor:
     on_accelerator = is_accelerator(block.device)
     host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_accelerator)
     return host.copy_(block.detach(), non_blocking=on_accelerator)
+
+
+# -- files
+
+
+class _RawFile(io.FileIO):
+    """A file that computes a checksum of the bytes written. Writes must be sequential, as DCP's are."""
+
+    checksum = 0
+    bytes = 0
+    error: OSError | None = None
+    """The error of a failed write. torch's zip writer replaces it by one that does not say the reason."""
+
+    def write(self, data: Any) -> int:
+        try:
+            count = super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.checksum = zlib.crc32(memoryview(data)[:count], self.checksum)
+        self.bytes += count
+        return count
+
+
+class _BufferedFile(io.BufferedWriter):
+    """A file that can be synced at any time: DCP syncs its files before it has flushed them."""
+
+    def fileno(self) -> int:
+        self.flush()
+        return super().fileno()
+
+
+class _ChecksummingFileSystem(FileSystem):
+    """A file system that records size and checksum of every file written, and adds the file name to write errors."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        raw = _RawFile(path, mode)
+        try:
+            with _BufferedFile(raw) as file:
+                yield file
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else raw.error
+            if cause is None:
+                raise
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        self.records[Path(path).name] = FileRecord(raw.bytes, f"{raw.checksum:08x}")
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class ChecksummingWriter(FileSystemWriter):
+    """DCP's writer with one synced file per rank. It records size and checksum of each file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, sync_files=True)
+        self.fs = file_system = _ChecksummingFileSystem()
+        self.records = file_system.records
+
+    def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> Future[list[WriteResult]]:
+        """Write without the checksum that ``torch.save`` computes for each tensor: torch's readers do not check it."""
+        with cast(Any, serialization_config).patch({"save.compute_crc32": False}):
+            return super().write_data(plan, planner)
+
+    def complete(
+        self,
+        metadata: Metadata,
+        written: Sequence[tuple[list[WriteResult], Mapping[str, FileRecord]]],
+        aliases: Mapping[str, str],
+        step: int,
+        ranks: int,
+    ) -> None:
+        """Write DCP's metadata and the manifest.
+
+        Args:
+            metadata: the metadata of the plan. Each tensor becomes readable under its ``aliases`` too.
+            written: for each rank, the results of ``write_data`` and the records of its files.
+            aliases: further keys of tensors, with the key in ``metadata``.
+            step: for the manifest, as ``ranks``.
+            ranks: the number of ranks that save.
+        """
+        keys: dict[str, list[str]] = {}
+        for alias, key in aliases.items():
+            if alias not in metadata.state_dict_metadata:
+                metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+                keys.setdefault(key, []).append(alias)
+        results = [result for of_rank, _ in written for result in of_rank]
+        results += [
+            replace(result, index=MetadataIndex(alias, result.index.offset, result.index.index))
+            for result in results
+            for alias in keys.get(result.index.fqn, ())
+        ]
+        self.finish(metadata, [results])
+        files = {name: record for _, records in written for name, record in records.items()} | self.records
+        Manifest.of(step, ranks, files, metadata).write(Path(self.path))
+
+    def storage_meta(self) -> StorageMeta:
+        """Leave out the path: the directory is renamed later, and pickled paths depend on the version of Python."""
+        return StorageMeta(save_id=self.save_id)
 
 
 # -- save

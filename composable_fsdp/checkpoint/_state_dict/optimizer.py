@@ -21,23 +21,23 @@ from composable_fsdp._core.params import ShardedParameter, find_replaced, local_
 from composable_fsdp.checkpoint._coordination import Mismatch
 from composable_fsdp.checkpoint._state_dict.model import (
     SHARDED,
+    Form,
+    Local,
     OwnerRanks,
     StateDictLoader,
     comes_from_rank0,
+    compare,
     digest,
+    shard_for,
     streams_from_rank0,
+    to_form,
 )
 from composable_fsdp.checkpoint._state_dict.tensors import (
-    Form,
-    Local,
     checksum,
-    compare,
     on_meta,
     parameter_names,
     plain_name,
     prepare_for_access,
-    shard_for,
-    to_form,
 )
 from composable_fsdp.errors import CheckpointError, ParameterError
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
