@@ -121,8 +121,8 @@ def _verify(model: nn.Module, values: dict[str, torch.Tensor]) -> OwnerRanks:
     """Check on all ranks that the model can be sent, and return the ranks that send each tensor."""
     shardings = shardings_of(states_below(model))
     tensors = dict(_tensors(model))
-    owners = OwnerRanks.of((t, shardings.get(id(t))) for t in tensors.values())
-    own = {name for name, tensor in tensors.items() if owners.is_source_of(tensor)}
+    owners = OwnerRanks.of(((t, shardings.get(id(t))) for t in tensors.values()), only_sources=True)
+    own = {name for name, tensor in tensors.items() if owners.provides(tensor)}
     report = _RankTensors(
         [f"{name}: {tensor_text(tensor.dtype, tensor.shape)}" for name, tensor in tensors.items()],
         sorted(own - values.keys()),

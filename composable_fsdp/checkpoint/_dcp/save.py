@@ -132,7 +132,6 @@ class Contents:
                     self.replicated[key_of(path)] = checksum(value)
 
     def add_rank(self, model: nn.Module, rank: int, extra: Mapping[str, Any]) -> None:
-        """Add the state that belongs to this rank alone."""
         for name, kept in communication_of(model).items():
             self.parts["communication", name, "residual"] = LocalShard(kept["residual"])
             self.objects["communication", name, "rounds"] = kept["rounds"]
@@ -140,12 +139,8 @@ class Contents:
         self.objects["ranks", str(rank), "random"] = _random_state()
 
     def contribution(self) -> Contribution:
-        """Return what the other ranks must know of this rank's contents."""
         parts = {key_of(path): part for path, part in self.parts.items()}
-        for key, part in parts.items():
-            inner_tensors.refuse_unknown(key, part)
-        inner = {k: inner_tensors.inner_contribution_of(p) for k, p in parts.items() if inner_tensors.has_inner(p)}
-        return Contribution(self.groups, self.replicated, inner)
+        return Contribution(self.groups, self.replicated, inner_tensors.inner_contributions_of(parts))
 
     def further_keys(self) -> dict[str, str]:
         """Return the keys of ``aliases``, with that of the tensor."""
@@ -270,7 +265,7 @@ def _on_host(block: torch.Tensor) -> torch.Tensor:
 # -- files
 
 
-class _RawFile(io.FileIO):
+class _ChecksummingFile(io.BufferedWriter):
     """A file that computes a checksum of the bytes written. Writes must be sequential, as DCP's are."""
 
     checksum = 0
@@ -284,16 +279,12 @@ class _RawFile(io.FileIO):
         except OSError as error:
             self.error = error
             raise
-        self.checksum = zlib.crc32(memoryview(data)[:count], self.checksum)
+        self.checksum = zlib.crc32(data, self.checksum)
         self.bytes += count
         return count
 
-
-class _BufferedFile(io.BufferedWriter):
-    """A file that can be synced at any time: DCP syncs its files before it has flushed them."""
-
     def fileno(self) -> int:
-        self.flush()
+        self.flush()  # DCP syncs its files before it has flushed them
         return super().fileno()
 
 
@@ -305,20 +296,24 @@ class _ChecksummingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        raw = _RawFile(path, mode)
+        file = _ChecksummingFile(io.FileIO(path, mode))
         try:
-            with _BufferedFile(raw) as file:
+            with file:
                 yield file
         except (OSError, RuntimeError) as error:
-            cause = error if isinstance(error, OSError) else raw.error
+            cause = error if isinstance(error, OSError) else file.error
             if cause is None:
                 raise
             raise OSError(cause.errno, cause.strerror, str(path)) from error
-        self.records[Path(path).name] = FileRecord(raw.bytes, f"{raw.checksum:08x}")
+        self.records[Path(path).name] = FileRecord(file.bytes, f"{file.checksum:08x}")
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+Writes = tuple[list[WriteResult], Mapping[str, FileRecord]]
+"""The write results of one rank, and the records of its files."""
 
 
 class ChecksummingWriter(FileSystemWriter):
@@ -337,19 +332,14 @@ class ChecksummingWriter(FileSystemWriter):
     def complete(
         self,
         metadata: Metadata,
-        written: Sequence[tuple[list[WriteResult], Mapping[str, FileRecord]]],
+        written: Sequence[Writes],
         aliases: Mapping[str, str],
         step: int,
         ranks: int,
     ) -> None:
-        """Write DCP's metadata and the manifest.
+        """Write DCP's metadata, and the manifest with the ``step`` and the number of ``ranks`` that have ``written``.
 
-        Args:
-            metadata: the metadata of the plan. Each tensor becomes readable under its ``aliases`` too.
-            written: for each rank, the results of ``write_data`` and the records of its files.
-            aliases: further keys of tensors, with the key in ``metadata``.
-            step: for the manifest, as ``ranks``.
-            ranks: the number of ranks that save.
+        ``aliases`` are further keys of tensors, with the key in ``metadata``; they become readable under these too.
         """
         keys: dict[str, list[str]] = {}
         for alias, key in aliases.items():
@@ -365,6 +355,11 @@ class ChecksummingWriter(FileSystemWriter):
         self.finish(metadata, [results])
         files = {name: record for _, records in written for name, record in records.items()} | self.records
         Manifest.of(step, ranks, files, metadata).write(Path(self.path))
+
+    def write(self, plan: SavePlan, planner: AnySavePlanner) -> Writes:
+        written = self.write_data(plan, planner)
+        written.wait()
+        return written.value(), self.records
 
     def storage_meta(self) -> StorageMeta:
         """Leave out the path: the directory is renamed later, and pickled paths depend on the version of Python."""
@@ -446,10 +441,6 @@ def save(
     return pending
 
 
-_Writes = tuple[list[WriteResult], Mapping[str, FileRecord]]
-"""The write results of one rank, and its files."""
-
-
 class _Save:
     """One save on one rank. After :meth:`plan`, rank 0 also has ``_partial_checkpoint`` and ``_metadata``."""
 
@@ -501,7 +492,6 @@ class _Save:
         self.final, self._partial, self.step, self._plan = reply
 
     def stage(self) -> None:
-        """Copy the tensors that this rank writes to host memory."""
         with self._abandon_on_failure():
             self._ranks.agree(f"saving {self.final}", lambda: self._planner.stage(self._plan))
 
@@ -510,19 +500,14 @@ class _Save:
         writer = ChecksummingWriter(self._partial)
         writer.set_up_storage_writer(self._ranks.rank == 0)
 
-        def each() -> _Writes:
-            written = writer.write_data(self._plan, self._planner)
-            written.wait()
-            return written.value(), writer.records
-
-        def finish(written: list[_Writes]) -> None:
+        def finish(written: list[Writes]) -> None:
             assert self._partial_checkpoint is not None
             assert self._metadata is not None
             writer.complete(self._metadata, written, self._aliases, self.step, self._ranks.size)
             self._partial_checkpoint.commit(self._keep_last)
 
         with self._abandon_on_failure():
-            self._ranks.combine(f"saving {self.final}", each, finish)
+            self._ranks.combine(f"saving {self.final}", lambda: writer.write(self._plan, self._planner), finish)
 
     @contextmanager
     def _abandon_on_failure(self) -> Iterator[None]:

@@ -80,10 +80,9 @@ class ShardedEMA:
         self._is_swapped = False
         prepare_for_access(model)
         frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
-        current = {entry.name: entry for entry in self._current() if id(entry.value) not in frozen}
+        current = [entry for entry in self._current() if id(entry.value) not in frozen]
         _check_averageable(current)
-        device = torch.device("cpu") if offload_to_cpu else None
-        self.averages = {name: _average_of(entry.value, dtype, device) for name, entry in current.items()}
+        self.averages = {entry.name: _average_of(entry.value, dtype, offload_to_cpu) for entry in current}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -176,6 +175,7 @@ class ShardedEMA:
         return [current[name] for name in self.averages]
 
     def _values(self) -> list[torch.Tensor]:
+        """Return the model's shards that are averaged."""
         return [_local(entry) for entry in self._averaged()]
 
     def _locals(self) -> list[torch.Tensor]:
@@ -183,11 +183,9 @@ class ShardedEMA:
 
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:
-        """Overwrite the model's shards."""
-        averaged = self._averaged()
-        if averaged:
-            torch._foreach_copy_([_local(entry) for entry in averaged], values)
-            increment_version([entry.value for entry in averaged])  # copies to their local tensors do not
+        if values:
+            torch._foreach_copy_(self._values(), values)
+            increment_version([entry.value for entry in self._averaged()])  # copies to their local tensors do not
 
     def _check_not_swapped(self, what: str) -> None:
         if self._is_swapped:
@@ -202,10 +200,10 @@ def _check_decay(decay: Any) -> float:
     return float(decay)
 
 
-def _check_averageable(entries: Mapping[str, Entry]) -> None:
-    for problem in on_meta((name, entry.value) for name, entry in entries.items()):
+def _check_averageable(entries: list[Entry]) -> None:
+    for problem in on_meta((entry.name, entry.value) for entry in entries):
         raise ParameterError(f"sharded_ema: {problem}")
-    own_class = {n: type(local).__name__ for n, e in entries.items() if type(local := _local(e)) is not torch.Tensor}
+    own_class = {e.name: type(local).__name__ for e in entries if type(local := _local(e)) is not torch.Tensor}
     if own_class:
         raise ConfigurationError(
             f"sharded_ema averages plain shards, but these are of tensor classes of their own: {own_class}. Average "
@@ -218,8 +216,7 @@ def _local(entry: Entry) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _average_of(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None) -> torch.Tensor:
-    """Return a copy of ``tensor`` with its placements, on ``device`` if one is given."""
+def _average_of(tensor: torch.Tensor, dtype: torch.dtype | None, offload_to_cpu: bool) -> torch.Tensor:
     local = local_part(tensor).detach()
-    kind = dtype or torch.promote_types(local.dtype, torch.float32)
-    return like(tensor, local.to(device or local.device, kind, copy=True))
+    device = torch.device("cpu") if offload_to_cpu else local.device
+    return like(tensor, local.to(device, dtype or torch.promote_types(local.dtype, torch.float32), copy=True))

@@ -35,11 +35,6 @@ A pair: the inner dim, and the number of its indices per index of the outer dim.
 REPLICATED, IRREGULAR = (-1, 1), (-1, 0)
 
 
-def has_inner(part: LocalShard) -> bool:
-    """Return whether ``part`` is saved as inner tensors."""
-    return is_wrapper(part.local)
-
-
 def refuse_unknown(key: str, part: LocalShard) -> None:
     """Raise ``CheckpointError`` if the class of ``part`` has ``__torch_dispatch__``, but no ``__tensor_flatten__``."""
     local = part.local
@@ -80,7 +75,14 @@ class InnerContribution:
 
 
 @torch.no_grad()
-def inner_contribution_of(part: LocalShard) -> InnerContribution:
+def inner_contributions_of(parts: Mapping[str, LocalShard]) -> dict[str, InnerContribution]:
+    """Describe those of ``parts``, given by key, that are saved as inner tensors."""
+    for key, part in parts.items():
+        refuse_unknown(key, part)
+    return {key: _inner_contribution_of(part) for key, part in parts.items() if is_wrapper(part.local)}
+
+
+def _inner_contribution_of(part: LocalShard) -> InnerContribution:
     local, extent = part.local, part.extent
     inner = _inner_of(local)
     ratios_by_dim = [_ratios(local, inner, dim) for dim in range(local.ndim)]
@@ -224,17 +226,13 @@ class Record:
     def decoded(text: str) -> Record:
         values = json.loads(text)
         for name in ("path", "shape", "local_shape"):
-            values[name] = _as_tuple(values[name])
-        layouts = values["inner"].items()
-        values["inner"] = {
-            name: layout and _InnerLayout(_as_tuple(layout[0]), tuple(map(_as_tuple, layout[1])))
-            for name, layout in layouts
-        }
-        return Record(**values)
+            values[name] = _tuples(values[name])
+        inner = {name: layout and _InnerLayout(*_tuples(layout)) for name, layout in values["inner"].items()}
+        return Record(**{**values, "inner": inner})
 
 
-def _as_tuple(values: list[Any] | None) -> Any:
-    return None if values is None else tuple(values)
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def agreed(contributions: Sequence[Mapping[str, InnerContribution]]) -> dict[str, Record]:
@@ -274,14 +272,12 @@ def _layout_of(name: str, contributions: Sequence[InnerContribution]) -> _InnerL
     own = [(contribution.extent, contribution.inner[name]) for contribution in contributions]
     outer, first = own[0]
     ratios = tuple(_common_ratio([inner.ratios[dim] for _, inner in own]) for dim in range(len(outer.shape)))
-    sizes = list(first.shape)
-    sharded_dims = [ratio[0] for ratio in ratios if ratio is not None and ratio[0] >= 0]
-    if len(set(sharded_dims)) < len(sharded_dims):
+    pairs = zip(outer.shape, ratios, strict=True)
+    sizes = [(ratio[0], size * ratio[1]) for size, ratio in pairs if ratio is not None and ratio[0] >= 0]
+    shape = dict(enumerate(first.shape)) | dict(sizes)
+    if len({dim for dim, _ in sizes}) < len(sizes):  # two dims of the outer tensor are in one dim
         return None
-    for dim, ratio in enumerate(ratios):
-        if ratio is not None and ratio[0] >= 0:
-            sizes[ratio[0]] = outer.shape[dim] * ratio[1]
-    layout = _InnerLayout(tuple(sizes), ratios)
+    layout = _InnerLayout(tuple(shape.values()), ratios)
     values: dict[tuple[Ranges, ...], int | None] = {}
     for extent, inner in own:
         try:

@@ -41,11 +41,10 @@ class _Options:
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         known = set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
-        for option in options:
+        for option in options.keys() - known:
             owners = [form.__name__ for form in (Full, Sharded, Local) if option in form.__dataclass_fields__]
-            if option not in known:
-                whose = f"an option of {' and '.join(owners)}" if owners else "no option of any form"
-                raise ConfigurationError(f"{option} is {whose}, not of {cls.__name__}, which has {sorted(known)}.")
+            whose = f"an option of {' and '.join(owners)}" if owners else "no option of any form"
+            raise ConfigurationError(f"{option} is {whose}, not of {cls.__name__}, which has {sorted(known)}.")
         return super().__new__(cls)
 
 
@@ -135,18 +134,11 @@ def compare(name: str, target: torch.Tensor, value: object, form: Form | None, m
     elif _kind(value.dtype) != _kind(target.dtype):
         mismatch.dtypes[name] = differ(dtype_name(value.dtype), dtype_name(target.dtype))
     elif isinstance(value, DTensor) and not any(placement.is_partial() for placement in value.placements):
-        found, wanted = tuple(local_part(value).shape), _local_shape(target, value)
-        if found != wanted:
+        # Placements cannot describe every uneven tensor-parallel shard that was sharded again.
+        as_placed = not _has_same_placements(target, value)
+        wanted = extent_of(value).local_shape if as_placed else tuple(local_part(target).shape)
+        if (found := tuple(local_part(value).shape)) != wanted:
             mismatch.shapes[name] = differ(f"a local part of {found}", wanted)
-
-
-def _local_shape(target: torch.Tensor, value: DTensor) -> tuple[int, ...]:
-    """Return the shape that the local tensor of ``value`` must have, so that it can be redistributed.
-
-    Placements cannot describe every uneven tensor-parallel shard that was sharded again. If ``target`` has the same
-    placements, its own local shape is used.
-    """
-    return tuple(local_part(target).shape) if _has_same_placements(target, value) else extent_of(value).local_shape
 
 
 def shard_for(
@@ -227,19 +219,13 @@ class OwnerRanks:
     def rank(self) -> int:
         return 0 if self.mesh is None else dist.get_rank()
 
-    def is_source_of(self, value: object = None) -> bool:
-        return self._source_of(value) == self.rank
-
     def provider_of(self, value: object = None) -> int:
         """Return the global rank whose state dict has ``value`` for this one, by default all other values."""
-        return self._source_of(value) if self.only_sources else self.rank
+        mesh = self._mesh_of(value)
+        return int(mesh.mesh.flatten()[0]) if self.only_sources and mesh is not None else self.rank
 
     def provides(self, value: object = None) -> bool:
         return self.provider_of(value) == self.rank
-
-    def _source_of(self, value: object) -> int:
-        mesh = self._mesh_of(value)
-        return self.rank if mesh is None else int(mesh.mesh.flatten()[0])
 
     def exchange(self, value: T) -> dict[int, T]:
         """Gather the values of all ranks, by global rank. Collective; for small values, which are pickled."""
@@ -249,11 +235,14 @@ class OwnerRanks:
         return dict(sorted(found.items()))
 
     def send(self, like: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> Any:
-        """Broadcast the source's full ``value`` for ``like``, with ``dtype`` and ``shape``. Collective on the mesh."""
+        """Return the ``value`` for ``like``: this rank's own or, with ``only_sources``, the full one of its source.
+
+        That is broadcast, collectively on the mesh, with ``dtype`` and ``shape``.
+        """
         mesh = self._mesh_of(like)
-        if mesh is None:
+        if mesh is None or not self.only_sources:
             return value
-        if self.is_source_of(like):
+        if self.provides(like):
             assert value is not None
             full = value.detach().to(mesh.device_type, dtype)
         else:
@@ -350,10 +339,6 @@ class StateDictLoader:
         """Return the report of the rank that provides ``value``, or by default the rest of the state dict."""
         return self.reports[self.owners.provider_of(value)]
 
-    def receive(self, like: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, shape: Any) -> Any:
-        """Return the ``value`` for ``like``: this rank's own, or the one that the source broadcasts."""
-        return self.owners.send(like, value, dtype, shape) if self.owners.only_sources else value
-
     def fill(self, entries: Mapping[str, Entry]) -> dict[str, Any]:
         """Fill the tensors of ``entries`` in place, and return all present values by the entries' keys."""
         values: dict[str, Any] = {}
@@ -366,7 +351,7 @@ class StateDictLoader:
                 values[entry.key] = target if entry.is_tensor else report.values[name]
                 if entry.is_tensor and id(target) not in filled:
                     filled.add(id(target))
-                    value = self.receive(target, self.given.get(name), target.dtype, target.shape)
+                    value = self.owners.send(target, self.given.get(name), target.dtype, target.shape)
                     fill(target, entry.sharding, value, self.form)
                     del value  # before the next one is received
         return values
@@ -376,13 +361,10 @@ def _described(value: object) -> str:
     return tensor_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-# -- state dicts of a model
+# -- save
 
 
 SHARDED = Sharded()
-
-
-# -- save
 
 
 def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
@@ -424,7 +406,6 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
 
 
 def comes_from_rank0(form: Form | None) -> bool:
-    """Return whether only the source ranks have values in this form."""
     return isinstance(form, Full) and form.rank0_only
 
 
@@ -527,7 +508,7 @@ def state_dict_form(model: nn.Module, form: Form) -> Iterator[None]:
         form: as for :func:`state_dict` and :func:`load_state_dict`.
     """
     check_form(form)
-    inside = {"state_dict": _state_dict_method(model, form), "load_state_dict": _load_state_dict_method(model, form)}
+    inside = _methods(model, form)
     attributes = vars(model)
     before = {name: attributes[name] for name in inside if name in attributes}
     attributes.update(inside)
@@ -539,7 +520,7 @@ def state_dict_form(model: nn.Module, form: Form) -> Iterator[None]:
         attributes.update(before)
 
 
-def _state_dict_method(model: nn.Module, form: Form) -> Callable[..., Any]:
+def _methods(model: nn.Module, form: Form) -> dict[str, Callable[..., Any]]:
     def show(*args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         if args or keep_vars:  # keep_vars asks for the parameters themselves, which have one form
             return type(model).state_dict(model, *args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -550,10 +531,6 @@ def _state_dict_method(model: nn.Module, form: Form) -> Callable[..., Any]:
         destination.update({prefix + name: value for name, value in state.items()})
         return destination
 
-    return show
-
-
-def _load_state_dict_method(model: nn.Module, form: Form) -> Callable[..., _IncompatibleKeys]:
     def load(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
         if assign:
             raise ConfigurationError(
@@ -562,4 +539,4 @@ def _load_state_dict_method(model: nn.Module, form: Form) -> Callable[..., _Inco
             )
         return load_state_dict(model, state_dict, form, strict=strict)
 
-    return load
+    return {"state_dict": show, "load_state_dict": load}

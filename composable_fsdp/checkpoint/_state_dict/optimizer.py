@@ -42,8 +42,6 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
 from composable_fsdp.errors import CheckpointError, ParameterError
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
 
-_MEMBERS = ("params", "param_names")
-
 
 @dataclass(frozen=True, eq=False)
 class OptimizerParam:
@@ -141,12 +139,11 @@ def lacking(optimizer: Optimizer, index: int, saved: Mapping[str, Any]) -> list[
 
 def restored(group: Mapping[str, Any], saved: Mapping[str, Any], numbers: Iterable[int]) -> dict[str, Any]:
     """Return ``group`` with the settings of ``saved``, as ``optimizer.load_state_dict`` takes it, on its devices."""
-    settings = {key: _moved(value, group.get(key)) for key, value in saved.items() if key not in _MEMBERS}
+    settings = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+    for key, value in settings.items():
+        if isinstance(value, torch.Tensor) and isinstance(own := group.get(key), torch.Tensor):
+            settings[key] = value.to(own.device)
     return {**group, **settings, "params": list(numbers)}
-
-
-def _moved(value: Any, own: object) -> Any:
-    return value.to(own.device) if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) else value
 
 
 # -- plain tensors beside DTensors
@@ -276,8 +273,7 @@ def load_optimizer_state_dict(
             rank.
         ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
     """
-    streams = streams_from_rank0(form, broadcast_from_rank0)
-    _Load(model, optimizer, state, form, streams).carry_out()
+    _Load(model, optimizer, state, form, streams_from_rank0(form, broadcast_from_rank0)).carry_out()
 
 
 class _Load:
@@ -303,8 +299,6 @@ class _Load:
                     state[name] = {key: self._loaded_value(member, key, value) for key, value in entry.items()}
         groups, others = self._loader.report_of().settings
         self._params.load(groups, state, others)
-
-    # -- checks
 
     def _match(self, state: Any) -> None:
         loader, owners, report = self._loader, self._loader.owners, self._loader.report
@@ -348,8 +342,6 @@ class _Load:
             target = parameter
         compare(f"{member.name}.{key}", target, value, self._form, mismatch)
 
-    # -- values
-
     def _existing(self, member: OptimizerParam, key: str) -> torch.Tensor | None:
         value = self._params.state_of(member).get(key)
         return value if isinstance(value, torch.Tensor) else None
@@ -358,7 +350,7 @@ class _Load:
         """Return the value to give to the optimizer, after a broadcast if only one rank has it."""
         if isinstance(value, torch.Tensor) and value.is_meta:
             given = self._loader.given.get(member.name, {}).get(key)
-            value = self._loader.receive(member.parameter, given, value.dtype, value.shape)
+            value = self._loader.owners.send(member.parameter, given, value.dtype, value.shape)
         if not isinstance(value, torch.Tensor):
             return value
         value = value.detach()
@@ -373,8 +365,7 @@ class _Load:
         if existing is not None and local_part(existing).shape == shard.shape:
             local_part(existing).copy_(shard)
             return existing
-        device = local_part(parameter).device
-        own = torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard)
+        own = _copied(shard, local_part(parameter).device)
         if is_sharded or isinstance(value, DTensor):
             return like(parameter if is_sharded else value, own)
         return replicated(own, parameter)
@@ -383,6 +374,10 @@ class _Load:
 def _is_state(state: Any) -> bool:
     entries = state.get("state") if isinstance(state, Mapping) else None
     return isinstance(entries, Mapping) and all(isinstance(entry, Mapping) for entry in entries.values())
+
+
+def _copied(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard)
 
 
 def on_host(value: Any) -> Any:
@@ -410,17 +405,11 @@ def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """
     prepare_for_access(model)
     names = parameter_names(model)
-    replaced: dict[torch.Tensor, ShardedParameter] = {}
-    unmanaged = []
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
-        sharded = _sharded_for(parameter)
-        if sharded is None or id(sharded.sharded) not in names:
-            unmanaged.append(tuple(parameter.shape))
-        else:
-            replaced[parameter] = sharded
+    replaced, unmanaged = _replaced_by(optimizer, names)
     if unmanaged:
+        shapes = [tuple(parameter.shape) for parameter in unmanaged]
         raise ParameterError(
-            f"this {type(optimizer).__name__} holds parameters of shapes {unmanaged} that are neither the model's nor "
+            f"this {type(optimizer).__name__} holds parameters of shapes {shapes} that are neither the model's nor "
             "were before fully_shard. Pass the model whose parameters() the optimizer was made of."
         )
     for group in optimizer.param_groups:
@@ -431,10 +420,22 @@ def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             optimizer.state[sharded.sharded] = {k: _shard_state(v, original, sharded) for k, v in entry.items()}
 
 
-def _sharded_for(original: torch.Tensor) -> ShardedParameter | None:
-    """Return the parameter that ``fully_shard`` made of ``original``, if it did and the parameter still exists."""
-    replaced = find_replaced(original)
-    return None if replaced is None else replaced.parameter()
+def _replaced_by(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[dict[torch.Tensor, ShardedParameter], list[torch.Tensor]]:
+    """Return the model's parameters for the original ones that ``optimizer`` holds, and what it holds of neither.
+
+    ``names`` are those of the model's parameters by ``id``.
+    """
+    replaced: dict[torch.Tensor, ShardedParameter] = {}
+    unmanaged = []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
+        sharded = None if (found := find_replaced(parameter)) is None else found.parameter()
+        if sharded is None or id(sharded.sharded) not in names:
+            unmanaged.append(parameter)
+        else:
+            replaced[parameter] = sharded
+    return replaced, unmanaged
 
 
 def _shard_state(value: Any, original: torch.Tensor, parameter: ShardedParameter) -> Any:
@@ -443,8 +444,7 @@ def _shard_state(value: Any, original: torch.Tensor, parameter: ShardedParameter
         return value
     shard, full = parameter.sharding.axes.shard, local_part(value)
     piece = ShardExtent.after(tuple(full.shape), [Cut(parameter.dim, shard.size, shard.rank)]).take(full)
-    own = torch.empty_like(piece, device=parameter.local.device, memory_format=torch.contiguous_format).copy_(piece)
-    return like(parameter.sharded, own)
+    return like(parameter.sharded, _copied(piece, parameter.local.device))
 
 
 # -- an optimizer's own state dict
@@ -498,13 +498,11 @@ def _order_of(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     names = parameter_names(model)
     if optimizer is None:
         return list(names.values())
-    parameters = []
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        sharded = None if id(parameter) in names else _sharded_for(parameter)
-        parameters.append(parameter if sharded is None else sharded.sharded)
-    if any(id(parameter) not in names for parameter in parameters):
+    replaced, unmanaged = _replaced_by(optimizer, names)
+    if unmanaged:
         raise CheckpointError(f"this {type(optimizer).__name__} holds parameters that are not the model's.")
-    return [names[id(parameter)] for parameter in parameters]
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [names[id(replaced[p].sharded if p in replaced else p)] for p in parameters]
 
 
 def _numbered(state: Mapping[str, Any], order: Sequence[str], is_known: bool) -> Iterator[tuple[Any, str]]:
