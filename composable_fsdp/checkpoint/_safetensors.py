@@ -28,9 +28,8 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -139,22 +138,25 @@ def load_safetensors(
         stored = StoredTensors.at(path)
         jobs.extend(_match(stored, keyed_tensors(model, key_map)[0], mismatch, strict, convert_dtype))
         tensors = sorted((name, each.code, each.shape) for name, each in stored.tensors.items())
-        return mismatch, stored.path, digest(tensors)
+        return mismatch, digest(tensors)
+
+    def verify(fits: list[_Fit]) -> list[str]:
+        assert stored is not None
+        return _verify_fits(fits, stored.path, type(model).__name__, strict=strict)
 
     def read() -> None:
         assert stored is not None
-        reader = Reader(stored)
-        for part, key in sorted(jobs, key=lambda job: reader.file_of(job[1])):  # one file after another
+        tensors, reader = stored.tensors, Reader(stored)
+        for part, key in sorted(jobs, key=lambda job: tensors[job[1]].file):  # one file after another
             _read_part(reader, part, key)
 
-    name = type(model).__name__
-    unexpected = ranks.combine(what, match, lambda fits: _verify_fits(fits, name, strict=strict))
+    unexpected = ranks.combine(what, match, verify)
     ranks.agree(what, read)
     return _IncompatibleKeys(list(mismatch.missing), unexpected)
 
 
-_Fit = tuple[Mismatch, Path, str]
-"""Findings of one rank: the differences, the file or index, and a digest that is equal if ranks see the same files."""
+_Fit = tuple[Mismatch, str]
+"""Findings of one rank: the differences, and a digest that is equal if ranks see the same files."""
 
 
 def _match(
@@ -187,17 +189,16 @@ def _read_part(reader: Reader, part: LocalShard, key: str) -> None:
                 box.of_part(local).copy_(values)
     except Exception as error:
         raise CheckpointError(
-            f"{reader.file_of(key)} could not be read at {key!r}: {error}. The model is loaded in part."
+            f"{reader.stored.tensors[key].file} could not be read at {key!r}: {error}. The model is loaded in part."
         ) from error
 
 
-def _verify_fits(fits: list[_Fit], model: str, *, strict: bool) -> list[str]:
+def _verify_fits(fits: list[_Fit], path: Path, model: str, *, strict: bool) -> list[str]:
     """Return the keys that no rank expects. Raise if anything does not fit."""
-    mismatches = {rank: mismatch for rank, (mismatch, _, _) in enumerate(fits)}
+    mismatches = {rank: mismatch for rank, (mismatch, _) in enumerate(fits)}
     leave_common_unexpected(mismatches.values())
-    path = fits[0][1]
     refuse(f"{path} does not fit {model}", mismatches, ignore=() if strict else ("missing", "unexpected"))
-    others = [rank for rank, (_, _, seen) in enumerate(fits) if seen != fits[0][2]]
+    others = [rank for rank, (_, seen) in enumerate(fits) if seen != fits[0][1]]
     if others:  # a path may be another directory on another host
         raise CheckpointError(
             f"{path} is not the same checkpoint on all ranks: {ranks_text(others)} found other tensors than rank 0. "
@@ -233,13 +234,8 @@ def _check_ties(part: LocalShard, names: Mapping[str, str], stored: StoredTensor
     first, *others = list(_keys_of(names, stored)) or [""]
     for other in others:
         pairs = zip(*(Reader(stored).blocks(key, part.extent.boxes()) for key in (first, other)), strict=True)
-        if not all(_same_bits(one, two) for (_, one), (_, two) in pairs):
+        if not all(torch.equal(*(t.reshape(-1).view(torch.uint8) for _, t in pair)) for pair in pairs):
             yield f"tied in the model, but with different values in the files: {first} and {other}"
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = (t.reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(one, other)
 
 
 def _key_note(name: str, key: str) -> str:
@@ -338,9 +334,6 @@ class Reader:
     _path: Path | None = None
     _file: Any = None
     _touched: int = 0
-
-    def file_of(self, key: str) -> Path:
-        return self.stored.tensors[key].file
 
     def blocks(self, key: str, boxes: Iterable[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the values in ``boxes`` in pieces. Each is a view of the file; drop it before taking the next one."""
@@ -454,7 +447,8 @@ def save_safetensors(
     begun: Replacement | None = None  # on rank 0
 
     def plan() -> _Plan:
-        _check_options(Path(path), max_file_bytes, dtype)
+        check_options(max_file_bytes, dtype)
+        check_directory(Path(path))
         tensors, others = keyed_tensors(model, key_map)
         left_out.extend(others)
         shards.update({next(iter(names)): part for part, names in tensors})
@@ -490,13 +484,16 @@ _Plan = tuple[SavePlan, dict[str, str]]
 """The blocks that one rank has, and the further names of its tensors."""
 
 
-def _check_options(folder: Path, max_file_bytes: int, dtype: torch.dtype | None) -> None:
+def check_options(max_file_bytes: int, dtype: torch.dtype | None) -> None:
     if max_file_bytes < 1:
         raise ConfigurationError(f"max_file_bytes must be at least 1, not {max_file_bytes}.")
-    if folder.suffix == ".safetensors" or folder.is_file():
-        raise ConfigurationError(f"{folder} must be a directory: save_safetensors may write several files.")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
+
+
+def check_directory(path: Path) -> None:
+    if path.suffix == ".safetensors" or (path.exists() and not path.is_dir()):
+        raise ConfigurationError(f"{path} must be a directory: there may be several files of safetensors.")
 
 
 def _write_items(name: str, part: LocalShard, dtype: torch.dtype | None) -> list[WriteItem]:
@@ -562,15 +559,12 @@ class FileLayout:
         """
         ordered = tuple(sorted(tensors, key=lambda spec: -spec.dtype.itemsize))
         bounds = list(accumulate((spec.nbytes for spec in ordered), initial=0))
-        places = {spec.name: (bounds[i], bounds[i + 1]) for i, spec in enumerate(ordered)}
+        places = dict(zip((spec.name for spec in ordered), pairwise(bounds), strict=True))
         own = {alias: kept for alias, kept in aliases.items() if kept in places}
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"} | own}
         for spec in ordered:
-            entries[spec.name] = {
-                "dtype": dtype_code(spec.dtype),
-                "shape": spec.shape,
-                "data_offsets": places[spec.name],
-            }
+            code, place = dtype_code(spec.dtype), places[spec.name]
+            entries[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": place}
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
@@ -628,30 +622,19 @@ class Replacement:
     @torch.no_grad()
     def write(self, shards: Mapping[str, LocalShard], plan: SavePlan | None = None) -> None:
         """Write the blocks in ``plan`` (default: all) of ``shards`` to the places of their tensors, and to disk."""
-        planned = None if plan is None else {(item.index.fqn, item.index.offset) for item in plan.items}
+        planned = {(item.index.fqn, item.index.offset) for item in plan.items} if plan is not None else set()
         for file in self.files:
-            opened = self._open(file.name)
-            try:
+            if not (self.aside / file.name).is_file():
+                raise CheckpointError(
+                    f"{self.folder} is not the same directory here as on rank 0, which made {file.name} there. Save to "
+                    "storage that all ranks share."
+                )
+            with open(self.aside / file.name, "r+b", buffering=0) as opened:
                 for spec in (spec for spec in file.tensors if spec.name in shards):
                     part = shards[spec.name]
-                    boxes = [
-                        box
-                        for box in part.extent.boxes()
-                        if planned is None or (spec.name, torch.Size(box.offsets)) in planned
-                    ]
-                    _write_boxes(opened, file.offsets[spec.name], spec, part, boxes)
-                os.fsync(opened)
-            finally:
-                os.close(opened)
-
-    def _open(self, name: str) -> int:
-        try:
-            return os.open(self.aside / name, os.O_WRONLY)
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{self.folder} is not the same directory here as on rank 0, which made {name} there. Save to storage "
-                "that all ranks share."
-            ) from None
+                    boxes = [b for b in part.extent.boxes() if plan is None or (spec.name, b.offsets) in planned]
+                    _write_boxes(opened.fileno(), file.offsets[spec.name], spec, part, boxes)
+                os.fsync(opened.fileno())
 
     def commit(self) -> None:
         """Replace the old files with the new ones, which are complete and on disk."""
@@ -662,10 +645,7 @@ class Replacement:
             size = sum(spec.nbytes for file in self.files for spec in file.tensors)
             names = {spec.name: file.name for file in self.files for spec in file.tensors}
             index = {"metadata": {"total_size": size}, "weight_map": names}
-            with open(self.aside / INDEX, "w", encoding="utf-8") as opened:
-                json.dump(index, opened, indent=2, ensure_ascii=False)
-                opened.flush()
-                os.fsync(opened.fileno())
+            write_synced(self.aside / INDEX, json.dumps(index, indent=2, ensure_ascii=False))
             sync(self.folder)
             os.replace(self.aside / INDEX, self.folder / INDEX)
         sync(self.folder)
@@ -705,24 +685,30 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
+def write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _write_boxes(opened: int, offset: int, spec: TensorSpec, part: LocalShard, boxes: Sequence[Box]) -> None:
     """Write ``boxes`` of a shard of the tensor ``spec``, which begins at ``offset`` in the open file."""
     if not boxes:
         return
     itemsize = spec.dtype.itemsize
-    with ExitStack() as stack:
-        try:
-            local = stack.enter_context(part.plain(write=False))
-        except CheckpointError as error:
-            raise CheckpointError(f"{spec.name}: {error}") from error
-        for box in boxes:
-            for piece in box.pieces(spec.shape, BLOCK_BYTES // itemsize):
-                values = piece.of_part(local).to("cpu", spec.dtype).reshape(-1)
-                length, starts = piece.runs(spec.shape)
-                data = values.view(torch.uint8).numpy().data
-                for i, start in enumerate(starts):
-                    run = data[i * length * itemsize : (i + 1) * length * itemsize]
-                    _write_at(opened, run, offset + start * itemsize)
+    try:
+        with part.plain(write=False) as local:
+            for box in boxes:
+                for piece in box.pieces(spec.shape, BLOCK_BYTES // itemsize):
+                    values = piece.of_part(local).to("cpu", spec.dtype).reshape(-1)
+                    length, starts = piece.runs(spec.shape)
+                    runs = values.view(torch.uint8).numpy().data
+                    for i, start in enumerate(starts):
+                        run = runs[i * length * itemsize : (i + 1) * length * itemsize]
+                        _write_at(opened, run, offset + start * itemsize)
+    except CheckpointError as error:
+        raise CheckpointError(f"{spec.name}: {error}") from error
 
 
 def _write_at(opened: int, data: memoryview, offset: int) -> None:

@@ -23,20 +23,22 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from composable_fsdp.checkpoint._coordination import dtype_name
-from composable_fsdp.checkpoint._dcp import directory as folder
-from composable_fsdp.checkpoint._dcp.directory import (
-    MANIFEST,
-    METADATA,
-    Manifest,
-    candidates,
-    find,
-    problems_of,
-    read_manifest,
-)
+from composable_fsdp.checkpoint._dcp import directory
+from composable_fsdp.checkpoint._dcp.directory import Manifest
 from composable_fsdp.checkpoint._dcp.load import read as read_values
 from composable_fsdp.checkpoint._dcp.load import read_metadata, read_objects
-from composable_fsdp.checkpoint._dcp.save import ChecksummingWriter, Contents, ContentsPath, SavePlanner
-from composable_fsdp.checkpoint._safetensors import INDEX, SINGLE, Replacement, StoredTensors, TensorSpec, opened, sync
+from composable_fsdp.checkpoint._dcp.save import ChecksummingWriter, Contents, ContentsPath, SavePlanner, key_of
+from composable_fsdp.checkpoint._safetensors import (
+    INDEX,
+    SINGLE,
+    Replacement,
+    StoredTensors,
+    TensorSpec,
+    check_directory,
+    check_options,
+    opened,
+    sync,
+)
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -56,9 +58,9 @@ class Kind(str, Enum):
 def kind_of(path: Path) -> Kind:
     """Return the kind of the checkpoint at ``path``. Raise ``CheckpointError`` if there is none."""
     if path.is_dir():
-        if (path / MANIFEST).is_file() or (path / METADATA).is_file():
+        if (path / directory.MANIFEST).is_file() or (path / directory.METADATA).is_file():
             return Kind.DCP
-        if candidates(path):
+        if directory.candidates(path):
             return Kind.FOLDER
         if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
             return Kind.SAFETENSORS
@@ -66,7 +68,7 @@ def kind_of(path: Path) -> Kind:
         return Kind.SAFETENSORS
     elif path.is_file():
         return Kind.TORCH
-    find(path)  # raises if there is no checkpoint
+    directory.find(path)  # raises if there is no checkpoint
     return Kind.DCP
 
 
@@ -104,7 +106,7 @@ def open_source(path: Path, *, weights_only: bool = True) -> Source:
         case Kind.TORCH:
             return _open_torch(path, weights_only)
         case _:
-            return _open_dcp(find(path), weights_only)
+            return _open_dcp(directory.find(path), weights_only)
 
 
 # -- directories of torch.distributed.checkpoint, with or without our manifest
@@ -134,7 +136,7 @@ def _open_dcp(folder: Path, weights_only: bool) -> Source:
         decoded = read_objects(folder, metadata, [keys[at] for at in objects], weights_only=weights_only)
         return values | {at: decoded[keys[at]] for at in objects}
 
-    manifest, problem = read_manifest(folder) if (folder / MANIFEST).exists() else (None, "")
+    manifest, problem = directory.read_manifest(folder) if (folder / directory.MANIFEST).exists() else (None, "")
     if problem:
         raise CheckpointError(problem)
     return Source(folder, Kind.DCP, tensors, aliases, [at for at in keys if at not in found], read, manifest)
@@ -274,14 +276,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Description:
-    """A summary of one checkpoint.
+    """A summary of one checkpoint. ``saved`` has step, ranks and versions from the manifest; it is empty without one.
 
-    Attributes:
-        saved: step, number of ranks and versions from the manifest; empty without one.
-        tensors: tensors of the model, including tied names.
-        optimizer: the number of parameters with optimizer state.
-        others: bytes of tensors by other top-level key, such as ``optimizer``.
-        problems: a sentence for each file that is missing or damaged, as far as checked.
+    ``tensors`` are the model's, including tied names. ``optimizer`` is the number of parameters with optimizer state,
+    ``others`` the bytes of tensors by other top-level key. ``problems`` has a sentence for each damaged file.
     """
 
     path: str
@@ -317,18 +315,15 @@ def describe(path: Path, *, verify: bool = False) -> Description:
         optimizer=len(stateful),
         others=others,
         nbytes=sum(spec.nbytes for spec in source.tensors.values()),
-        problems=() if manifest is None else tuple(problems_of(source.path, contents=verify)),
+        problems=() if manifest is None else tuple(directory.problems_of(source.path, contents=verify)),
     )
 
 
 def _tensor(source: Source, path: ContentsPath) -> Tensor:
     of = source.aliases.get(path)
     spec = source.tensors[of or path]
-    return Tensor(_name(path), tuple(spec.shape), dtype_name(spec.dtype), spec.nbytes, _name(of) if of else None)
-
-
-def _name(path: ContentsPath) -> str:
-    return ".".join(map(str, path[1:]))
+    name, same_as = key_of(path[1:]), None if of is None else key_of(of[1:])
+    return Tensor(name, tuple(spec.shape), dtype_name(spec.dtype), spec.nbytes, same_as)
 
 
 # -- folders
@@ -340,9 +335,9 @@ class FolderRow:
 
     step: int
     name: str
-    ranks: int = 0
-    nbytes: int = 0
-    problem: str | None = None
+    ranks: int
+    nbytes: int
+    problem: str | None
 
 
 @dataclass(frozen=True)
@@ -358,20 +353,17 @@ class FolderDescription:
 
 
 def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:
-    found = dict(reversed(folder.candidates(path).items()))
-    rows = tuple(_folder_row(step, each, verify) for step, each in found.items())
-    intact = [each.name for each in rows if each.problem is None]
-    names = {each.name for each in found.values()}
-    left = [name for name in folder.leftovers(path) if name not in names]
-    return FolderDescription(str(path), rows, rows[-1].name, intact[-1] if intact else None, tuple(left))
-
-
-def _folder_row(step: int, path: Path, verify: bool) -> FolderRow:
-    manifest, problems = _examine(path, verify)
-    problem = " ".join(problems) or None
-    if manifest is None:
-        return FolderRow(step, path.name, problem=problem)
-    return FolderRow(step, path.name, manifest.ranks, sum(each.bytes for each in manifest.files.values()), problem)
+    found = directory.candidates(path)
+    rows = []
+    for step, each in found.items():
+        manifest, problems = _examine(each, verify)
+        ranks, files = (0, {}) if manifest is None else (manifest.ranks, manifest.files)
+        nbytes = sum(file.bytes for file in files.values())
+        rows.append(FolderRow(step, each.name, ranks, nbytes, " ".join(problems) or None))
+    intact = [row.name for row in rows if row.problem is None]
+    names = {row.name for row in rows}
+    left = [name for name in directory.leftovers(path) if name not in names]
+    return FolderDescription(str(path), tuple(rows), rows[-1].name, intact[-1] if intact else None, tuple(left))
 
 
 # -- integrity
@@ -398,7 +390,7 @@ def verify(path: Path) -> VerifyResult:
             f"{path} has no manifest of checksums. 'python -m zipfile -t {path}' tests a file of torch.save; "
             "safetensors have no checksums."
         )
-    paths = [*folder.candidates(path).values()][::-1] if kind is Kind.FOLDER else [path]
+    paths = list(directory.candidates(path).values()) if kind is Kind.FOLDER else [path]
     found = [_examine(each, True) for each in paths]
     files = [record for manifest, _ in found if manifest is not None for record in manifest.files.values()]
     problems = tuple(problem for _, of_one in found for problem in of_one)
@@ -408,7 +400,7 @@ def verify(path: Path) -> VerifyResult:
 def _examine(checkpoint: Path, contents: bool) -> tuple[Manifest | None, list[str]]:
     """Return the manifest, and a sentence for each damaged file. A manifest of a newer format is one of them."""
     try:
-        return read_manifest(checkpoint)[0], list(problems_of(checkpoint, contents=contents))
+        return directory.read_manifest(checkpoint)[0], list(directory.problems_of(checkpoint, contents=contents))
     except CheckpointError as error:
         return None, [str(error)]
 
@@ -457,15 +449,12 @@ def convert(
     given, goal = Path(source), Path(target)
     if to not in _WRITERS:
         raise ConfigurationError(f"a checkpoint can be converted to {', '.join(_WRITERS)}, not to {to.value}.")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
-    if max_file_bytes < 1:
-        raise ConfigurationError(f"max_file_bytes must be at least 1, not {max_file_bytes}.")
+    check_options(max_file_bytes, dtype)
     opened = open_source(given, weights_only=weights_only)
     _check_target(goal, to, force)
     if goal.exists() and (goal.samefile(opened.path) or goal.samefile(given)):
         raise ConfigurationError(f"{goal} is the source of the conversion. Name another target.")
-    problems = list(problems_of(opened.path)) if verify and opened.manifest is not None else []
+    problems = list(directory.problems_of(opened.path)) if verify and opened.manifest is not None else []
     if problems:
         raise CheckpointError("\n".join(problems))
     state, left_out = _read(opened, to, dtype=dtype, model_only=model_only)
@@ -503,15 +492,13 @@ def _check_target(target: Path, to: Kind, force: bool) -> None:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise CheckpointError(f"{target} exists already, and --force replaces no directory. Delete it first.")
         return
+    files = [target]
     if to is Kind.SAFETENSORS:
-        if target.suffix == ".safetensors" or (target.exists() and not target.is_dir()):
-            raise ConfigurationError(f"{target} must be a directory: there may be several files of safetensors.")
-        exists = (target / SINGLE).exists() or (target / INDEX).exists()
-    else:
-        exists = target.exists()
-        if target.is_dir():
-            raise ConfigurationError(f"{target} is a directory. Name a file.")
-    if exists and not force:
+        check_directory(target)
+        files = [target / SINGLE, target / INDEX]
+    elif target.is_dir():
+        raise ConfigurationError(f"{target} is a directory. Name a file.")
+    if any(file.exists() for file in files) and not force:
         raise CheckpointError(f"{target} exists already. Pass --force to replace it.")
 
 
@@ -540,7 +527,6 @@ def _delete(path: Path) -> None:
 
 
 def _write_dcp(state: Contents, step: Any, target: Path, max_file_bytes: int) -> None:
-    """Write a directory in the format of ``save``."""
     state.objects = {tuple(map(str, path)): value for path, value in state.objects.items()}  # DCP's paths have indices
     ranks = {path[1] for path in state.objects if path[0] == "ranks"}
     with _complete_only(target) as folder:
@@ -549,10 +535,9 @@ def _write_dcp(state: Contents, step: Any, target: Path, max_file_bytes: int) ->
         plans, metadata = planner.create_global_plan([planner.create_local_plan()])
         writer.set_up_storage_writer(is_coordinator=True)
         (plan,) = writer.prepare_global_plan(plans)
-        written = writer.write_data(plan, planner)
-        written.wait()
+        written = writer.write(plan, planner)
         whole = step if type(step) is int else 0
-        writer.complete(metadata, [(written.value(), {})], state.further_keys(), whole, max(len(ranks), 1))
+        writer.complete(metadata, [written], state.further_keys(), whole, max(len(ranks), 1))
 
 
 def _write_safetensors(state: Contents, step: Any, target: Path, max_file_bytes: int) -> None:

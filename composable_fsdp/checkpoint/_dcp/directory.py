@@ -27,7 +27,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from composable_fsdp.checkpoint._coordination import dtype_name
-from composable_fsdp.checkpoint._safetensors import sync
+from composable_fsdp.checkpoint._safetensors import sync, write_synced
 from composable_fsdp.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -42,26 +42,24 @@ _LOCK = ".lock"
 
 def complete(path: str | os.PathLike[str]) -> dict[int, Path]:
     """Return the complete checkpoints in the folder ``path`` by ascending step; empty if there is no such folder."""
-    folder = Path(path)
-    found: dict[int, Path] = {}
-    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():  # a step comes before its older version
-        match = _NAME.fullmatch(name.removesuffix(_OLD))
-        if match and (folder / name / MANIFEST).is_file():
-            found.setdefault(int(match[1]), folder / name)
-    return dict(sorted(found.items()))
+    return {step: found for step, found in candidates(path).items() if (found / MANIFEST).is_file()}
 
 
 def candidates(path: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return all checkpoints in the folder ``path`` by descending step, including damaged ones.
+    """Return all checkpoints in the folder ``path`` by ascending step, including damaged ones.
 
-    A save renames a directory only once it is complete, so a directory without a manifest is damaged.
+    A save renames a directory only once it is complete, so a directory without a manifest is damaged. An older version
+    of the same step is used instead, if it is still there.
     """
-    folder = Path(path)
-    found = complete(folder)
-    for name in os.listdir(folder) if folder.is_dir() else []:
-        if (match := _NAME.fullmatch(name)) and (folder / name).is_dir():
-            found.setdefault(int(match[1]), folder / name)
-    return dict(sorted(found.items(), reverse=True))
+    found: dict[int, Path] = {}
+    for suffix in ("", _OLD):
+        for directory in Path(path).glob(f"step-*{suffix}"):
+            match = _NAME.fullmatch(directory.name.removesuffix(suffix))
+            if match and ((directory / MANIFEST).is_file() or (not suffix and directory.is_dir())):
+                step = int(match[1])
+                if step not in found or not (found[step] / MANIFEST).is_file():
+                    found[step] = directory
+    return dict(sorted(found.items()))
 
 
 def leftovers(path: str | os.PathLike[str]) -> list[str]:
@@ -93,7 +91,7 @@ def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
         if _NAME.fullmatch(given.name):
             raise CheckpointError(f"{given / MANIFEST} is missing.")
         return [given]
-    found = list(candidates(given).values())
+    found = list(candidates(given).values())[::-1]
     if not found:
         unfinished = sorted(entry.name for entry in given.glob(f"*{_PARTIAL}")) if given.is_dir() else []
         hint = f" Never finished: {', '.join(unfinished)}." if unfinished else ""
@@ -237,12 +235,8 @@ class Manifest:
         return Manifest(step, ranks, files, tensors, library, torch.__version__)
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into ``folder`` and sync it to disk."""
         body = {"format": FORMAT, **asdict(self)}
-        with (folder / MANIFEST).open("w") as file:
-            json.dump({"crc32": _checksum(body), "manifest": body}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(folder / MANIFEST, json.dumps({"crc32": _checksum(body), "manifest": body}, indent=1))
 
     def share(self, rank: int = 0, ranks: int = 1) -> dict[str, FileRecord]:
         """Return the files that ``rank`` of ``ranks`` checks: each file once, about as many bytes on each rank."""

@@ -41,15 +41,8 @@ from composable_fsdp.checkpoint._coordination import (
     said,
     tensor_text,
 )
-from composable_fsdp.checkpoint._dcp.directory import (
-    MANIFEST,
-    METADATA,
-    Manifest,
-    check_files,
-    checkpoints_at,
-    damage_text,
-    read_manifest,
-)
+from composable_fsdp.checkpoint._dcp import directory
+from composable_fsdp.checkpoint._dcp.directory import Manifest
 from composable_fsdp.checkpoint._dcp.save import (
     Contents,
     ContentsPath,
@@ -172,10 +165,10 @@ def load(
 
 def _choose(ranks: RankGroup, what: str, path: Path, contents: bool, fallback: bool) -> tuple[Path, Manifest | None]:
     """Return the checkpoint to load and its manifest, if any; equal on all ranks."""
-    checkpoints = ranks.from_rank0(what, lambda: checkpoints_at(path))
-    if checkpoints == [path] and not ranks.from_rank0(what, (path / MANIFEST).is_file):
+    checkpoints = ranks.from_rank0(what, lambda: directory.checkpoints_at(path))
+    if checkpoints == [path] and not ranks.from_rank0(what, (path / directory.MANIFEST).is_file):
         if ranks.rank == 0:
-            logger.warning("%s has no %s: whether it is intact cannot be verified", path, MANIFEST)
+            logger.warning("%s has no %s: whether it is intact cannot be verified", path, directory.MANIFEST)
         return path, None
     damaged: dict[str, str] = {}
     for checkpoint in checkpoints:
@@ -186,29 +179,29 @@ def _choose(ranks: RankGroup, what: str, path: Path, contents: bool, fallback: b
         if damaged and not fallback:
             raise CheckpointError(
                 f"{what}: the newest checkpoint is damaged. {checkpoint.name} is the newest that is intact: "
-                f"pass fallback=True to load it. Damaged:{damage_text(damaged)}"
+                f"pass fallback=True to load it. Damaged:{directory.damage_text(damaged)}"
             )
         if damaged and ranks.rank == 0:
             text = "%s: %s is loaded, the newest checkpoint that is intact. Damaged:%s"
-            logger.warning(text, what, checkpoint.name, damage_text(damaged))
+            logger.warning(text, what, checkpoint.name, directory.damage_text(damaged))
         return checkpoint, manifest
     if len(checkpoints) == 1:
         raise CheckpointError(f"{what}: {damaged[checkpoints[0].name]}")
-    raise CheckpointError(f"{what}: no checkpoint in it is intact:{damage_text(damaged)}")
+    raise CheckpointError(f"{what}: no checkpoint in it is intact:{directory.damage_text(damaged)}")
 
 
 def _examine(ranks: RankGroup, what: str, checkpoint: Path, contents: bool) -> tuple[Manifest | None, str]:
     """Return the manifest, and a description of the damage, empty if there is none. Each rank checks some files."""
-    manifest, problem = ranks.from_rank0(what, lambda: read_manifest(checkpoint))
+    manifest, problem = ranks.from_rank0(what, lambda: directory.read_manifest(checkpoint))
     if manifest is None:
         return None, problem
     share = manifest.share(ranks.rank, ranks.size)
 
+    def first_problem() -> str:
+        return next(directory.check_files(checkpoint, share, contents=contents), "")
+
     def together(found: list[str]) -> str:
         return join_rank_texts({rank: text for rank, text in enumerate(found) if text}, len(found))
-
-    def first_problem() -> str:
-        return next(check_files(checkpoint, share, contents=contents), "")
 
     return manifest, ranks.combine(what, first_problem, together)
 
@@ -330,7 +323,6 @@ class _Restore:
             CommunicationState(self._model).load_state_dict(self._communication)
 
     def _match_contents(self, contents: Contents, prefixes: str | tuple[str, ...]) -> None:
-        """Match the tensors and extra states of the model and of its averages."""
         registered = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
         names: dict[ContentsPath, list[ContentsPath]] = {path: [path] for path in contents.parts}
         for alias, path in contents.aliases.items():
@@ -432,10 +424,8 @@ class _Restore:
 
 
 def _label(key: str) -> str:
-    """Return the name of a tensor in error texts."""
-    return (
-        key.removeprefix("model.") if key.startswith("model.") else f"average of {key.removeprefix('averages.values.')}"
-    )
+    name = key.removeprefix("averages.values.")
+    return key.removeprefix("model.") if name == key else f"average of {name}"
 
 
 def _fits(saved: object, wanted: torch.Tensor) -> TypeGuard[TensorStorageMetadata]:
@@ -475,9 +465,7 @@ def _part_of_state(key: str, saved: TensorStorageMetadata, member: OptimizerPara
 
 
 def _describe(saved: object) -> str:
-    if isinstance(saved, TensorStorageMetadata):
-        return tensor_text(saved.properties.dtype, saved.size)
-    return "an object"
+    return tensor_text(saved.properties.dtype, saved.size) if isinstance(saved, TensorStorageMetadata) else "an object"
 
 
 # -- reading
@@ -521,7 +509,10 @@ def read(
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles only the classes that DCP's metadata consists of, so that a file cannot run other code."""
+    """Unpickles only the classes that DCP's metadata consists of, so that a file cannot run other code.
+
+    The unpickler of ``torch.load(weights_only=True)`` does not read the protocol of pickles in which DCP writes it.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -553,7 +544,7 @@ _ALLOWED = {
 
 def read_metadata(folder: Path) -> Metadata:
     """Read DCP's metadata of the checkpoint ``folder``. Raise ``CheckpointError`` if it is missing or damaged."""
-    path = folder / METADATA
+    path = folder / directory.METADATA
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
