@@ -12,7 +12,7 @@ __all__ = ["page_of"]
 HEAD = """# Clients
 
 Made by `clients/run_all.py` (`make clients`) from [{source}](results/{source}); do not edit.
-What the columns mean is in [docs/clients.md](../docs/clients.md).
+What the columns mean is in [docs/compatibility.md](../docs/compatibility.md#libraries-built-on-fsdp2).
 
 <!-- table -->
 

@@ -39,7 +39,7 @@ MINUTES = 15
 HEAD = """# Suites
 
 Made by `clients/suites.py` (`make suites`) from [{source}](results/{source}); do not edit.
-What the columns mean is in [docs/clients.md](../docs/clients.md).
+What the columns mean is in [docs/compatibility.md](../docs/compatibility.md#libraries-built-on-fsdp2).
 
 <!-- table -->
 

@@ -20,7 +20,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "generated"]  # generated: parts of pages
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 

@@ -70,7 +70,7 @@ class _MissingNameError(UnsupportedError, AttributeError):
 
 
 def _refuse(view: object, name: str) -> Any:
-    remedy = _REMEDY_OF.get(name, "the methods of the module, see docs/upstream-main.md")
+    remedy = _REMEDY_OF.get(name, "the methods of the module, see docs/upstream.md")
     raise _MissingNameError(f"{name} of torch's FSDP2 does not exist here. Use {remedy.format(name)}.")
 
 

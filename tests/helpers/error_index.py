@@ -70,7 +70,7 @@ FOREIGN = {
     ),
     "setStorage: … are out of bounds for storage of size 0, or a segmentation fault": (
         "A reference to an unsharded parameter was used after its memory was freed.",
-        "Keep a [copy](training.md#error-checks), or use `unsharded_params`.",
+        "Keep a [copy](how-to/checks.md#error-checks), or use `unsharded_params`.",
     ),
     "a leaf Variable that requires grad is being used in an in-place operation": (
         "A parameter was changed outside of `torch.no_grad()`.",

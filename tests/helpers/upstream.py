@@ -123,7 +123,7 @@ def version() -> str:
 
 def page() -> Path:
     """Return the path of the page for the installed torch."""
-    return Path(__file__).parents[2] / "docs" / f"upstream-{version()}.md"
+    return Path(__file__).parents[2] / "docs" / "generated" / f"upstream-{version()}.md"
 
 
 def render() -> str:
@@ -136,9 +136,11 @@ def render() -> str:
     lines = [
         f"# Public names of FSDP2 in torch {version()}, and ours",
         "",
-        "This page is made by `python -m tests.helpers.upstream` (`make upstream`) from the installed torch. Tests",
+        "<!-- page -->",
+        "",
+        "This part is made by `python -m tests.helpers.upstream` (`make upstream`) from the installed torch. Tests",
         "fail if it is out of date, or if a difference has no reason. Annotations are not compared. Programs that",
-        "behave differently are in [Compared with torch's FSDP2](compared-with-fsdp2.md).",
+        "behave differently have [a table](compatibility.md#programs-that-behave-differently).",
         "",
         "| name | torch | here |",
         "|---|---|---|",
@@ -152,7 +154,7 @@ def render() -> str:
         "",
         "## Calls that only this library accepts",
         "",
-        "| call | torch | here | row of [Compared with torch's FSDP2](compared-with-fsdp2.md) |",
+        "| call | torch | here | row of [the table](compatibility.md#programs-that-behave-differently) |",
         "|---|---|---|---|",
         *(f"| {call} | {' | '.join(results)} |" for call, results in _MORE_CALLS.items()),
         "",

@@ -1,4 +1,4 @@
-"""Runs every row of ``docs/compared-with-fsdp2.md`` on torch's FSDP2 and on this library."""
+"""Runs every row of ``docs/generated/compared-with-fsdp2.md`` on torch's FSDP2 and on this library."""
 
 from __future__ import annotations
 

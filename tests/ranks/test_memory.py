@@ -192,7 +192,7 @@ def read_a_kept_reference(how: str) -> None:
 
 @pytest.mark.behaviour("C-03")
 def test_reading_a_kept_reference_to_an_unsharded_parameter() -> None:
-    """Check the behaviour that docs/training.md states.
+    """Check the behaviour that docs/how-to/schedule.md states.
 
     A read of freed memory raises or ends the process. It never returns another tensor's values.
     """

@@ -1,7 +1,8 @@
 """Runs the Python blocks of the documentation: those of pages, those of docstrings, and whole programs.
 
 A block with ``>>>`` shows its results, which are compared. Of any other block, each statement must run. A page is one
-session; blocks in an HTML comment prepare it unseen. A block after ``<!-- not run: reason -->`` is not run.
+session of what a reader sees: HTML comments are left out. A block after ``<!-- not run: reason -->`` is not run; the
+pages that may have one are in ``NOT_RUN``.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import ast
 import doctest
 import importlib
 import io
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +26,14 @@ import composable_fsdp
 import tests.simulation
 from tests.helpers.comparison.page import PAGE, render
 from tests.helpers.fresh_process import run_script_on_ranks
+from tests.helpers.torchrun import finished, torchrun
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 
+
+NOT_RUN = {"docs/how-to/cuda-graphs.md"}
+"""Pages with a block that cannot run here: it needs a GPU."""
 
 ANYTHING = "whatever it shows\n"
 """The wanted output of statements in blocks without ``>>>``."""
@@ -37,7 +45,8 @@ class _Checker(doctest.OutputChecker):
 
 
 def python_blocks(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Return the number of the line before each block of Python that runs, and its lines."""
+    """Return the number of the line before each visible block of Python that runs, and its lines."""
+    text = re.sub(r"<!--(?! not run: ).*?-->", lambda comment: "\n" * comment[0].count("\n"), text, flags=re.DOTALL)
     lines, began, indent, before = text.splitlines(), -1, 0, ""
     for number, line in enumerate(lines):
         if line.strip().startswith("```"):
@@ -100,12 +109,13 @@ def _destroy_process_group() -> Iterator[None]:
 
 
 def test_there_are_examples_to_run() -> None:
-    assert {"docs/quickstart.md", "docs/coming-from-fsdp2.md"} <= {test.name for test in PAGES}
+    assert {"docs/quickstart.md", "docs/compatibility.md"} <= {test.name for test in PAGES}
     assert DOCSTRINGS
 
 
 @pytest.mark.parametrize("test", [pytest.param(test, id=test.name) for test in PAGES + DOCSTRINGS])
-def test_docs_examples_pass(test: doctest.DocTest) -> None:
+def test_docs_examples_pass(test: doctest.DocTest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     assert not failures(test), failures(test)
 
 
@@ -123,6 +133,61 @@ def test_documented_extensions_train_on_two_ranks(name: str) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("options", [(), ("--whole",)], ids=["blocks", "whole"])
+def test_the_program_of_the_compile_page_has_the_losses_of_the_eager_model(options: tuple[str, ...]) -> None:
+    said = torchrun("examples/compiled.py", "--backend", "aot_eager", *options)
+    assert said.count("0e+00 from the eager model") == 2, said
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", ["2", "4"])
+def test_the_program_of_the_pipeline_page_trains(ranks: str) -> None:
+    said = torchrun("examples/pipeline.py", launcher=("--nproc-per-node", ranks))
+    losses = [float(loss) for loss in re.findall(r"step (?:4|19) loss ([\d.]+)", said)]
+    assert len(losses) == int(ranks)
+    assert min(losses) < max(losses) / 3
+
+
+@pytest.mark.multiprocess
+def test_the_program_of_the_context_parallel_page_has_the_gradients_of_whole_sequences() -> None:
+    said = torchrun("examples/context_parallel.py")
+    differences = re.findall(r"gradients (\S+) from", said)
+    assert len(differences) == 2
+    assert all(float(difference) < 1e-6 for difference in differences), said
+
+
+@pytest.mark.multiprocess
+def test_the_program_of_the_profiler_page_writes_profiles_with_labels_of_groups() -> None:
+    assert re.search(r"FSDP::all_gather \(0\) +\d+ times", torchrun("examples/profiled.py"))
+    assert (ROOT / "runs" / "profile" / "rank-1.json").exists()
+
+
+@pytest.mark.multiprocess
+def test_the_program_of_the_data_page_sees_every_sample_once_over_a_stop_and_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    first = torchrun("examples/resume_data.py", "--out", str(tmp_path), "--stop", "5")
+    second = torchrun(
+        "examples/resume_data.py", "--out", str(tmp_path), "--stop", "16", launcher=("--nproc-per-node", "1")
+    )
+    steps = [int(step) for step in re.findall(r"rank 0 step (\d+) ", first + second)]
+    assert steps == list(range(1, 17))
+    samples = [int(each) for found in re.findall(r"samples \[(.*?)\]", first + second) for each in found.split(",")]
+    assert sorted(samples) == list(range(128))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("options", [(), ("--nf4",)], ids=["lora", "qlora"])
+def test_the_program_of_the_peft_page_trains(options: tuple[str, ...]) -> None:
+    for package in ("peft", "transformers", "torchao"):  # `make clients` installs them
+        pytest.importorskip(package)
+    said = torchrun("examples/qlora.py", *options)
+    losses = [float(loss) for loss in re.findall(r"rank 0 step \d loss ([\d.]+)", said)]
+    assert losses[-1] < losses[0] - 0.5
+    assert "12 adapters, 14,336 values" in said
+
+
+@pytest.mark.multiprocess
 def test_the_tutorial_trains_and_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
     options = ("--out", str(tmp_path), "--save-every", "20")
     first = run_script_on_ranks("examples/own_gpt.py", *options, "--steps", "30")
@@ -133,13 +198,73 @@ def test_the_tutorial_trains_and_continues_on_another_number_of_ranks(tmp_path: 
     assert "steps 31 to 32; evaluation:" in second
 
 
+def first_program() -> str:
+    """Return the program that README, front page and quickstart show, without its docstring."""
+    return (ROOT / "examples" / "first.py").read_text().split('"""\n\n', 1)[1]
+
+
+def shown_by(command: str) -> list[str]:
+    """Return the lines that the README shows below ``command``, of which this is the begin."""
+    found = re.search(rf"^\$ {re.escape(command)}.*\n((?:.+\n)+?)```$", README.read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1].splitlines()
+
+
+def test_readme_front_page_and_quickstart_show_the_same_program() -> None:
+    assert f"```python\n{first_program()}```\n" in README.read_text()
+    for page in ("index.md", "quickstart.md"):
+        assert "```{literalinclude} ../examples/first.py" in (ROOT / "docs" / page).read_text()
+
+
+def test_the_readme_has_at_most_90_lines() -> None:
+    assert len(README.read_text().splitlines()) <= 90
+
+
+def test_the_first_program_says_under_plain_python_how_to_start_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "examples/first.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Start one process per device with `torchrun --nproc-per-node N script.py`" in done.stderr
+
+
 @pytest.mark.multiprocess
-def test_readme_program_runs_on_two_ranks(tmp_path: Path) -> None:
-    block = re.search(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert block is not None
-    program = tmp_path / "train.py"
-    program.write_text(block[1])
-    run_script_on_ranks(program)
+def test_the_first_program_trains_on_two_ranks_and_its_schedule_is_that_of_the_readme(tmp_path: Path) -> None:
+    program = tmp_path / "first.py"
+    program.write_text(first_program().replace("shutdown()  #", "    print(model.schedule())\nshutdown()  #"))
+    said = torchrun(program)
+    losses = [float(loss) for loss in re.findall(r"rank 0 step \d loss ([\d.]+)", said)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 0.1
+    assert "\n".join(shown_by("torchrun --standalone --nproc-per-node 2 first.py | grep")) in said
+
+
+@pytest.mark.multiprocess
+def test_the_readme_shows_the_error_of_the_other_rank(tmp_path: Path) -> None:
+    program, line = tmp_path / "first.py", 'if rank == 1 and step == 3: raise ValueError("a bad batch")'
+    assert f"`{line}`" in README.read_text()
+    program.write_text(first_program().replace("    loss.backward()", f"    {line}\n    loss.backward()"))
+    said = finished(program).stdout
+    own, *other = shown_by("torchrun --standalone --nproc-per-node 2 first.py 2>&1 | grep")
+    assert f"[rank1]: {own}" in said
+    shown = re.escape(" ".join(other)).replace("58", r"\d+")
+    assert re.search(rf"\[rank0\]: composable_fsdp\.errors\.{shown}", said), said
+
+
+def test_the_plan_of_the_readme_is_made_by_its_command() -> None:
+    command = re.search(r"^\$ composable-fsdp (plan .*?) \| sed", README.read_text(), re.MULTILINE)
+    assert command is not None
+    done = subprocess.run(
+        [sys.executable, "-m", "composable_fsdp", *command[1].split()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[3:7] == shown_by("composable-fsdp plan"), done.stdout + done.stderr
+
+
+def test_only_listed_pages_have_blocks_that_are_not_run() -> None:
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
+    found = {path.relative_to(ROOT).as_posix() for path in pages if "<!-- not run: " in path.read_text()}
+    assert found == NOT_RUN
 
 
 def test_a_broken_example_is_reported_with_its_line() -> None:
@@ -151,12 +276,13 @@ def test_a_broken_example_is_reported_with_its_line() -> None:
 
 def test_statements_without_prompts_run_unless_the_page_says_why_not() -> None:
     page = (
-        "<!--\n```python\n>>> x = 1\n```\n-->\n\n- In a list:\n\n  ```python\n  def f(y):\n      return y\n\n\n"
+        "<!--\n```python\n>>> f = z = 1\n```\n-->\n\n```python\n>>> x = 1\n```\n\n"
+        "- In a list:\n\n  ```python\n  def f(y):\n      return y\n\n\n"
         "  f(x)\n  f(z)\n  ```\n\n<!-- not run: a reason -->\n\n```python\nf(w)\n```\n"
     )
     (test,) = page_examples(page, "page.md")
     report = failures(test)
-    assert re.search(r'"page\.md", line 15.*f\(z\).*NameError: name \'z\' is not defined', report, re.DOTALL), report
+    assert re.search(r'"page\.md", line 19.*f\(z\).*NameError: name \'z\' is not defined', report, re.DOTALL), report
     assert report.count("Failed example") == 1
 
 

@@ -333,9 +333,9 @@ def test_hooks_of_tensors_see_the_pass_for_which_they_gather() -> None:
         ("State", "_comm_ctx", r"composable_fsdp.share_comm_ctx\(modules\)"),
         ("ParamGroup", "comm_ctx", r"composable_fsdp.share_comm_ctx\(modules\)"),
         ("ParamGroup", "_module_fqn", r"named_modules\(\) of the model"),
-        ("State", "FSDPCommContext", "methods of the module, see docs/upstream-main.md"),
-        ("State", "_a_mark_of_a_library", "methods of the module, see docs/upstream-main.md"),
-        ("ParamGroup", "a_name_of_next_year", "methods of the module, see docs/upstream-main.md"),
+        ("State", "FSDPCommContext", "methods of the module, see docs/upstream.md"),
+        ("State", "_a_mark_of_a_library", "methods of the module, see docs/upstream.md"),
+        ("ParamGroup", "a_name_of_next_year", "methods of the module, see docs/upstream.md"),
     ],
 )
 def test_other_private_names_are_refused_with_a_remedy_also_when_they_are_set(

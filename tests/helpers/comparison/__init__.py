@@ -1,1 +1,1 @@
-"""Programs that behave differently on torch's FSDP2 and here: the rows of ``docs/compared-with-fsdp2.md``."""
+"""Programs that behave differently on torch's FSDP2 and here: the rows of ``docs/generated/compared-with-fsdp2.md``."""

@@ -1,4 +1,4 @@
-"""``python -m tests.helpers.comparison.page`` writes ``docs/compared-with-fsdp2.md`` from the rows."""
+"""``python -m tests.helpers.comparison.page`` writes ``docs/generated/compared-with-fsdp2.md`` from the rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from tests.helpers.comparison.rows import Row
 
 __all__ = ["PAGE", "render"]
 
-PAGE = Path(__file__).parents[3] / "docs" / "compared-with-fsdp2.md"
+PAGE = Path(__file__).parents[3] / "docs" / "generated" / "compared-with-fsdp2.md"
 
 _HEAD = """\
 # Compared with torch's FSDP2
 
-This page lists programs that behave differently on torch's FSDP2 (2.13, on CPU with gloo) and here. Each row is a test:
+<!-- page -->
+
+These programs behave differently on torch's FSDP2 (2.13, on CPU with gloo) and here. Each row is a test:
 `tests/parity/test_comparison.py` runs the program on both libraries and checks both outcomes. The last column is the
-name of the program: `pytest tests/parity/test_comparison.py -k NAME`. This page is made from these programs by
+name of the program: `pytest tests/parity/test_comparison.py -k NAME`. This table is made from them by
 `python -m tests.helpers.comparison.page`.
 """
 
