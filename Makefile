@@ -22,11 +22,14 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test true-device test-fast plugins check goldens format docs behaviours upstream errors bench bench-quick gpu clients suites clean
+.PHONY: help install demo demo-short quantized elastic test true-device test-fast plugins check goldens format docs behaviours upstream errors front-page bench bench-quick gpu clients suites clean
+
+FOR_USERS := install|demo|docs|test|test-fast
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
-		printf '  %-12s %s\n' "$$target" "$$text"; done
+	@list() { sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | grep -E $$1 '^($(FOR_USERS))\|' \
+		| while IFS='|' read -r target text; do printf '  %-12s %s\n' "$$target" "$$text"; done; }; \
+	list; echo; echo 'For maintainers:'; list -v
 
 # torch comes first, by itself, so that no later package can have another torch installed. The demo needs less than the
 # rest: with $(READY) it is there already.
@@ -121,6 +124,9 @@ suites: $(SUITES_READY) ## run other projects' tests of torch's FSDP2 on it and 
 
 upstream: $(READY) ## compare public names, parameters and defaults with the installed torch's FSDP2, and write the page
 	$(BIN)/python -m tests.helpers.upstream
+
+front-page: $(READY) ## write the figures of the documentation's front page, from the newest results
+	$(BIN)/python benchmarks/front_page.py
 
 errors: $(READY) ## write docs/errors.md, the index of errors, from the code
 	$(BIN)/python -m tests.helpers.error_index

@@ -28,6 +28,8 @@ myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "both"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 60  # then one argument a line
+toc_object_entries_show_parents = "hide"  # `unshard()`, not `FSDPModule.unshard()`, which breaks in mid-word
 autodoc_default_options = {"members": True, "show-inheritance": True}
 
 html_theme = "furo"

@@ -6,11 +6,12 @@ from torch import distributed, nn
 from composable_fsdp import fully_shard, shutdown
 
 torch.manual_seed(0)  # so that all ranks build the same values
-model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, batch_first=True) for _ in range(4)))
-for layer in model:
+layers = [nn.TransformerEncoderLayer(64, 4, batch_first=True) for _ in range(4)]
+model = nn.Sequential(*layers)
+for layer in layers:
     fully_shard(layer)  # each layer is gathered and freed by itself
 fully_shard(model)  # takes the remaining parameters; always last
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # after fully_shard, so that it gets the shards
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # gets the shards
 rank, device = distributed.get_rank(), next(model.parameters()).device
 torch.manual_seed(rank + 1)  # so that each rank has data of its own
 for step in range(10):
@@ -19,4 +20,4 @@ for step in range(10):
     optimizer.step()
     optimizer.zero_grad()
     print(f"rank {rank} step {step} loss {loss.item():.4f}")
-shutdown()  # waits for all ranks; if one has a batch more, an error says so within seconds
+shutdown()  # waits for all ranks; an error if one has a batch more

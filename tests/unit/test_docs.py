@@ -145,7 +145,7 @@ def test_the_program_of_the_pipeline_page_trains(ranks: str) -> None:
     said = torchrun("examples/pipeline.py", launcher=("--nproc-per-node", ranks))
     losses = [float(loss) for loss in re.findall(r"step (?:4|19) loss ([\d.]+)", said)]
     assert len(losses) == int(ranks)
-    assert min(losses) < max(losses) / 3
+    assert min(losses) < max(losses) / 2
 
 
 @pytest.mark.multiprocess
