@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composable_fsdp._api import meshes
-    from composable_fsdp._api.extents import Box, Cut, ShardExtent, extent_of, gather, like, shardings_of, states_below
+    from composable_fsdp._api.extents import (
+        Box,
+        Cut,
+        ShardExtent,
+        extent_of,
+        gather,
+        like,
+        plain_name,
+        shardings_of,
+        states_below,
+    )
     from composable_fsdp._api.meshes import (
         ShardPlacementResult,
         default_mesh,
@@ -180,7 +190,7 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict import model
     from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
-    from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names, plain_name
+    from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names
     from composable_fsdp.checkpoint._tools import Kind, convert, open_source, verify
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec

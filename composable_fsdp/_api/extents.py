@@ -1,4 +1,4 @@
-"""Which block of a full tensor this rank holds, and groups of modules below a module."""
+"""Which block of a full tensor this rank holds; groups of modules and names of parameters below a module."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ from composable_fsdp._core.params import local_part, plain_tensors
 from composable_fsdp._core.state import FSDPState, find_state
 
 Ranges = tuple[range, ...]
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""Prefixes that torch's activation-checkpoint wrappers and ``torch.compile`` add to names."""
+
+
+def plain_name(name: str) -> str:
+    for prefix in _WRAPPERS:
+        name = name.replace(prefix, "")
+    return name
 
 
 class Cut(NamedTuple):

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._api.extents import shardings_of, states_below
+from composable_fsdp._api.extents import plain_name, shardings_of, states_below
 from composable_fsdp._api.fully_shard import fully_shard
 from composable_fsdp._consistency.verify_ranks import verify_same_lines
 from composable_fsdp._core.buckets import registered_buffers, registered_parameters
 from composable_fsdp._core.params import as_parameter, has_grad_dtype, parameter_class
 from composable_fsdp.checkpoint._coordination import tensor_text
 from composable_fsdp.checkpoint._state_dict.model import Full, OwnerRanks, fill
-from composable_fsdp.checkpoint._state_dict.tensors import plain_name
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.init.materialize import allocate_at_rest
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
 
 from composable_fsdp._api.communication_state import CommunicationState
-from composable_fsdp._api.extents import like
+from composable_fsdp._api.extents import like, plain_name
 from composable_fsdp._core.params import local_part
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
@@ -54,7 +54,7 @@ from composable_fsdp.checkpoint._dcp.save import (
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, replicated
-from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, plain_name, prepare_for_access
+from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, prepare_for_access
 from composable_fsdp.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from composable_fsdp._api.extents import like, shardings_of, states_below
+from composable_fsdp._api.extents import like, plain_name, shardings_of, states_below
 from composable_fsdp._core.params import local_part
 from composable_fsdp.checkpoint._state_dict.model import OwnerRanks, StateDictLoader
-from composable_fsdp.checkpoint._state_dict.tensors import Entry, on_meta, plain_name, prepare_for_access
+from composable_fsdp.checkpoint._state_dict.tensors import Entry, on_meta, prepare_for_access
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 
 Decay = Callable[[int], float]

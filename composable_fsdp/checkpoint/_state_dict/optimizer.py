@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from composable_fsdp._api.extents import Cut, ShardExtent, like, shardings_of, states_below
+from composable_fsdp._api.extents import Cut, ShardExtent, like, plain_name, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding, as_dtensor
 from composable_fsdp._core.params import ShardedParameter, find_replaced, local_part
 from composable_fsdp.checkpoint._coordination import Mismatch
@@ -36,7 +36,6 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
     checksum,
     on_meta,
     parameter_names,
-    plain_name,
     prepare_for_access,
 )
 from composable_fsdp.errors import CheckpointError, ParameterError

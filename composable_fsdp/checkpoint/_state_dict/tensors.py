@@ -17,21 +17,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from composable_fsdp._api.extents import ShardExtent, extent_of, has_own_memory, shardings_of, states_below
+from composable_fsdp._api.extents import ShardExtent, extent_of, has_own_memory, plain_name, shardings_of, states_below
 from composable_fsdp._consistency.broadcast import fill_
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import local_part, plain_tensors
 from composable_fsdp.checkpoint._coordination import said
 from composable_fsdp.errors import CheckpointError
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Prefixes that torch's activation-checkpoint wrappers and ``torch.compile`` add to names."""
-
-
-def plain_name(name: str) -> str:
-    for prefix in _WRAPPERS:
-        name = name.replace(prefix, "")
-    return name
 
 
 @dataclass(frozen=True)
