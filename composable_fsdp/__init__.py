@@ -70,6 +70,9 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA, sharded_ema
     from composable_fsdp.checkpoint._state_dict.optimizer import rekey_optimizer
     from composable_fsdp.init.shard_from_rank0 import shard_from_rank0
+    from composable_fsdp.plugins.weight_stream.packed_layout import PackedLayout
+    from composable_fsdp.plugins.weight_stream.stream import WeightBucket, WeightStream, copy_params, stream_full_params
+    from composable_fsdp.plugins.weight_stream.weight_names import JoinPart, PackedTensor
 
 __all__ = [
     "ArgumentTypeError",
@@ -97,6 +100,7 @@ __all__ = [
     "GroupDescription",
     "Int4",
     "Int8",
+    "JoinPart",
     "LifecycleError",
     "LostExtensionWarning",
     "LowPrecisionWarning",
@@ -105,6 +109,8 @@ __all__ = [
     "ModelDescription",
     "OffloadBackendWarning",
     "OffloadPolicy",
+    "PackedLayout",
+    "PackedTensor",
     "ParameterError",
     "PeerError",
     "PlainParameterWarning",
@@ -114,9 +120,12 @@ __all__ = [
     "ShardingStrategy",
     "UnshardHandle",
     "UnsupportedError",
+    "WeightBucket",
+    "WeightStream",
     "apply_to_full_params",
     "clip_grad_norm_",
     "communication_report",
+    "copy_params",
     "cpu_offload_by_budget",
     "describe",
     "find_nonfinite",
@@ -133,6 +142,7 @@ __all__ = [
     "sharded_rng",
     "share_comm_ctx",
     "shutdown",
+    "stream_full_params",
     "tie_groups",
     "to_empty",
     "unsharded_params",
@@ -146,16 +156,23 @@ _attributes: Any = fully_shard
 _attributes.state = client_state  # as torch's has
 _attributes.groups = lambda model: list(describe(model).groups)
 
-# Imported on first use, because they import torch.distributed.checkpoint, which is slow.
-_WITH_CHECKPOINTS = {
+# Imported on first use: those of checkpoints because they import torch.distributed.checkpoint, which is slow.
+_ON_FIRST_USE = {
+    "JoinPart": "plugins.weight_stream.weight_names",
+    "PackedLayout": "plugins.weight_stream.packed_layout",
+    "PackedTensor": "plugins.weight_stream.weight_names",
     "ShardedEMA": "checkpoint._state_dict.ema",
+    "WeightBucket": "plugins.weight_stream.stream",
+    "WeightStream": "plugins.weight_stream.stream",
+    "copy_params": "plugins.weight_stream.stream",
     "rekey_optimizer": "checkpoint._state_dict.optimizer",
     "shard_from_rank0": "init.shard_from_rank0",
     "sharded_ema": "checkpoint._state_dict.ema",
+    "stream_full_params": "plugins.weight_stream.stream",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_CHECKPOINTS:
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WITH_CHECKPOINTS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

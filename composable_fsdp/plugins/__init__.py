@@ -43,6 +43,7 @@ Plugin                  Does                                             On by d
 ``smaller_mesh``        gathers slices from fewer ranks in backward      when
                                                                          ``reshard_after_forward``
                                                                          is an ``int``
+``weight_stream``       streams full parameters in buckets               when it is called
 ``custom_comm``         custom collectives, allocators, process groups   when it is called
 ======================= ================================================ ==================
 """

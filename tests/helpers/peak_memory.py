@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["FULL", "LiveStorages", "Peak", "peak_above_idle"]
+__all__ = ["FULL", "LiveStorages", "Peak", "peak_above_idle", "peak_of"]
 
 
 def peak_above_idle(model: nn.Module, x: Tensor) -> int:
@@ -23,9 +24,14 @@ def peak_above_idle(model: nn.Module, x: Tensor) -> int:
     for _ in range(2):  # the first steps record the order
         model(x).sum().backward()
         model.zero_grad()
+    return peak_of(lambda: model(x).sum().backward())
+
+
+def peak_of(action: Callable[[], object]) -> int:
+    """Return the peak bytes that torch allocates during ``action``, minus the bytes allocated before it."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("step"):
-        model(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("action"):
+        action()
     events = profiler.profiler.kineto_results.events()
     sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     return int(max(accumulate(nbytes for _, nbytes in sorted(sizes, key=lambda size: size[0]))))

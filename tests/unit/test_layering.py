@@ -58,7 +58,7 @@ PLACEMENTS = "torch.distributed.tensor.placement_types"
 PEER = ("torch.distributed.fsdp", "torch.distributed._composable")
 COMPAT = ("_api.torch_types", "plugins.torch_views", "wrap.torch_policies")
 
-MOST_ENTRIES = 22
+MOST_ENTRIES = 23
 """The maximum number of files and folders in one folder, without ``__init__.py`` and ``__main__.py``."""
 
 

@@ -1,0 +1,1 @@
+"""Streams of full parameters in buckets, to programs that want whole weights."""

@@ -1,0 +1,606 @@
+"""Streams of the full parameters of a model, and copies between models.
+
+Each bucket is one all-gather for each axis that its parameters are sharded over: one for plain and hybrid sharding, two
+with tensor parallelism. The next buckets are gathered while the consumer works.
+
+How ranks end together: each message has a header in which every rank says whether it goes on. A rank whose consumer has
+raised, or left the loop, says in all further messages that it has left, with the number of its rank. It takes part in
+them until it has received one that says so of any rank; so do all others, and after it no rank launches another. A rank
+launches bucket ``i + 1 + ahead`` only once it has read the headers of bucket ``i``, so all have launched the same
+buckets then. Each bucket uses all axes of the model, so that on meshes of several axes all ranks read it in the same
+bucket.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from types import TracebackType
+from typing import Any, NamedTuple, cast
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp._api.extents import assemble_full, extent_of, plain_name
+from composable_fsdp._core.comm import DONE, Collective, Communicator, Transfer
+from composable_fsdp._core.layout import ALIGNMENT_BYTES
+from composable_fsdp._core.memory import CommStream, InFlight, Work, device_capabilities
+from composable_fsdp._core.params import is_wrapper, local_part
+from composable_fsdp.errors import ConfigurationError, DivergenceError, ParameterError, PeerError
+from composable_fsdp.plugins.weight_stream.model_sources import ModelSources, prepare
+from composable_fsdp.plugins.weight_stream.packed_layout import (
+    HEADER_BYTES,
+    MessageLayout,
+    PackedLayout,
+    Slot,
+    fill_buckets,
+    placed,
+)
+from composable_fsdp.plugins.weight_stream.weight_names import KeyMap, Named, PackedTensor, Unit, units_of
+
+__all__ = ["WeightBucket", "WeightStream", "copy_params", "stream_full_params"]
+
+BUCKET_BYTES = 512 << 20
+
+
+class WeightBucket:
+    """Full tensors in one flat memory. Valid until the stream is asked for the next bucket.
+
+    Attributes:
+        layout: names, shapes, dtypes and offsets of the tensors.
+        packed: the tensors, 1-d, uint8; ``None`` on a rank that gets no values.
+    """
+
+    def __init__(
+        self, layout: PackedLayout, packed: torch.Tensor | None, rebuild: Callable[[Mapping[str, Any]], Any] | None
+    ) -> None:
+        self.layout = layout
+        self.packed = packed
+        self._rebuild = rebuild
+        self._tensors: dict[str, torch.Tensor] | None = None
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tied tensors, with the names of their tensors."""
+        return self.layout.aliases
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the names and full tensors, in the order of the model. They share the memory of ``packed``.
+
+        A parameter of a tensor subclass is one of that class, made of the inner tensors that ``layout`` has.
+        """
+        if self._tensors is None:
+            self._tensors = {} if self.packed is None else self.layout.unpack(self.packed)
+        tensors = self._tensors if self._rebuild is None or not self._tensors else self._rebuild(self._tensors)
+        return iter(list(tensors.items()))
+
+    def _release(self) -> None:
+        """Free the memory. Tensors that somebody still refers to are empty afterwards."""
+        packed, self.packed, tensors, self._tensors = self.packed, None, self._tensors, None
+        with torch.no_grad():
+            for tensor in (*(tensors or {}).values(), *(() if packed is None else (packed,))):
+                tensor.set_()
+
+
+def stream_full_params(
+    model: nn.Module,
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    key_map: KeyMap | None = None,
+    device: torch.device | str | None = None,
+    rank0_only: bool = False,
+    ahead: int = 1,
+) -> WeightStream:
+    """Return an iterator of buckets with all parameters of ``model`` in full, in the order of the model.
+
+    Each bucket is one all-gather (two with tensor parallelism), however many parameters it has. The next one is in
+    flight while the body of the loop works. All ranks must call this together and iterate equally far::
+
+        for bucket in stream_full_params(model, dtype=torch.bfloat16):
+            for name, tensor in bucket.items():
+                ...
+
+    Tensors are valid until the next bucket is asked for, and then are empty: clone what is to be kept. Memory is that
+    of ``1 + ahead`` buckets, at least two; a parameter of more than ``bucket_bytes`` is a bucket of its own. Do not
+    change parameters before the end. Buffers are not streamed, since every rank has them: ``model.named_buffers()``.
+
+    If the body raises or leaves the loop on one rank, that rank takes part in all-gathers until the others know: they
+    raise a ``PeerError`` that names it when they ask for a bucket that it no longer sends, at most ``1 + ahead``
+    buckets later. Ranks that get nothing from it, those of other replicas, go on to the end. All can go on then. For
+    that the iterator must be closed at once, as it is by ``for bucket in stream_full_params(...)``; keep it in a
+    variable only inside of ``with stream_full_params(...) as stream``.
+
+    Args:
+        model: a module, sharded or not.
+        bucket_bytes: the most bytes of a bucket.
+        dtype: cast parameters of floating point to it, before they are sent.
+        key_map: a function of a name, or a mapping from names, to one of these. Names that a mapping lacks stay.
+
+            - another name;
+            - ``None``: the parameter is left out;
+            - ``JoinPart(name, index, count)``: it is a part of tensor ``name``, which is the concatenation along dim 0
+              of all ``count`` parts in the order of ``index`` and has the place of the first that the model has;
+            - a mapping ``{name: rows, ...}``: it is split along dim 0, in this order.
+
+            Names are without prefixes of wrappers, as in ``composable_fsdp.checkpoint.state_dict``. Of a tied
+            parameter, the first name counts that is not left out; others that are mapped to names are
+            ``bucket.aliases``.
+        device: the device of the buckets; by default that on which the model computes.
+        rank0_only: only the first rank of the model's largest mesh gets tensors. Buckets of other ranks have
+            ``packed=None`` and no items. They take part in the all-gathers and drop what they receive, since no
+            transport gathers to one rank: it saves them the copies and half of the memory.
+        ahead: the number of buckets that are gathered while the consumer works.
+
+    Raises:
+        ConfigurationError: an argument makes no sense.
+        ParameterError: parameters are on the meta device, pending sums, or of a class that cannot be taken apart.
+        LifecycleError: during a forward or backward.
+        DivergenceError: ranks call it for different models, or with different arguments.
+        PeerError: another rank has raised one of these; in the loop, another rank has left it.
+    """
+    if bucket_bytes < 1:
+        raise ConfigurationError(f"bucket_bytes is a number of bytes of at least 1, not {bucket_bytes!r}.")
+    if ahead < 0:
+        raise ConfigurationError(f"ahead is a number of buckets of at least 0, not {ahead!r}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigurationError(f"dtype is a dtype of floating point or None, not {dtype!r}.")
+    target = None if device is None else torch.device(device)
+    return WeightStream(model, bucket_bytes, dtype, key_map, target, rank0_only, ahead)
+
+
+class WeightStream:
+    """An iterator of buckets, and a context that closes it. :func:`stream_full_params` makes it. Final."""
+
+    _is_done = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        key_map: KeyMap | None,
+        device: torch.device | None,
+        rank0_only: bool,
+        ahead: int,
+    ) -> None:
+        self._sources = sources = ModelSources.of(model, prepare(model, "stream_full_params"))
+        self._stream = CommStream("weights", device_capabilities(sources.device), priority=-1)
+        self._device, self._ahead = device or sources.device, ahead
+        self._gets_values = sources.is_root or not rank0_only
+        self._left = 0
+        """1 + the rank of this process once its consumer has left."""
+        self._buckets: list[_BucketPlan] = []
+        problem: Exception | None = None
+        try:
+            self._buckets = _plan(sources, sources.named(dtype), key_map, bucket_bytes)
+        except Exception as error:
+            problem = error
+        self._agree(problem)
+        self._in_flight: deque[tuple[_Sweep, InFlight[None]]] = deque()
+        self._launched = self._position = 0
+        self._current: WeightBucket | None = None
+        self._is_done = False
+
+    def __len__(self) -> int:
+        """Return the number of buckets."""
+        return len(self._buckets)
+
+    def __iter__(self) -> WeightStream:
+        return self
+
+    def __enter__(self) -> WeightStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._is_done and not sys.is_finalizing() and dist.is_initialized():
+            self.close()
+
+    @torch.no_grad()
+    def __next__(self) -> WeightBucket:
+        self._release()
+        if self._is_done or self._position == len(self._buckets):
+            self._is_done = True
+            raise StopIteration
+        try:
+            self._launch(self._position + 1)
+            number, left, bucket = self._position, *self._receive(takes=self._gets_values)
+            if left:
+                self._drain()
+        except BaseException:
+            self._is_done = True
+            raise
+        if left:
+            self._is_done = True
+            raise PeerError(
+                f"rank {left - 1} has left the loop over stream_full_params before the end: bucket {number + 1} of "
+                f"{len(self._buckets)} has no values of it. Look at its output for the error. All ranks have ended the "
+                "stream, and can go on.",
+                [left - 1],
+            )
+        self._launch(self._position + self._ahead)
+        self._current = bucket
+        assert bucket is not None
+        return bucket
+
+    def close(self) -> None:
+        """End the stream. If buckets are left, other ranks are told in their all-gathers, in which this one takes part.
+
+        It waits for the others to come there, which read ``1 + ahead`` buckets more than this one.
+        """
+        self._release()
+        if self._is_done:
+            return
+        self._is_done = True
+        self._left = 1 + (dist.get_rank() if dist.is_initialized() else 0)
+        if not self._sources.axes:
+            return
+        with torch.no_grad():
+            while self._position < len(self._buckets):
+                self._launch(self._position + 1)
+                if self._receive(takes=False)[0]:
+                    break
+                self._launch(self._position + self._ahead)
+            self._drain()
+
+    def _release(self) -> None:
+        if self._current is not None:
+            self._current._release()
+            self._current = None
+
+    def _agree(self, problem: Exception | None) -> None:
+        """Raise on all ranks if one has a ``problem``, or if they have planned different messages."""
+        sizes = [plan.sizes() for plan in self._buckets]
+        own, check = (1 + dist.get_rank() if problem is not None else 0), crc32(repr((sizes, self._ahead)).encode())
+        if self._sources.axes:
+            header = (own, check, -check, 0)
+            everywhere = MessageLayout(tuple(range(len(self._sources.axes))), False)
+            plan = _BucketPlan(PackedLayout((), 0), ([everywhere], ()))
+            sweep = _Sweep(self._sources, plan, header, "agreement on stream_full_params")
+            with torch.no_grad():
+                sweep.run(self._stream).wait()
+            own, largest, smallest, _ = sweep.header
+        elif problem is None:
+            return
+        else:
+            largest = smallest = 0
+        if problem is not None:
+            raise problem
+        if own:
+            raise PeerError(
+                f"rank {own - 1} cannot stream the parameters of the model: look at its output for the error. Nothing "
+                "was sent.",
+                [own - 1],
+            )
+        if largest != -smallest:
+            raise DivergenceError(
+                f"ranks call stream_full_params for different models or with different arguments: this rank planned "
+                f"{len(self._buckets)} buckets of {[sum(m.width for m in p.messages) for p in self._buckets]} bytes of "
+                "each rank. Nothing was sent. Pass the same model, bucket_bytes, dtype, key_map and ahead on all ranks."
+            )
+
+    def _launch(self, end: int) -> None:
+        """Launch the buckets up to ``end``, those that are left."""
+        for number in range(self._launched, min(end, len(self._buckets))):
+            plan = self._buckets[number]
+            label = f"bucket {number + 1} of stream_full_params"
+            sweep = _Sweep(self._sources, plan, (self._left, 0, 0, 0), label)
+            self._in_flight.append((sweep, sweep.run(self._stream)))
+            self._launched += 1
+
+    def _receive(self, *, takes: bool) -> tuple[int, WeightBucket | None]:
+        """Wait for the next bucket. Return 1 + the rank that has left in it, or 0, and the bucket if none has."""
+        sweep, pending = self._in_flight.popleft()
+        plan = self._buckets[self._position]
+        self._position += 1
+        pending.wait()
+        left = int(sweep.header[0])
+        if left:
+            return left, None
+        if plan.whole is not None:
+            return 0, self._assemble(plan.whole, takes=takes)
+        if not takes:
+            return 0, WeightBucket(plan.layout, None, None)
+        return 0, WeightBucket(plan.layout, sweep.unpack().to(self._device), None)
+
+    def _drain(self) -> None:
+        """Wait for what is in flight. All ranks have launched the same."""
+        while self._in_flight:
+            self._in_flight.popleft()[1].wait()
+
+    def _assemble(self, unit: Unit, *, takes: bool) -> WeightBucket:
+        """Return a bucket of the inner tensors of a wrapper, which its own class gathers. All ranks must call it."""
+        source = self._sources.sources[unit.members[0]]
+        full, name = _arrived(assemble_full(source.tensor, source.sharding, False)), unit.tensors[0].name
+        inner = dict(_inner_tensors(name, full))
+        parts = [PackedTensor(each, tuple(tensor.shape), tensor.dtype) for each, tensor in inner.items()]
+        layout, _ = placed([Unit((), (p,), inner[p.name].nbytes) for p in parts])
+        layout = PackedLayout(layout.tensors, layout.nbytes, unit.aliases)
+        if not takes:
+            return WeightBucket(layout, None, None)
+        packed = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
+        for each, place in layout.unpack(packed).items():
+            place.copy_(inner[each])
+        return WeightBucket(layout, packed, partial(_rebuilt_by_name, name, _Wrapper.of(full)))
+
+
+class _BucketPlan:
+    """The messages of a bucket and what is made of them: plain tensors, or one tensor of a wrapper class."""
+
+    __slots__ = ("direct", "layout", "messages", "whole")
+
+    def __init__(
+        self,
+        layout: PackedLayout,
+        messages: tuple[Sequence[MessageLayout], Sequence[tuple[int, Slot]]],
+        whole: Unit | None = None,
+    ) -> None:
+        self.layout, self.whole = layout, whole
+        self.messages, self.direct = messages
+
+    def sizes(self) -> tuple[object, ...]:
+        """Return the sizes of all transfers, which must be the same on all ranks."""
+        of_messages = [(message.route, message.width) for message in self.messages]
+        return of_messages, [(axis, slot.row_bytes) for axis, slot in self.direct], self.whole is not None
+
+
+def _plan(
+    sources: ModelSources, named: Sequence[Named], key_map: KeyMap | None, bucket_bytes: int
+) -> list[_BucketPlan]:
+    units = units_of(named, key_map)
+    sources.check(units, named)
+    plans = []
+    begin = 0
+    for end in range(len(units) + 1):
+        is_whole = end < len(units) and named[units[end].members[0]].is_whole
+        if not is_whole and end < len(units):
+            continue
+        run = units[begin:end]
+        costs = [max(unit.nbytes, sum(sources.received_bytes(i, named[i]) for i in unit.members)) for unit in run]
+        for bucket in fill_buckets(costs, bucket_bytes):
+            chosen = run[bucket.start : bucket.stop]
+            layout, offsets = placed(chosen)
+            plans.append(_BucketPlan(layout, sources.messages(chosen, offsets, named)))
+        if is_whole:
+            plans.append(_BucketPlan(PackedLayout((), 0), sources.messages([], [], named), units[end]))
+        begin = end + 1
+    return plans
+
+
+class _Sweep:
+    """The all-gathers of some messages, over one axis after the other. Owns the messages.
+
+    On devices without streams the first one is launched at once, and the others when the result is waited for.
+    """
+
+    def __init__(self, sources: ModelSources, plan: _BucketPlan, header: Sequence[int], label: str) -> None:
+        self._sources, self._plan, self._label = sources, plan, label
+        self._messages = plan.messages
+        self._device = sources.device
+        self._packed: torch.Tensor | None = None
+        self._next = 0
+        self._own = header
+        self._rows: list[torch.Tensor | None] = [None] * len(plan.messages)
+        self.header: Sequence[int] = header
+        """The largest numbers in the headers of all ranks, once it has arrived."""
+
+    def run(self, stream: CommStream) -> InFlight[None]:
+        """Launch it on ``stream``."""
+        launch = partial(self._launch, has_streams=stream.device.has_streams)
+        return stream.run(launch, self._finish, finish_in_wait=True)
+
+    def unpack(self) -> torch.Tensor:
+        """Return the memory of the bucket with all tensors, and free what was received."""
+        packed = self._bucket_memory()
+        for k, message in enumerate(self._messages):
+            rows, self._rows[k] = self._rows[k], None
+            if message.slots:
+                if rows is None:  # no axis cuts these
+                    rows = torch.empty(message.width, dtype=torch.uint8, device=self._device)
+                    self._write_row(message, None, rows)
+                message.unpack(rows, packed)
+        return packed
+
+    def _bucket_memory(self) -> torch.Tensor:
+        if self._packed is None:
+            self._packed = torch.empty(self._plan.layout.nbytes, dtype=torch.uint8, device=self._device)
+            self._packed[-ALIGNMENT_BYTES:].zero_()  # the end may belong to no tensor
+        return self._packed
+
+    def _launch(self, *, has_streams: bool) -> Work:
+        work = self._launch_next()
+        while has_streams and self._next < len(self._sources.axes):
+            work.wait()
+            work = self._launch_next()
+        return work
+
+    def _finish(self) -> None:
+        while self._next < len(self._sources.axes):
+            self._launch_next().wait()
+        known = self._known()
+        self.header = self._own if known is None else known.tolist()
+
+    def _launch_next(self) -> Work:
+        """Launch the all-gather over the next axis, of all messages whose route has it."""
+        if self._next == len(self._sources.axes):
+            return DONE
+        number, known, transfers = self._next, self._known(), []
+        self._next += 1
+        axis = self._sources.axes[number]
+        for k, message in enumerate(self._messages):
+            if number in message.route:
+                rows = self._rows[k] = self._rows_for(axis, message, self._rows[k], known)
+                transfers.append(Transfer(rows.view(-1), rows[axis.rank].view(-1)))
+        for slot in (slot for on, slot in self._plan.direct if on == number):
+            rows = self._bucket_memory()[slot.place : slot.place + axis.size * slot.row_bytes]
+            row = rows[axis.rank * slot.row_bytes : (axis.rank + 1) * slot.row_bytes]
+            transfers.append(Transfer(rows, row if self._own[0] else self._sources.shard_in(slot, row)))
+        return axis.launch(Collective.ALL_GATHER, transfers, self._label)
+
+    def _rows_for(
+        self, axis: Communicator, message: MessageLayout, before: torch.Tensor | None, known: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return memory for the rows of all ranks of ``axis``, with that of this rank, all that it has received."""
+        shape = (message.width,) if before is None or not message.slots else tuple(before.shape)
+        numel = axis.size * prod(shape)
+        rows = axis.allocate(numel, torch.uint8, self._device).view(axis.size, *shape)
+        sent = rows[axis.rank]
+        if before is None:
+            self._write_row(message, known, sent)
+        elif not message.slots:  # one header for all ranks that sent one
+            assert known is not None
+            sent.copy_(known.view(torch.uint8))
+        else:
+            sent.copy_(before)
+            headers = sent.view(torch.int64)[..., : HEADER_BYTES // 8]
+            torch.maximum(headers, cast(torch.Tensor, known), out=headers)
+        return rows
+
+    def _write_row(self, message: MessageLayout, known: torch.Tensor | None, row: torch.Tensor) -> None:
+        """Write the header and the shards of this rank to ``row``. A rank that has left sends a header only."""
+        header = row[:HEADER_BYTES].view(torch.int64)
+        header.copy_(torch.tensor(self._own, dtype=torch.int64))
+        if known is not None:
+            torch.maximum(header, known, out=header)
+        if not self._own[0]:
+            self._sources.pack(message, row)
+
+    def _known(self) -> torch.Tensor | None:
+        """Return the largest numbers in the headers that have arrived, ``None`` if none has."""
+        found = [rows.view(torch.int64)[..., : HEADER_BYTES // 8] for rows in self._rows if rows is not None]
+        if not found:
+            return None
+        return torch.cat([headers.reshape(-1, HEADER_BYTES // 8) for headers in found]).amax(0)
+
+
+# -- tensors of wrapper classes
+
+
+def _inner_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the plain inner tensors of ``tensor``, called ``name``."""
+    if not is_wrapper(tensor):
+        yield name, tensor.detach()
+        return
+    for attribute in cast(Any, tensor).__tensor_flatten__()[0]:
+        yield from _inner_tensors(f"{name}.{attribute}", _arrived(getattr(tensor, attribute)))
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or what it is once the collective is done that makes it."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+class _Wrapper(NamedTuple):
+    """What a tensor of a wrapper class is besides its inner tensors."""
+
+    kind: Any
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+    inner: Mapping[str, _Wrapper | None]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Wrapper | None:
+        """Return that of ``tensor``, or ``None`` if it is plain."""
+        if not is_wrapper(tensor):
+            return None
+        attributes, context = cast(Any, tensor).__tensor_flatten__()
+        inner = {each: _Wrapper.of(_arrived(getattr(tensor, each))) for each in attributes}
+        return _Wrapper(type(tensor), context, tensor.shape, tensor.stride(), inner)
+
+
+def _rebuilt(name: str, wrapper: _Wrapper | None, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the tensor called ``name`` with the inner ``tensors``."""
+    if wrapper is None:
+        return tensors[name]
+    inner = {each: _rebuilt(f"{name}.{each}", deeper, tensors) for each, deeper in wrapper.inner.items()}
+    made: torch.Tensor = wrapper.kind.__tensor_unflatten__(inner, wrapper.context, wrapper.shape, wrapper.stride)
+    return made
+
+
+def _rebuilt_by_name(
+    name: str, wrapper: _Wrapper | None, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    return {name: _rebuilt(name, wrapper, tensors)}
+
+
+# -- copies between models
+
+
+@torch.no_grad()
+def copy_params(source: nn.Module, target: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Copy the values of all parameters of ``source`` to those of the same names in ``target``, in place.
+
+    The models may be sharded over different meshes, on different dims, or not at all, and have other dtypes and
+    devices; each rank must have a part of both. Parameters that are placed alike are copied without communication. All
+    others are streamed bucket by bucket, which takes the memory of two buckets. All ranks must call it together.
+    Buffers are not copied.
+
+    Args:
+        source: the module with the values.
+        target: the module to write to.
+        bucket_bytes: as for :func:`stream_full_params`.
+
+    Raises:
+        ParameterError: the models do not have the same names and shapes. Nothing is copied then.
+        LifecycleError: during a forward or backward of one of them.
+    """
+    own, others = (prepare(model, "copy_params") for model in (source, target))
+    values, places = _by_name(source), _by_name(target)
+    problems = [f"{name} is only in the {'source' if name in values else 'target'}" for name in values.keys() ^ places]
+    problems += [
+        f"{name} is of shape {tuple(values[name].shape)} in the source and {tuple(places[name].shape)} in the target"
+        for name in values.keys() & places
+        if values[name].shape != places[name].shape
+    ]
+    if problems:
+        raise ParameterError(f"copy_params needs models with the same parameters: {'; '.join(sorted(problems))}.")
+    done = set[int]()
+    wanted: dict[str, torch.Tensor] = {}
+    for name, place in places.items():
+        if id(place) in done:
+            continue
+        done.add(id(place))
+        value = values[name]
+        if _is_placed_alike(value, place, own, others):
+            local_part(place).copy_(local_part(value).detach())
+        else:
+            wanted[name] = place
+    if not wanted:
+        return
+    mapping = {name: name if name in wanted else None for name in values}
+    with stream_full_params(source, bucket_bytes, key_map=mapping) as stream:
+        for bucket in stream:
+            for name, full in bucket.items():
+                for each in (name, *(alias for alias, first in bucket.aliases.items() if first == name)):
+                    place = wanted[each]
+                    owner = others.get(id(place))
+                    extent = extent_of(place, None if owner is None else owner.sharding)
+                    local_part(place).copy_(extent.take(full))
+
+
+def _by_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {plain_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+
+
+def _is_placed_alike(
+    value: torch.Tensor, place: torch.Tensor, own: Mapping[int, Any], others: Mapping[int, Any]
+) -> bool:
+    """Return whether each rank has the same part of both. All ranks get the same answer."""
+    if not isinstance(value, DTensor) or not isinstance(place, DTensor):
+        return not isinstance(value, DTensor) and not isinstance(place, DTensor)
+    if value.device_mesh != place.device_mesh or value.placements != place.placements:
+        return False
+    one, other = own.get(id(value)), others.get(id(place))  # who sharded them decides how uneven parts are cut
+    return (one and one.sharding.inner is None) == (other and other.sharding.inner is None)

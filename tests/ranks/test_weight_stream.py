@@ -1,0 +1,484 @@
+"""Streams of full parameters: values on all kinds of meshes, memory, collectives, and ranks that leave."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from composable_fsdp import (
+    ConfigurationError,
+    DivergenceError,
+    JoinPart,
+    LifecycleError,
+    ParameterError,
+    PeerError,
+    copy_params,
+    fully_shard,
+    stream_full_params,
+)
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.experts import MIXTURE, place_experts
+from tests.helpers.model_parallel import named_mesh
+from tests.helpers.models import TASKS, Chain, UnevenMLP, seeded, shard_layers
+from tests.helpers.peak_memory import peak_of
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.sharding import assert_exact, full_value, train_and_compare, values_of
+from tests.helpers.tensor_classes import Closed, inner_of, model_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def streamed(model: nn.Module, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """Return copies of all tensors of a stream. Check each bucket against its layout."""
+    found: dict[str, torch.Tensor] = {}
+    for bucket in stream_full_params(model, *args, **options):
+        own = dict(bucket.items())
+        assert bucket.packed is not None
+        assert [name for name, _ in bucket.items()] == list(own), "a bucket may be read twice"
+        for name, tensor in bucket.layout.unpack(bucket.packed).items():
+            if name in own:
+                assert_exact(own[name], tensor, name)
+        assert not own.keys() & found.keys()
+        found |= {name: tensor.clone() for name, tensor in own.items()}
+    return found
+
+
+def assert_streams(model: nn.Module, values: dict[str, torch.Tensor], **options: Any) -> None:
+    for bucket_bytes in (1, 500, 1 << 20):
+        for ahead in (0, 1, 3):
+            found = streamed(model, bucket_bytes, ahead=ahead, **options)
+            assert list(found) == list(values)
+            for name, value in values.items():
+                assert_exact(found[name], value, name)
+
+
+def stream_task(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    reference = TASKS[task].build()
+    model = shard_layers(TASKS[task].build(), fully_shard, mesh=init_device_mesh("cpu", shape), **options)
+    values = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    assert_streams(model, values)
+    other = TASKS[task].build()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    shard_layers(other, fully_shard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    copy_params(model, other, bucket_bytes=300)
+    for name, value in values_of(other).items():
+        assert_exact(value, dict(reference.named_parameters(remove_duplicate=False))[name].detach(), name)
+    train_and_compare(model, reference, TASKS[task], steps=1)  # goes on as before
+
+
+def last_dim(parameter: nn.Parameter) -> Shard:
+    return Shard(parameter.ndim - 1)
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize(
+    ("task", "shape", "options"),
+    [
+        ("mlp", (2,), {}),
+        ("mlp", (4,), {}),
+        ("mlp", (1,), {}),
+        ("mlp", (2, 2), {}),
+        ("mlp", (4, 1), {}),
+        ("tied", (2,), {}),
+        ("mlp", (2,), {"shard_placement_fn": last_dim}),
+        ("adapters", (2,), {}),
+    ],
+    ids=str,
+)
+def test_a_stream_has_the_values_of_the_unsharded_model(
+    task: str, shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    run_ranks(stream_task, prod(shape), task, shape, options)
+
+
+class Pairs(nn.Module):
+    """Layers to parallelize, with sizes that 2 does not divide, between plain ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 7)
+        self.second = nn.Linear(7, 5)
+        self.scale = nn.Parameter(torch.randn(3))
+
+
+def stream_tensor_parallel() -> None:
+    mesh = named_mesh(dp=2, tp=2)
+    model = nn.Module()
+    for placement in (None, last_dim):
+        model, reference = (seeded(Pairs)() for _ in range(2))
+        parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"], shard_placement_fn=placement)
+        values = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+        assert_streams(model, values)
+        target = seeded(Pairs)().requires_grad_(False)
+        for parameter in target.parameters():
+            parameter.zero_()
+        fully_shard(target, mesh=init_device_mesh("cpu", (4,)))
+        copy_params(model, target)
+        for name, value in values_of(target).items():
+            assert_exact(value, values[name], name)
+        for parameter in model.parameters():
+            parameter.detach().to_local().zero_()  # type: ignore[attr-defined]
+        copy_params(target, model)
+        assert_streams(model, values)
+    with counted_collectives() as counts:
+        streamed(model)
+    assert counts["all_gather"] == 2 * 2, "two axes, for the agreement and for one bucket"
+
+
+def stream_experts() -> None:
+    """Experts have a mesh of their own, which is cut on two axes."""
+    mesh = named_mesh(edp=2, ep=2)
+    model, reference = MIXTURE.build(), MIXTURE.build()
+    experts = place_experts(model, mesh["ep"])
+    place = {"shard_placement_fn": lambda p: (Shard(1), mesh["edp"]) if p in experts else None}
+    shard_layers(model, fully_shard, mesh=mesh["edp", "ep"]._flatten("dp"), **place_results(place))
+    assert_streams(model, {name: parameter.detach() for name, parameter in reference.named_parameters()})
+    leave_on_one_rank(model, 300)
+
+
+def place_results(options: dict[str, Any]) -> dict[str, Any]:
+    from composable_fsdp import ShardPlacementResult
+
+    place = options["shard_placement_fn"]
+
+    def placed(parameter: nn.Parameter) -> Any:
+        found = place(parameter)
+        return None if found is None else ShardPlacementResult(*found)
+
+    return {"shard_placement_fn": placed}
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("case", [stream_tensor_parallel, stream_experts])
+def test_tensor_parallel_parameters_and_experts_are_gathered_over_all_their_axes(case: Callable[[], None]) -> None:
+    run_ranks(case, 4)
+
+
+def cast_and_ignore() -> None:
+    """Check casts, parameters that are not sharded, DTensors of the user, and dtypes that are never cast."""
+    model = seeded(UnevenMLP)()
+    model.register_parameter("table", nn.Parameter(torch.arange(5), requires_grad=False))
+    model.register_parameter("scalar", nn.Parameter(torch.tensor(3.0)))
+    mesh = init_device_mesh("cpu", (2,))
+    placed = nn.Parameter(distribute_tensor(torch.arange(15.0).view(3, 5), mesh, [Shard(1)]))
+    model.register_parameter("placed", placed)
+    values = {name: full_value(parameter) for name, parameter in model.named_parameters()}
+    ignored = {model.get_parameter(name) for name in ("scalar", "placed", "layers.1.bias")}
+    shard_layers(model, fully_shard, mesh=mesh, ignored_params=ignored)
+    assert_streams(model, values)
+    cast = {name: value.bfloat16() if value.is_floating_point() else value for name, value in values.items()}
+    assert_streams(model, cast, dtype=torch.bfloat16)
+    for bucket in stream_full_params(model, device="cpu"):
+        assert bucket.packed is not None
+        assert bucket.packed.device == torch.device("cpu")
+
+
+def tied_names() -> None:
+    model = shard_layers(TASKS["tied"].build(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    (bucket,) = (bucket.layout for bucket in stream_full_params(model))
+    assert bucket.aliases == {"head.weight": "embedding.weight"}
+    assert bucket.tensors[0].name == "embedding.weight"
+    without = {"embedding.weight": None, "head.weight": "lm_head"}
+    (bucket,) = (bucket.layout for bucket in stream_full_params(model, key_map=without))
+    assert (bucket.aliases, bucket.tensors[0].name) == ({}, "lm_head")
+
+
+def first_rank_only() -> None:
+    model = shard_layers(seeded(UnevenMLP)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    values, layouts = values_of(model), []
+    found: dict[str, torch.Tensor] = {}
+    for bucket in stream_full_params(model, 300, rank0_only=True):
+        layouts += [tensor.name for tensor in bucket.layout.tensors]
+        assert (bucket.packed is None) == (dist.get_rank() > 0)
+        found |= {name: tensor.clone() for name, tensor in bucket.items()}
+    assert layouts == list(values)
+    assert list(found) == (layouts if dist.get_rank() == 0 else [])
+    for name, value in found.items():
+        assert_exact(value, values[name], name)
+
+
+def empty_afterwards() -> None:
+    """Check that tensors of a bucket are empty when the next one has come, and that the caller's views are not."""
+    model = shard_layers(seeded(Chain)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    values, flats = values_of(model), []
+    kept: dict[str, torch.Tensor] = {}
+    parts: dict[str, torch.Tensor] = {}
+    with stream_full_params(model, 300) as stream:
+        assert len(stream) == 4
+        for bucket in stream:
+            kept |= dict(bucket.items())
+            parts |= {name: tensor[1:] for name, tensor in bucket.items()}
+            flats.append(bucket.packed)
+    assert {tensor.shape for tensor in (*kept.values(), *flats) if tensor is not None} == {(0,)}
+    for name, part in parts.items():
+        assert_exact(part, values[name][1:], name)
+    assert list(bucket.items()) == []
+
+
+def in_a_step() -> None:
+    model = shard_layers(seeded(Chain)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    model.layers[1].register_forward_hook(lambda *_: stream_full_params(model))  # type: ignore[index, union-attr]
+    with pytest.raises(LifecycleError, match=r"^stream_full_params was called during a forward of .*Call it before"):
+        model(torch.ones(1, 8))
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("case", [cast_and_ignore, tied_names, first_rank_only, empty_afterwards, in_a_step])
+def test_casts_ties_the_first_rank_and_the_life_of_a_bucket(case: Callable[[], None]) -> None:
+    run_ranks(case, 2)
+
+
+class Attention(nn.Module):
+    """Weights that other programs keep together, or apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+        self.up_gate = nn.Linear(6, 10, bias=False)
+
+
+def joined_and_split() -> None:
+    model, plain = seeded(Attention)(), Attention()
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    def key_map(name: str) -> Any:
+        layer, _, kind = name.partition(".")
+        if layer in "qkv":
+            return JoinPart(f"qkv.{kind}", "qkv".index(layer), 3)
+        return {"up": 4, "gate": 6}
+
+    values = {
+        f"qkv.{kind}": torch.cat([plain.get_parameter(f"{part}.{kind}").detach() for part in "qkv"])
+        for kind in ("weight", "bias")
+    }
+    values |= dict(zip(("up", "gate"), plain.up_gate.weight.detach().split([4, 6]), strict=True))
+    assert_streams(model, values, key_map=key_map)
+    assert_streams(model, {"k": plain.k.bias.detach()}, key_map=lambda name: "k" if name == "k.bias" else None)
+    back = dict(streamed(model, key_map={"q.weight": "query"}))
+    assert list(back) == ["query", *list(dict(plain.named_parameters()))[1:]]
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_key_map_renames_joins_and_splits(ranks: int) -> None:
+    run_ranks(joined_and_split, ranks)
+
+
+def wrong_arguments() -> None:
+    model = fully_shard(seeded(Attention)(), mesh=init_device_mesh("cpu", (2,)))
+    for options, match in (
+        ({"bucket_bytes": 0}, r"^bucket_bytes is a number of bytes of at least 1, not 0\.$"),
+        ({"ahead": -1}, r"^ahead is a number of buckets of at least 0, not -1\.$"),
+        ({"dtype": torch.int8}, r"^dtype is a dtype of floating point or None, not torch\.int8\.$"),
+        ({"key_map": 3}, r"^key_map must be a mapping or a callable of names, not int\.$"),
+        ({"key_map": lambda name: 3}, r"^key_map\('q\.weight'\) is of type int\. Return a name, None"),
+        ({"key_map": lambda name: "same"}, r"^the stream would have two tensors called 'same'\. Change key_map\.$"),
+        ({"key_map": {"q.weight": JoinPart("x", 0, 2)}}, r"^key_map gives 'x' no parts \[1\] of 2\.$"),
+        ({"key_map": {"q.weight": JoinPart("x", 2, 2)}}, r"^key_map\('q\.weight'\) is JoinPart.* but 'x' has 2 parts"),
+        ({"key_map": {"q.weight": {"a": 1, "b": 2}}}, r"^key_map splits 'q\.weight' of 6 rows into .*, which has 3\.$"),
+        (
+            {"key_map": {"q.weight": JoinPart("x", 0, 2), "q.bias": JoinPart("x", 1, 2)}},
+            r"^parts of 'x' differ in dtype or in dims after the first: .*\(6, 6\)",
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match=match):
+            stream_full_params(model, **options)
+    rank = dist.get_rank()
+    kind, match = (
+        (PeerError, r"^rank 1 cannot stream the parameters of the model: look at its output")
+        if rank == 0
+        else (ConfigurationError, r"^key_map must be")
+    )
+    with pytest.raises(kind, match=match):  # on one rank only
+        stream_full_params(model, key_map=3 if rank else None)  # type: ignore[arg-type]
+    with pytest.raises(DivergenceError, match=r"^ranks call stream_full_params for different models or with different"):
+        stream_full_params(model, 100 if rank else 1000)
+    with torch.device("meta"):
+        on_meta = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ParameterError, match=r"^these parameters are on the meta device .*: \['weight', 'bias'\]"):
+        stream_full_params(on_meta)
+    with pytest.raises(ParameterError, match=r"^copy_params needs models with the same parameters: .* only in the sou"):
+        copy_params(model, on_meta)
+    closed = nn.Module()
+    closed.weight = nn.Parameter(Closed(torch.ones(2)), requires_grad=False)
+    with pytest.raises(ParameterError, match=r"^parameter 'weight' is a Closed, which has __torch_dispatch__ and no"):
+        stream_full_params(closed)
+    assert len(streamed(model)) == 7
+
+
+@pytest.mark.behaviour("C-14")
+def test_errors_are_the_same_on_all_ranks_and_nothing_is_sent() -> None:
+    run_ranks(wrong_arguments, 2)
+
+
+def subclasses() -> None:
+    kinds = ["pair", "tagged"]
+    model, reference = model_of(kinds, 0), model_of(kinds, 0)
+    for module in model.children():
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    names, found = [], {}
+    for bucket in stream_full_params(model, 1, dtype=torch.bfloat16):
+        names += [tensor.name for tensor in bucket.layout.tensors]
+        for name, tensor in bucket.items():
+            found[name] = {inner: value.clone() for inner, value in inner_of(tensor).items()}
+            assert type(tensor).__name__ == ("Pair" if name == "pair.weight" else "Tensor")
+    assert names == ["pair.weight.left", "pair.weight.right", "pair.bias", "tagged.weight", "tagged.bias"]
+    for inner, value in inner_of(reference.get_parameter("pair.weight")).items():
+        assert_exact(found["pair.weight"][inner], value, inner)
+    tagged = inner_of(reference.get_parameter("tagged.weight"))["values"]
+    assert_exact(found["tagged.weight"]["values"], tagged.bfloat16(), "tagged")
+    leave_on_one_rank(model, 1)
+
+
+@pytest.mark.behaviour("C-14")
+def test_tensor_subclasses_are_gathered_by_their_class_and_packed_as_inner_tensors() -> None:
+    run_ranks(subclasses, 2)
+
+
+class Stop(Exception):
+    pass
+
+
+def consume(model: nn.Module, bucket_bytes: int, stop: int, ahead: int) -> int:
+    """Read buckets, and raise in bucket ``stop``. Return the number of buckets."""
+    count = 0
+    for _ in stream_full_params(model, bucket_bytes, ahead=ahead):
+        count += 1
+        if count == stop:
+            raise Stop
+    return count
+
+
+def leave_on_one_rank(model: nn.Module, bucket_bytes: int, replica: int = 4) -> None:
+    """Check that all ranks go on after one has raised in any bucket, or after all have in different ones.
+
+    Each ``replica`` ranks have all parameters.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    expected = streamed(model)
+    for ahead in (0, 1, 2):
+        total = consume(model, bucket_bytes, 0, ahead)
+        assert total >= 4
+        for stop in range(1, total + 1):
+            leaver = stop % size
+            if rank == leaver:
+                with pytest.raises(Stop):
+                    consume(model, bucket_bytes, stop, ahead)
+            elif stop + ahead < total and rank // replica == leaver // replica:
+                match = rf"^rank {leaver} has left the loop over stream_full_params before the end: bucket "
+                with pytest.raises(PeerError, match=match) as caught:
+                    consume(model, bucket_bytes, 0, ahead)
+                assert caught.value.ranks == (leaver,)
+            else:
+                assert consume(model, bucket_bytes, 0, ahead) == total, "it left too late to be noticed"
+            for name, value in streamed(model).items():
+                if not hasattr(value, "__tensor_flatten__"):
+                    assert_exact(value, expected[name], name)
+        with pytest.raises((Stop, PeerError)):
+            consume(model, bucket_bytes, 1 + rank, ahead)
+        buckets = []
+        for bucket in stream_full_params(model, bucket_bytes, ahead=ahead):
+            buckets.append(bucket)
+            break
+        assert list(buckets[0].items()) == []
+    dist.barrier()
+
+
+def leave_and_train(shape: tuple[int, ...]) -> None:
+    task = TASKS["mlp"]
+    model = shard_layers(task.build(), fully_shard, mesh=init_device_mesh("cpu", shape))
+    leave_on_one_rank(model, 100, shape[-1])
+    train_and_compare(model, task.build(), task, steps=2)
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_all_ranks_go_on_after_a_consumer_has_raised_on_one(shape: tuple[int, ...]) -> None:
+    run_ranks(leave_and_train, prod(shape), shape, timeout=120)
+
+
+def few_collectives_and_little_memory() -> None:
+    width, layers = 256, 12
+    model = shard_layers(seeded(Chain, width=width, depth=layers)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    layer_bytes = (width * width + width) * 4
+    for bucket_bytes, buckets in ((2 * layer_bytes, 6), (layer_bytes * layers, 1)):
+        streamed(model, bucket_bytes)
+        with counted_collectives() as counts:
+            assert sum(1 for _ in stream_full_params(model, bucket_bytes)) == buckets
+        assert counts["all_gather"] == buckets + 1
+        assert counts.total() == buckets + 1 + counts["comparison"]
+    for ahead in (1, 2):
+
+        def read(ahead: int = ahead) -> None:
+            for bucket in stream_full_params(model, 2 * layer_bytes, ahead=ahead):
+                for tensor in dict(bucket.items()).values():
+                    tensor.view(-1)[0].item()
+
+        peak = peak_of(read)
+        assert (1 + ahead) * 2 * layer_bytes <= peak <= (1 + ahead) * 2 * layer_bytes + (16 << 10)
+
+
+@pytest.mark.behaviour("C-14")
+def test_a_bucket_is_one_collective_and_memory_is_that_of_the_buckets() -> None:
+    run_ranks(few_collectives_and_little_memory, 2)
+
+
+RECEIVER = """
+import pickle, sys, torch
+total = {}
+while (header := sys.stdin.buffer.read(8)):
+    layout = pickle.loads(sys.stdin.buffer.read(int.from_bytes(header, "little")))
+    packed = torch.frombuffer(bytearray(sys.stdin.buffer.read(layout.nbytes)), dtype=torch.uint8)
+    total |= {name: [tensor.dtype, tensor.double().sum().item()] for name, tensor in layout.unpack(packed).items()}
+    total |= {alias: total[name] for alias, name in layout.aliases.items()}
+sys.stdout.buffer.write(pickle.dumps(total))
+"""
+
+
+def send_to_another_process() -> None:
+    task = TASKS["tied"]
+    model = shard_layers(task.build(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    sent = io.BytesIO()
+    for bucket in stream_full_params(model, 1000, dtype=torch.bfloat16, rank0_only=True):
+        if bucket.packed is not None:
+            layout = pickle.dumps(bucket.layout)
+            sent.write(len(layout).to_bytes(8, "little") + layout + bucket.packed.numpy().tobytes())
+    if dist.get_rank() == 0:
+        done = subprocess.run(
+            [sys.executable, "-c", RECEIVER],
+            input=sent.getvalue(),
+            stdout=subprocess.PIPE,
+            check=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        found = pickle.loads(done.stdout)
+        expected = dict(task.build().named_parameters(remove_duplicate=False))
+        assert found.keys() == expected.keys()
+        for name, (dtype, total) in found.items():
+            assert dtype == torch.bfloat16
+            assert total == pytest.approx(expected[name].bfloat16().double().sum().item()), name
+
+
+@pytest.mark.behaviour("C-14")
+def test_another_process_reads_packed_buckets_by_their_layouts() -> None:
+    run_ranks(send_to_another_process, 2)
