@@ -107,6 +107,7 @@ BENCHMARKS = [
             Benchmark(f"gloo-transfers-{ranks}", "gloo_transfers.py", ranks),
             Benchmark(f"collectives-{ranks}", "collectives.py", ranks),
             Benchmark(f"checkpoint-{ranks}", "checkpoint.py", ranks),
+            Benchmark(f"weight-stream-{ranks}", "weight_stream.py", ranks),
         )
     ),
     Benchmark("network", "network.py", minutes=30),
