@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -27,6 +27,7 @@ from composable_fsdp import (
     LifecycleError,
     ParameterError,
     PeerError,
+    ShardPlacementResult,
     copy_params,
     fully_shard,
     stream_full_params,
@@ -39,6 +40,8 @@ from tests.helpers.peak_memory import peak_of
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, full_value, train_and_compare, values_of
 from tests.helpers.tensor_classes import Closed, inner_of, model_of
+from tests.helpers.transports import SOCKETS
+from tests.simulation import BACKEND, simulated_accelerator
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,22 +151,14 @@ def stream_experts() -> None:
     mesh = named_mesh(edp=2, ep=2)
     model, reference = MIXTURE.build(), MIXTURE.build()
     experts = place_experts(model, mesh["ep"])
-    place = {"shard_placement_fn": lambda p: (Shard(1), mesh["edp"]) if p in experts else None}
-    shard_layers(model, fully_shard, mesh=mesh["edp", "ep"]._flatten("dp"), **place_results(place))
+    shard_layers(
+        model,
+        fully_shard,
+        mesh=mesh["edp", "ep"]._flatten("dp"),
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(1), mesh["edp"]) if p in experts else None,
+    )
     assert_streams(model, {name: parameter.detach() for name, parameter in reference.named_parameters()})
     leave_on_one_rank(model, 300)
-
-
-def place_results(options: dict[str, Any]) -> dict[str, Any]:
-    from composable_fsdp import ShardPlacementResult
-
-    place = options["shard_placement_fn"]
-
-    def placed(parameter: nn.Parameter) -> Any:
-        found = place(parameter)
-        return None if found is None else ShardPlacementResult(*found)
-
-    return {"shard_placement_fn": placed}
 
 
 @pytest.mark.behaviour("C-14")
@@ -440,6 +435,28 @@ def few_collectives_and_little_memory() -> None:
 @pytest.mark.behaviour("C-14")
 def test_a_bucket_is_one_collective_and_memory_is_that_of_the_buckets() -> None:
     run_ranks(few_collectives_and_little_memory, 2)
+
+
+def stream_on_a_device() -> None:
+    """Read buckets on a simulated device, which would find an access that its streams do not order."""
+    mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
+    with simulated_accelerator() as device:
+        model, reference = seeded(UnevenMLP)(), seeded(UnevenMLP)()
+        shard_layers(model, fully_shard, mesh=mesh)
+        values = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
+        for dtype in (None, torch.bfloat16):
+            for ahead in (0, 1, 2):
+                found = streamed(model, 100, dtype, ahead=ahead)
+                device.synchronize()
+                for name, value in values.items():
+                    assert_exact(found[name], value if dtype is None else value.to(dtype), name)
+        leave_on_one_rank(model, 100)
+    assert [str(race) for race in device.races] == []
+
+
+@pytest.mark.behaviour("C-14")
+def test_a_stream_has_no_races_on_a_device() -> None:
+    run_ranks(stream_on_a_device, 2, environment=SOCKETS, timeout=120)
 
 
 RECEIVER = """
