@@ -135,22 +135,22 @@ def test_documented_extensions_train_on_two_ranks(name: str) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("options", [(), ("--whole",)], ids=["blocks", "whole"])
 def test_the_program_of_the_compile_page_has_the_losses_of_the_eager_model(options: tuple[str, ...]) -> None:
-    said = torchrun("examples/compiled.py", "--backend", "aot_eager", *options)
+    said = run_script_on_ranks("examples/compiled.py", "--backend", "aot_eager", *options)
     assert said.count("0e+00 from the eager model") == 2, said
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("ranks", ["2", "4"])
-def test_the_program_of_the_pipeline_page_trains(ranks: str) -> None:
-    said = torchrun("examples/pipeline.py", launcher=("--nproc-per-node", ranks))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_program_of_the_pipeline_page_trains(ranks: int) -> None:
+    said = run_script_on_ranks("examples/pipeline.py", ranks=ranks)
     losses = [float(loss) for loss in re.findall(r"step (?:4|19) loss ([\d.]+)", said)]
-    assert len(losses) == int(ranks)
+    assert len(losses) == ranks
     assert min(losses) < max(losses) / 2
 
 
 @pytest.mark.multiprocess
 def test_the_program_of_the_context_parallel_page_has_the_gradients_of_whole_sequences() -> None:
-    said = torchrun("examples/context_parallel.py")
+    said = run_script_on_ranks("examples/context_parallel.py")
     differences = re.findall(r"gradients (\S+) from", said)
     assert len(differences) == 2
     assert all(float(difference) < 1e-6 for difference in differences), said
@@ -158,7 +158,7 @@ def test_the_program_of_the_context_parallel_page_has_the_gradients_of_whole_seq
 
 @pytest.mark.multiprocess
 def test_the_program_of_the_profiler_page_writes_profiles_with_labels_of_groups() -> None:
-    assert re.search(r"FSDP::all_gather \(0\) +\d+ times", torchrun("examples/profiled.py"))
+    assert re.search(r"FSDP::all_gather \(0\) +\d+ times", run_script_on_ranks("examples/profiled.py"))
     assert (ROOT / "runs" / "profile" / "rank-1.json").exists()
 
 
@@ -166,10 +166,8 @@ def test_the_program_of_the_profiler_page_writes_profiles_with_labels_of_groups(
 def test_the_program_of_the_data_page_sees_every_sample_once_over_a_stop_and_another_number_of_ranks(
     tmp_path: Path,
 ) -> None:
-    first = torchrun("examples/resume_data.py", "--out", str(tmp_path), "--stop", "5")
-    second = torchrun(
-        "examples/resume_data.py", "--out", str(tmp_path), "--stop", "16", launcher=("--nproc-per-node", "1")
-    )
+    first = run_script_on_ranks("examples/resume_data.py", "--out", str(tmp_path), "--stop", "5")
+    second = run_script_on_ranks("examples/resume_data.py", "--out", str(tmp_path), "--stop", "16", ranks=1)
     steps = [int(step) for step in re.findall(r"rank 0 step (\d+) ", first + second)]
     assert steps == list(range(1, 17))
     samples = [int(each) for found in re.findall(r"samples \[(.*?)\]", first + second) for each in found.split(",")]
@@ -181,7 +179,7 @@ def test_the_program_of_the_data_page_sees_every_sample_once_over_a_stop_and_ano
 def test_the_program_of_the_peft_page_trains(options: tuple[str, ...]) -> None:
     for package in ("peft", "transformers", "torchao"):  # `make clients` installs them
         pytest.importorskip(package)
-    said = torchrun("examples/qlora.py", *options)
+    said = run_script_on_ranks("examples/qlora.py", *options)
     losses = [float(loss) for loss in re.findall(r"rank 0 step \d loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] - 0.5
     assert "12 adapters, 14,336 values" in said
