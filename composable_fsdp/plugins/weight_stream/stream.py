@@ -213,15 +213,18 @@ class WeightStream:
         if self._is_done or self._position == len(self._buckets):
             self._is_done = True
             raise StopIteration
+        number = self._position
         try:
-            self._launch(self._position + 1)
-            number, left, bucket = self._position, *self._receive(takes=self._gets_values)
+            self._launch(number + 1)
+            left, self._current = self._receive(takes=self._gets_values)
             if left:
                 self._drain()
+            else:
+                self._launch(self._position + self._ahead)
         except BaseException:
             self._is_done = True
             raise
-        if left:
+        if self._current is None:
             self._is_done = True
             raise PeerError(
                 f"rank {left - 1} has left the loop over stream_full_params before the end: bucket {number + 1} of "
@@ -229,10 +232,7 @@ class WeightStream:
                 "stream, and can go on.",
                 [left - 1],
             )
-        self._launch(self._position + self._ahead)
-        self._current = bucket
-        assert bucket is not None
-        return bucket
+        return self._current
 
     def close(self) -> None:
         """End the stream. If buckets are left, other ranks are told in their all-gathers, in which this one takes part.
