@@ -15,25 +15,25 @@ from tests.helpers.house import class_fields, code_lines, imported_by, imported_
 HOOKS = "_core/hooks.py"
 
 MOST_LINES = {
-    ".": 710,
-    "_api": 2742,
+    ".": 727,
+    "_api": 2751,
     "_consistency": 2104,
     "_core": 10368,
-    "checkpoint": 5030,
+    "checkpoint": 5020,
     "cli": 948,
     "codecs": 929,
     "diagnostics": 1435,
-    "init": 832,
+    "init": 831,
     "interop": 108,
     "optim": 505,
     "plan": 1052,
-    "plugins": 8564,
+    "plugins": 9909,
     "testing": 743,
     "wrap": 595,
 }
 """The lines of each folder."""
 
-MOST_CODE = 20218
+MOST_CODE = 21043
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10453
