@@ -14,6 +14,7 @@ import io
 import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -292,3 +293,15 @@ def test_a_docs_page_is_one_session() -> None:
 
 def test_the_page_is_made_from_the_rows() -> None:
     assert PAGE.read_text() == render(), "regenerate the page: python -m tests.helpers.comparison.page"
+
+
+def test_the_figures_of_the_front_page_are_those_of_the_newest_results() -> None:
+    made = runpy.run_path(str(ROOT / "benchmarks" / "front_page.py"))
+    assert made["PAGE"].read_text() == made["render"](), "regenerate them: python benchmarks/front_page.py"
+
+
+def test_make_help_shows_what_users_need_first() -> None:
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    users, maintainers = said.split("\nFor maintainers:\n")
+    assert re.findall(r"^  (\S+)", users, re.MULTILINE) == ["install", "demo", "test", "test-fast", "docs"]
+    assert {"bench", "clients", "upstream"} <= set(re.findall(r"^  (\S+)", maintainers, re.MULTILINE))
