@@ -75,8 +75,18 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     """
     _check(optimizer, elementwise)
-    update = cast(Any, type(optimizer)).step.__wrapped__  # torch wraps the step of every class for its hooks
-    hooked = Optimizer.profile_hook_step(_on_shards(update))
+    replace_step(optimizer, _on_shards(class_step(optimizer)))
+    return optimizer
+
+
+def class_step(optimizer: Optimizer) -> Step:
+    """Return the step of the optimizer's class without hooks. Torch wraps the step of every class for its hooks."""
+    return cast(Step, cast(Any, type(optimizer)).step.__wrapped__)
+
+
+def replace_step(optimizer: Optimizer, step_of: Step) -> None:
+    """Replace ``optimizer.step`` by ``step_of``, which takes the optimizer first. Hooks run around it as before."""
+    hooked = Optimizer.profile_hook_step(step_of)
     # A reference cycle would keep the state alive until the next garbage collection.
     itself, name = ref(optimizer), type(optimizer).__name__
 
@@ -91,7 +101,15 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
 
     cast(Any, step).__func__ = hooked  # learning-rate schedulers read it: they expect a bound method
     cast(Any, optimizer).step = step
-    return optimizer
+
+
+def check_step(optimizer: Optimizer, call: str) -> None:
+    """Raise if the step of ``optimizer`` has been replaced before ``call`` replaces it."""
+    if "step" in vars(optimizer):
+        raise ConfigurationError(
+            f"the step of this {type(optimizer).__name__} has been replaced already, by a learning-rate scheduler or "
+            f"an earlier call. Call {call} once, before anything else gets the optimizer."
+        )
 
 
 def _check(optimizer: Optimizer, elementwise: bool) -> None:
@@ -100,7 +118,10 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
     kind = type(optimizer)
     reason = next((reason for base, reason in _NOT_ELEMENTWISE.items() if isinstance(optimizer, base)), None)
     if reason is not None:
-        raise ConfigurationError(f"{kind.__name__} {reason}, so it cannot step on local shards. Use it as it is.")
+        raise ConfigurationError(
+            f"{kind.__name__} {reason}, so it cannot step on local shards. Use it as it is; if it needs no more than "
+            "whole parameters, as Adafactor and Muon do, pass it to owner_step."
+        )
     if kind not in ELEMENTWISE and not elementwise:
         raise ConfigurationError(
             f"{kind.__name__} is not known to be element-wise. If what it does to an element depends on no other "
@@ -111,11 +132,7 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
             f"{kind.__name__} was made with differentiable=True, but what happens to local shards is not on autograd's "
             "graph. Use it as it is."
         )
-    if "step" in vars(optimizer):
-        raise ConfigurationError(
-            f"the step of this {kind.__name__} has been replaced already, by a learning-rate scheduler or an earlier "
-            "call. Call local_optimizer once, before anything else gets the optimizer."
-        )
+    check_step(optimizer, "local_optimizer")
 
 
 def _on_shards(update: Step) -> Step:
