@@ -209,6 +209,14 @@ if TYPE_CHECKING:
     from composable_fsdp.diagnostics.fault_file import Recorder as DiagnosticsRecorder
     from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace
     from composable_fsdp.init.materialize import reset_parameters
+    from composable_fsdp.optim._owner_exchange import AxisCut, Exchange, Slot, Tiling, axis_cuts
+    from composable_fsdp.optim._owner_plan import (
+        assign_owners,
+        cut_buckets,
+        message_limit,
+        newton_schulz_cost,
+        replicas_together,
+    )
     from composable_fsdp.plan.known_accelerators import KnownAccelerator
     from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulated_job import simulated_job

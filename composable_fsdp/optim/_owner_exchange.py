@@ -1,0 +1,472 @@
+"""Sends whole tensors to the ranks that compute with them, and the results back to the ranks that hold their shards.
+
+A *unit* is what one owner computes at once, such as a matrix: it has input tensors and output tensors, each cut over
+the ranks of a mesh. For a bucket of units, one all-to-all sends the shards of all inputs to the owners, and one more
+sends the shards of all outputs back. The next bucket's inputs and the last one's outputs are on their way while a
+bucket is computed.
+
+Invariant: all ranks of an exchange have the same units in the same order, so they assign the same owners and cut the
+same buckets. Every rank computes its own part of the messages' layout, and nothing of it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from composable_fsdp._api.extents import Box, Cut, ShardExtent
+from composable_fsdp._core.memory import current_device
+from composable_fsdp._core.params import find_parameter
+from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit, replicas_together
+
+__all__ = ["Exchange", "Members", "Slot", "Task", "Tiling", "Unit", "is_here", "make_exchanges", "tiling_of"]
+
+Coordinate = tuple[int, ...]
+
+_ALIGNMENT = 8
+"""Every piece of a message begins at a multiple of this, so that it can be viewed in any dtype."""
+
+
+class AxisCut(NamedTuple):
+    """A mesh axis that cuts tensor dim ``dim``, which is first split into ``blocks``."""
+
+    axis: int
+    dim: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a tensor of ``shape`` is cut over a mesh of ``sizes``, by ``cuts`` in their order."""
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
+    cuts: tuple[AxisCut, ...] = ()
+
+    @cached_property
+    def uncut(self) -> tuple[int, ...]:
+        """The mesh axes whose ranks hold the same shards."""
+        cut = {each.axis for each in self.cuts}
+        return tuple(axis for axis in range(len(self.sizes)) if axis not in cut)
+
+    def extent(self, coordinate: Coordinate) -> ShardExtent:
+        """Return the part of the tensor that the rank at ``coordinate`` holds."""
+        key = tuple(coordinate[cut.axis] for cut in self.cuts)
+        if key not in self._extents:
+            cuts = [Cut(c.dim, self.sizes[c.axis], at, c.blocks) for c, at in zip(self.cuts, key, strict=True)]
+            self._extents[key] = ShardExtent.after(self.shape, cuts)
+        return self._extents[key]
+
+    @cached_property
+    def _extents(self) -> dict[Coordinate, ShardExtent]:
+        return {}
+
+    @cached_property
+    def largest(self) -> int:
+        """The elements of the largest shard: the first rank's, as of ``torch.chunk``."""
+        return prod(self.extent((0,) * len(self.sizes)).local_shape)
+
+
+def tiling_of(tensor: torch.Tensor) -> Tiling:
+    """Return how ``tensor`` is cut: a parameter at rest, another DTensor without partial sums, or a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return Tiling(tuple(tensor.shape))
+    sizes = tuple(tensor.device_mesh.shape)
+    return Tiling(tuple(tensor.shape), sizes, axis_cuts(tensor.placements, sizes, find_parameter(tensor) is not None))
+
+
+def axis_cuts(placements: Sequence[Placement], sizes: tuple[int, ...], is_parameter: bool) -> tuple[AxisCut, ...]:
+    """Return the cuts of ``placements`` in their order.
+
+    ``fully_shard`` cuts what tensor parallelism has left. A strided shard says so, but describes it exactly only if the
+    rows can be divided evenly. So for its parameters the order is followed instead.
+    """
+    found = [
+        AxisCut(axis, cast(Any, placement).dim, getattr(placement, "split_factor", 1))
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate()
+    ]
+    for cut in found if is_parameter else ():
+        later = prod(sizes[other.axis] for other in found if other.axis > cut.axis and other.dim == cut.dim)
+        if cut.blocks == later > 1:
+            return (*(other for other in found if other is not cut), AxisCut(cut.axis, cut.dim))
+    return tuple(found)
+
+
+class Slot:
+    """One tensor of a unit: the block of ``sizes`` from ``offsets`` on of a tensor that is cut by ``tiling``. Final."""
+
+    def __init__(
+        self,
+        tiling: Tiling,
+        dtype: torch.dtype,
+        offsets: tuple[int, ...] | None = None,
+        sizes: tuple[int, ...] | None = None,
+    ) -> None:
+        self.tiling, self.dtype = tiling, dtype
+        self.offsets = (0,) * len(tiling.shape) if offsets is None else offsets
+        self.sizes = tiling.shape if sizes is None else sizes
+        self.nbytes = _aligned(prod(self.sizes) * dtype.itemsize)
+
+    def boxes(self, coordinate: Coordinate) -> Iterator[Box]:
+        """Yield the boxes of this block that the rank at ``coordinate`` holds, with offsets in the block."""
+        for box in self.tiling.extent(coordinate).boxes():
+            sides = zip(box.offsets, box.local_offsets, box.sizes, self.offsets, self.sizes, strict=True)
+            inside = [(max(o, b), lo, o, min(o + n, b + m), b) for o, lo, n, b, m in sides]
+            if all(start < stop for start, _, _, stop, _ in inside):
+                yield Box(
+                    tuple(start - begin for start, *_, begin in inside),
+                    tuple(lo + start - o for start, lo, o, _, _ in inside),
+                    tuple(stop - start for start, _, _, stop, _ in inside),
+                )
+
+    def comes_from(self, sender: Coordinate, owner: Coordinate) -> bool:
+        """Return whether ``owner`` receives the part of ``sender``: one of the ranks that hold it sends it."""
+        return all(sender[axis] == owner[axis] for axis in self.tiling.uncut)
+
+    @property
+    def held(self) -> int:
+        """The most bytes of this block that a rank may hold, about: its share of the largest shard."""
+        share = min(prod(self.sizes), self.tiling.largest)
+        return _aligned(share * self.dtype.itemsize)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What one rank computes at once. ``cost`` is the time of that, in any unit, the same for all units."""
+
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    cost: float
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the whole inputs, or of the whole outputs, whichever are more."""
+        return max(sum(slot.nbytes for slot in slots) for slots in (self.inputs, self.outputs))
+
+    @property
+    def held(self) -> int:
+        """The bytes of the largest shards of the inputs, or of the outputs."""
+        return max(sum(slot.held for slot in slots) for slots in (self.inputs, self.outputs))
+
+
+class Task(Protocol):
+    """What is done with a unit in one step."""
+
+    def load(self, slot: int, box: Box) -> torch.Tensor:
+        """Return the block ``box`` of this rank's part of input ``slot``, on any device.
+
+        It is called once for every box in every step, on all ranks, also on those whose part nobody needs.
+        """
+        ...
+
+    def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the whole outputs for the whole ``inputs``, which it may change. It is called on the owner only."""
+        ...
+
+    def store(self, slot: int, box: Box, piece: torch.Tensor) -> None:
+        """Take ``piece``, the block ``box`` of this rank's part of output ``slot``. Its memory is freed afterwards."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """The ranks of an exchange, in the order of their process group, with their coordinates in the mesh.
+
+    ``group`` is None for tensors that this rank has alone.
+    """
+
+    group: dist.ProcessGroup | None = None
+    coordinates: tuple[Coordinate, ...] = ((),)
+    index: int = 0
+    device: torch.device = field(default=torch.device("cpu"))
+
+    @property
+    def own(self) -> Coordinate:
+        return self.coordinates[self.index]
+
+    def all_to_all(self, output: torch.Tensor, received: list[int], input: torch.Tensor, sent: list[int]) -> Any:
+        """Launch an all-to-all of bytes, and return its work."""
+        if self.group is None:
+            output.copy_(input)
+            return None
+        return dist.all_to_all_single(output, input, received, sent, group=self.group, async_op=True)
+
+
+class _Piece(NamedTuple):
+    """A box of a slot of a unit, and where it begins in a message. ``start`` is -1 if it is not sent."""
+
+    unit: int
+    slot: int
+    box: Box
+    start: int
+    dtype: torch.dtype
+
+    def of(self, message: torch.Tensor) -> torch.Tensor:
+        """Return its view in ``message``."""
+        nbytes = prod(self.box.sizes) * self.dtype.itemsize
+        return message.narrow(0, self.start, nbytes).view(self.dtype).view(self.box.sizes)
+
+
+class _Message:
+    """The layout of a message: its pieces, and the bytes of the part of each rank. Final."""
+
+    def __init__(self, ranks: int) -> None:
+        self.pieces: list[_Piece] = []
+        self.splits = [0] * ranks
+        self.nbytes = 0
+
+    def append(self, rank: int, unit: int, slot: int, box: Box, dtype: torch.dtype) -> None:
+        """Append a piece to the part of ``rank``, the last part so far."""
+        self.pieces.append(_Piece(unit, slot, box, self.nbytes, dtype))
+        nbytes = _aligned(prod(box.sizes) * dtype.itemsize)
+        self.splits[rank] += nbytes
+        self.nbytes += nbytes
+
+
+class _Bucket:
+    """The units that are exchanged together, and this rank's four messages. Final."""
+
+    def __init__(self, units: Sequence[Unit], owners: Sequence[int], indices: Sequence[int], members: Members) -> None:
+        self.units = units
+        ranks, own = len(members.coordinates), members.own
+        self.shards, self.owned = _Message(ranks), _Message(ranks)
+        self.results, self.updates = _Message(ranks), _Message(ranks)
+        self.unsent: list[_Piece] = []
+        for index in sorted(indices, key=owners.__getitem__):
+            owner = owners[index]
+            for number, slot in enumerate(units[index].inputs):
+                sends = slot.comes_from(own, members.coordinates[owner])
+                for box in slot.boxes(own):
+                    if sends:
+                        self.shards.append(owner, index, number, box, slot.dtype)
+                    else:
+                        self.unsent.append(_Piece(index, number, box, -1, slot.dtype))
+            for number, slot in enumerate(units[index].outputs):
+                for box in slot.boxes(own):
+                    self.updates.append(owner, index, number, box, slot.dtype)
+        self.computed = [index for index in indices if owners[index] == members.index]
+        for rank, coordinate in enumerate(members.coordinates):
+            for index in self.computed:
+                for number, slot in enumerate(units[index].inputs):
+                    for box in slot.boxes(coordinate) if slot.comes_from(coordinate, own) else ():
+                        self.owned.append(rank, index, number, box, slot.dtype)
+                for number, slot in enumerate(units[index].outputs):
+                    for box in slot.boxes(coordinate):
+                        self.results.append(rank, index, number, box, slot.dtype)
+        self.parts = _by_unit(self.owned.pieces)
+        self.answers = _by_unit(self.results.pieces)
+
+
+def _by_unit(pieces: Sequence[_Piece]) -> dict[int, list[_Piece]]:
+    found: dict[int, list[_Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.unit, []).append(piece)
+    return found
+
+
+class _Flight(NamedTuple):
+    """A message on its way: the work, the received bytes, and the sent ones, which must live as long."""
+
+    work: Any
+    received: torch.Tensor
+    sent: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
+class Exchange:
+    """The buckets of ``units`` over ``members``. Final.
+
+    Args:
+        members: the ranks.
+        units: the same ones in the same order on all of them.
+        limit: the most bytes of a message, except for a single unit.
+        copies: the number of ranks that receive each output.
+        owners: the owner of each unit, if they are not to be assigned by cost.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        units: Sequence[Unit],
+        limit: int,
+        copies: int = 1,
+        owners: Sequence[int] | None = None,
+    ) -> None:
+        self.members, self.units, self.limit, self.copies = members, units, limit, copies
+        costs = [unit.cost for unit in units]
+        self.owners = assign_owners(costs, len(members.coordinates)) if owners is None else owners
+        buckets = cut_buckets(costs, self.owners, lambda i: copies * units[i].largest, lambda i: units[i].held, limit)
+        self.buckets = [_Bucket(units, self.owners, indices, members) for indices in buckets]
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Do ``tasks``, one for each unit. All ranks must call it together."""
+        flight = self._send_shards(self.buckets[0], tasks) if self.buckets else None
+        returning: tuple[_Bucket, _Flight] | None = None
+        for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
+            assert flight is not None
+            owned = flight.wait()
+            flight = self._send_shards(following, tasks) if following is not None else None
+            results = _message(bucket.results.nbytes, self.members.device)
+            for index in bucket.computed:
+                _compute(self.units[index], tasks[index], owned, bucket.parts, results, bucket.answers, index)
+            del owned
+            if returning is not None:
+                _take(*returning, tasks)
+            returning = bucket, self._send_results(bucket, results)
+            del results
+        if returning is not None:
+            _take(*returning, tasks)
+
+    def _send_shards(self, bucket: _Bucket, tasks: Sequence[Task]) -> _Flight:
+        message = _message(bucket.shards.nbytes, self.members.device)
+        for piece in bucket.unsent:
+            tasks[piece.unit].load(piece.slot, piece.box)
+        for piece in bucket.shards.pieces:
+            piece.of(message).copy_(tasks[piece.unit].load(piece.slot, piece.box))
+        received = _message(bucket.owned.nbytes, self.members.device)
+        work = self.members.all_to_all(received, bucket.owned.splits, message, bucket.shards.splits)
+        return _Flight(work, received, message)
+
+    def _send_results(self, bucket: _Bucket, results: torch.Tensor) -> _Flight:
+        received = _message(bucket.updates.nbytes, self.members.device)
+        work = self.members.all_to_all(received, bucket.updates.splits, results, bucket.results.splits)
+        return _Flight(work, received, results)
+
+
+def _compute(
+    unit: Unit,
+    task: Task,
+    owned: torch.Tensor,
+    parts: dict[int, list[_Piece]],
+    results: torch.Tensor,
+    answers: dict[int, list[_Piece]],
+    index: int,
+) -> None:
+    wholes = [torch.empty(slot.sizes, dtype=slot.dtype, device=owned.device) for slot in unit.inputs]
+    for piece in parts.get(index, ()):
+        wholes[piece.slot][piece.box.slices].copy_(piece.of(owned))
+    outputs = task.compute(wholes)
+    for piece in answers.get(index, ()):
+        piece.of(results).copy_(outputs[piece.slot][piece.box.slices])
+
+
+def _take(bucket: _Bucket, flight: _Flight, tasks: Sequence[Task]) -> None:
+    received = flight.wait()
+    for piece in bucket.updates.pieces:
+        tasks[piece.unit].store(piece.slot, piece.box, piece.of(received))
+
+
+def _message(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+# -- the ranks of an exchange
+
+
+def is_here(tensor: torch.Tensor) -> bool:
+    """Return whether this rank has a part of ``tensor``, if only an empty one."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def make_exchanges(
+    tensors: Sequence[torch.Tensor], units_of: Callable[[int], Sequence[Unit]], bucket_bytes: int
+) -> list[tuple[Exchange, list[tuple[int, int]]]]:
+    """Return the exchanges of the units of ``tensors``, with the tensor and the number among its units of each unit.
+
+    Tensors on equal meshes that are cut on the same axes are exchanged together. Where several ranks hold the same
+    shards, as with hybrid sharding, as many of these replicas share the work as there is room for in a message.
+
+    Args:
+        tensors: parameters with a part on this rank. All ranks have the same in the same order.
+        units_of: a function from the index of a tensor to its units.
+        bucket_bytes: two times these bytes hold the messages that live at once, unless a matrix is larger.
+    """
+    by_ranks: dict[Any, list[tuple[int, int]]] = {}
+    units: dict[tuple[int, int], Unit] = {}
+    for index, tensor in enumerate(tensors):
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        key = mesh, tiling_of(tensor).uncut, tensor.device if mesh is None else None
+        for number, unit in enumerate(units_of(index)):
+            units[index, number] = unit
+            by_ranks.setdefault(key, []).append((index, number))
+    found = []
+    for (mesh, uncut, device), keys in by_ranks.items():
+        of_mesh = [units[key] for key in keys]
+        largest = max(unit.largest for unit in of_mesh)
+        limit = message_limit(bucket_bytes, largest)
+        if mesh is None:
+            members, copies = Members(device=device), 1
+        else:
+            copies = replicas_together(prod(mesh.size(axis) for axis in uncut), largest, limit)
+            members = _members(mesh, uncut, copies)
+        found.append((Exchange(members, of_mesh, limit, copies), keys))
+    return found
+
+
+def _members(mesh: DeviceMesh, uncut: tuple[int, ...], copies: int) -> Members:
+    """Return the ranks that share the work with this one: those of ``copies`` neighbouring replicas."""
+    own = mesh.get_coordinate()
+    assert own is not None
+    sizes = [mesh.size(axis) for axis in uncut]
+
+    def team(coordinate: Sequence[int]) -> int:
+        replica = 0
+        for axis, size in zip(uncut, sizes, strict=True):
+            replica = replica * size + coordinate[axis]
+        return replica // copies
+
+    places = {int(rank): tuple(at) for at, rank in _places(mesh) if team(at) == team(own)}
+    group = _group_of(mesh, list(places))
+    if group is None:
+        return Members(None, (tuple(own),), 0, current_device(mesh.device_type))
+    ranks = dist.get_process_group_ranks(group)
+    coordinates = tuple(places[rank] for rank in ranks)
+    return Members(group, coordinates, dist.get_rank(group), current_device(mesh.device_type))
+
+
+def _places(mesh: DeviceMesh) -> Iterator[tuple[Coordinate, int]]:
+    ranks = mesh.mesh
+    for number, rank in enumerate(ranks.flatten().tolist()):
+        at = []
+        for size in reversed(ranks.shape):
+            number, index = divmod(number, size)
+            at.append(index)
+        yield tuple(reversed(at)), rank
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+"""The process groups that were made for exchanges, by the default process group and their ranks."""
+
+
+def _group_of(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup | None:
+    """Return the process group of ``ranks``: that of a mesh axis, the default one, or a new one. None for one rank."""
+    if len(ranks) == 1:
+        return None
+    wanted = sorted(ranks)
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    for group in (*(mesh.get_group(axis) for axis in range(mesh.ndim)), world):
+        if sorted(dist.get_process_group_ranks(group)) == wanted:
+            return group
+    known, key = _groups.setdefault(world, {}), tuple(wanted)
+    if key not in known:
+        known[key] = dist.new_group(wanted, use_local_synchronization=True, group_desc="composable_fsdp owners")
+    return cast(dist.ProcessGroup, known[key])

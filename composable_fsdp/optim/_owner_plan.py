@@ -1,0 +1,96 @@
+"""Which rank computes which matrix, and which matrices are exchanged together. Numbers only.
+
+The update of a matrix, such as an orthogonalisation, needs the whole matrix, so each matrix has one *owner*: the rank
+that computes its update. Owners are balanced by cost over all matrices, and a *bucket* is a set of matrices that one
+pair of all-to-alls exchanges.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+__all__ = ["assign_owners", "by_cost", "cut_buckets", "message_limit", "newton_schulz_cost", "replicas_together"]
+
+MESSAGES_IN_FLIGHT = 6
+"""The messages that live at once: those that a bucket is computed from and to, and two each of its neighbours."""
+
+
+def newton_schulz_cost(rows: int, columns: int) -> float:
+    """Return the multiplications and additions of one Newton-Schulz iteration of a matrix of this shape.
+
+    With k the smaller side and n the larger one: k x n by n x k for the Gram matrix, k x k by k x k for its square, and
+    k x k by k x n for the product (Jordan et al. 2024, Muon). The number of iterations is the same for all matrices.
+    """
+    short, long = min(rows, columns), max(rows, columns)
+    return 4.0 * short * short * long + 2.0 * short**3
+
+
+def by_cost(costs: Sequence[float]) -> list[int]:
+    """Return the indices of ``costs`` from the largest to the smallest, equal ones in their order."""
+    return sorted(range(len(costs)), key=lambda index: -costs[index])
+
+
+def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
+    """Return the owner of each matrix, from 0 to ``ranks - 1``, so that the largest sum of costs is small.
+
+    The most expensive matrix that is left goes to the rank with the least (Graham 1969): the largest sum is at most 4/3
+    of the smallest possible one, and close to it if ranks own several matrices each. No rank owns less than the others
+    without need, but a matrix is never divided: with fewer matrices than ranks, some ranks own nothing.
+    """
+    loads = [(0.0, rank) for rank in range(ranks)]
+    owners = [0] * len(costs)
+    for index in by_cost(costs):
+        load, owner = loads[0]
+        owners[index] = owner
+        heapq.heapreplace(loads, (load + costs[index], owner))
+    return owners
+
+
+def message_limit(bucket_bytes: int, largest: int) -> int:
+    """Return the most bytes of a message, so that two buckets hold all messages that live at once.
+
+    It is at least ``largest``, the bytes of the largest matrix: a smaller message would leave all owners but one idle.
+    """
+    return max(2 * bucket_bytes // MESSAGES_IN_FLIGHT, largest)
+
+
+def replicas_together(replicas: int, largest: int, limit: int) -> int:
+    """Return how many of the ``replicas`` that hold the same shards share the work: a divisor.
+
+    An owner sends the update of a matrix to each of them, so that many copies of the ``largest`` fit in a message.
+    """
+    return max(n for n in range(1, replicas + 1) if replicas % n == 0 and (n == 1 or n * largest <= limit))
+
+
+def cut_buckets(
+    costs: Sequence[float],
+    owners: Sequence[int],
+    owned: Callable[[int], int],
+    held: Callable[[int], int],
+    limit: int,
+) -> list[list[int]]:
+    """Return the indices of the matrices of each bucket, the most expensive ones first.
+
+    Matrices are taken in the order of :func:`assign_owners`, in which consecutive ones have different owners, so that
+    the work in a bucket is balanced too.
+
+    Args:
+        costs: the cost of each matrix.
+        owners: its owner.
+        owned: bytes of the message with the matrix that its owner sends.
+        held: bytes of the largest shard of the matrix.
+        limit: the most bytes that a rank owns, or holds, in a bucket of several matrices.
+    """
+    buckets: list[list[int]] = []
+    of_owner: dict[int, int] = {}
+    of_shards = limit + 1
+    for index in by_cost(costs):
+        own, part = owned(index), held(index)
+        if of_shards + part > limit or of_owner.get(owners[index], 0) + own > limit:
+            buckets.append([])
+            of_owner, of_shards = {}, 0
+        buckets[-1].append(index)
+        of_owner[owners[index]] = of_owner.get(owners[index], 0) + own
+        of_shards += part
+    return buckets
