@@ -51,6 +51,8 @@ from composable_fsdp.init.materialize import initialize, to_empty
 from composable_fsdp.init.random_shards import sharded_rng
 from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
 from composable_fsdp.optim.local_optimizer import local_optimizer
+from composable_fsdp.optim.muon import Muon
+from composable_fsdp.optim.owner_step import owner_step
 from composable_fsdp.plugins.checks.optimizer_checks import LowPrecisionWarning
 from composable_fsdp.plugins.checks.plain_parameters import PlainParameterWarning
 from composable_fsdp.plugins.extensions.tensor_classes import LostExtensionWarning
@@ -107,6 +109,7 @@ __all__ = [
     "MeshError",
     "MixedPrecisionPolicy",
     "ModelDescription",
+    "Muon",
     "OffloadBackendWarning",
     "OffloadPolicy",
     "PackedLayout",
@@ -134,6 +137,7 @@ __all__ = [
     "initialize",
     "local_optimizer",
     "no_sync",
+    "owner_step",
     "register_fsdp_forward_method",
     "rekey_optimizer",
     "set_wait_warning",

@@ -1,0 +1,409 @@
+"""Muon on sharded parameters: each matrix is orthogonalised by one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable_fsdp._api.extents import Box, like
+from composable_fsdp._core.params import local_part
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
+from composable_fsdp.optim._local_step import local_copies_of
+from composable_fsdp.optim._owner_exchange import Exchange, Slot, Unit, is_here, make_exchanges, tiling_of
+from composable_fsdp.optim._owner_plan import newton_schulz_cost
+
+__all__ = ["Muon"]
+
+Index = int | slice | tuple[int | slice, ...]
+"""An index of a parameter, as ``parameter[index]``: ints and slices without a step."""
+
+Matrices = Callable[[str, torch.Tensor], bool | Iterable[Index] | None]
+
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_MOST_STEPS = 99
+_OF_BOTH = ("lr", "weight_decay")
+
+
+class Muon(Optimizer):
+    """Muon (Jordan et al. 2024) for matrices, and AdamW for all other parameters, also for sharded ones.
+
+    The update of a matrix is its momentum, orthogonalised by Newton-Schulz iterations in bfloat16, which need the whole
+    matrix. Momentum stays sharded like the parameter. In a step, each matrix goes to one rank, its *owner*, which
+    computes its update, and the updates come back: two all-to-alls of bfloat16 for each bucket of matrices. Owners are
+    balanced by the cost of the iterations. Buckets are sent while others are computed.
+
+    The results are bitwise those of ``torch.optim.Muon`` and ``torch.optim.AdamW`` on the unsharded parameters with the
+    same gradients; of bfloat16 parameters, up to the rounding of ``add_``, which in torch depends on an element's place
+    in memory. Parameters may be sharded in any way, or plain.
+
+    ``param_groups`` has for each group given two: that of its matrices, and that of its other parameters, whose
+    settings are AdamW's. The entry ``"algorithm"`` is ``"muon"`` or ``"adamw"``. A group given with ``"algorithm":
+    "adamw"`` is AdamW's as a whole: embeddings and heads should be, although they have two dims.
+    State is DTensors placed as the parameters, so checkpoints, clipping, schedulers and gradient scalers work as with
+    other optimizers.
+
+    All ranks of a mesh must call ``step`` together, with gradients of the same parameters.
+
+    Args:
+        params: parameters, named parameters, or groups of them. ``matrices`` needs named ones.
+        lr: the learning rate.
+        weight_decay: decoupled weight decay.
+        momentum: the momentum factor.
+        nesterov: use Nesterov momentum.
+        ns_coefficients: the three coefficients of the iteration.
+        eps: the smallest norm by which a matrix is divided. AdamW's ``eps`` is in ``adamw``.
+        ns_steps: the number of iterations, below 100.
+        adjust_lr_fn: ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / columns))``, as does ``None``;
+            ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, columns))``, so that a learning rate of AdamW fits.
+        matrices: a function ``matrices(name, parameter)`` that says which matrices a parameter holds. ``None`` or
+            ``False``: none, so AdamW updates it. ``True``: it is one. Otherwise indices that cut the parameter into
+            matrices, such as ``[slice(0, 64), slice(64, 128)]`` for two heads of 64 rows, or ``range(8)`` for 8 stacked
+            experts. What has more than two dims is flattened from the second on, as convolutions. It is called again
+            when the parameters with gradients change, with the same result. By default, all parameters of two dims are
+            matrices.
+        adamw: options of ``torch.optim.AdamW``. ``lr`` and ``weight_decay`` are by default those of the group, the
+            others have torch's defaults.
+        bucket_bytes: the bytes of a bucket's messages on a rank. A step takes up to twice as many, or 6 times the
+            largest matrix in bfloat16 if that is more.
+
+    Raises:
+        ArgumentTypeError: ``matrices`` is given, but not the names of the parameters.
+        ConfigurationError: an argument is out of range, or matrices overlap or do not fill their parameter.
+
+    Example::
+
+        optimizer = Muon(
+            [
+                {"params": model.blocks.parameters()},
+                {"params": model.embedding.parameters(), "algorithm": "adamw", "lr": 3e-4},
+            ],
+            lr=0.02,
+        )
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        matrices: Matrices | None = None,
+        adamw: Mapping[str, Any] | None = None,
+        bucket_bytes: int = 256 << 20,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "algorithm": "muon",
+        }
+        _check(defaults)
+        if bucket_bytes <= 0:
+            raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
+        self._matrices, self._bucket_bytes = matrices, bucket_bytes
+        self._adamw_options = dict(adamw or {})
+        self._plan: _Plan | None = None
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_matrices", "_bucket_bytes", "_adamw_options")
+        return {**cast(Any, super()).__getstate__(), **{name: getattr(self, name) for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_plan": None})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add the matrices of ``param_group``, and its other parameters, each as a group if there are any.
+
+        Raises:
+            ArgumentTypeError: ``matrices`` needs names, but ``param_group`` has only parameters.
+            ConfigurationError: a setting is out of range, or matrices overlap or do not fill their parameter.
+        """
+        given = param_group["params"]
+        items = [given] if isinstance(given, torch.Tensor) else list(given)
+        algorithm = param_group.get("algorithm", "muon")
+        if algorithm not in ("muon", "adamw"):
+            raise ConfigurationError(f"algorithm must be 'muon' or 'adamw', not {algorithm!r}.")
+        is_matrix = [algorithm == "muon" and bool(_regions(self._matrices, *_named(item))) for item in items]
+        settings = {key: value for key, value in param_group.items() if key not in ("params", "algorithm")}
+        of_muon = [item for item, found in zip(items, is_matrix, strict=True) if found]
+        others = [item for item, found in zip(items, is_matrix, strict=True) if not found]
+        if of_muon:
+            _check({**self.defaults, **settings})
+            super().add_param_group({**settings, "params": of_muon, "algorithm": "muon"})
+        if others:
+            options = _adamw_defaults(self._adamw_options)
+            shared = {key: self.defaults[key] for key in _OF_BOTH if key not in self._adamw_options}
+            super().add_param_group({**options, **shared, **settings, "params": others, "algorithm": "adamw"})
+            group = self.param_groups[-1]
+            for key in [key for key in self.defaults if key not in options and key != "algorithm"]:
+                if key not in settings:
+                    del group[key]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient. All ranks must call it together.
+
+        Args:
+            closure: computes the loss again and returns it.
+
+        Returns:
+            The result of ``closure``, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_adamw([group for group in self.param_groups if group["algorithm"] == "adamw"])
+        groups = [group for group in self.param_groups if group["algorithm"] == "muon"]
+        stepped = [(p, group) for group in groups for p in group["params"] if p.grad is not None and is_here(p)]
+        if stepped:
+            self._step_matrices(stepped)
+        return loss
+
+    def _step_adamw(self, groups: list[dict[str, Any]]) -> None:
+        if not groups:
+            return
+        optimizer = torch.optim.AdamW([torch.empty(0)])
+        optimizer.param_groups, optimizer.state = groups, self.state
+        with local_copies_of(optimizer):
+            cast(Any, torch.optim.AdamW).step.__wrapped__(optimizer)  # without hooks, which belong to this step
+
+    def _step_matrices(self, stepped: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        if self._plan is None or not self._plan.is_of([p for p, _ in stepped]):
+            names = _names(self.param_groups) if self._matrices is not None else {}
+            regions = [_regions(self._matrices, names.get(id(p), ""), p) for p, _ in stepped]
+            self._plan = _Plan([p for p, _ in stepped], regions, self._bucket_bytes)
+        steps = [_ParameterStep(p, group, self.state[p]) for p, group in stepped]
+        for exchange, keys in self._plan.exchanges:
+            exchange.run([_MatrixTask(steps[index], self._plan.regions[index][number]) for index, number in keys])
+        # Autograd's version counter of the DTensors does not see writes to the local shards.
+        increment_version([p for p, _ in stepped])
+
+
+def _check(settings: Mapping[str, Any]) -> None:
+    lr = settings["lr"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ConfigurationError(f"lr must be one number, not a tensor of shape {tuple(lr.shape)}.")
+    for name in ("lr", "momentum", "weight_decay"):
+        if not settings[name] >= 0:
+            raise ConfigurationError(f"{name} must be at least 0, not {settings[name]}.")
+    if settings["adjust_lr_fn"] not in _ADJUSTMENTS:
+        raise ConfigurationError(f"adjust_lr_fn must be one of {_ADJUSTMENTS}, not {settings['adjust_lr_fn']!r}.")
+    if not 0 <= settings["ns_steps"] <= _MOST_STEPS:
+        raise ConfigurationError(f"ns_steps must be from 0 to {_MOST_STEPS}, not {settings['ns_steps']}.")
+    if len(settings["ns_coefficients"]) != 3:
+        raise ConfigurationError(f"ns_coefficients must be three numbers, not {settings['ns_coefficients']}.")
+
+
+def _adamw_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(torch.optim.AdamW([torch.empty(0)], **options).defaults)
+
+
+def _named(item: Any) -> tuple[str, torch.Tensor]:
+    return item if isinstance(item, tuple) else ("", item)
+
+
+def _names(groups: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    return {id(p): n for g in groups for p, n in zip(g["params"], g.get("param_names", ()), strict=False)}
+
+
+# -- the matrices in a parameter
+
+
+class Region(NamedTuple):
+    """A block of a parameter: its offsets and sizes for every dim, and the shape of its matrix."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    matrix: tuple[int, int]
+
+
+def _regions(matrices: Matrices | None, name: str, parameter: torch.Tensor) -> tuple[Region, ...]:
+    """Return the regions of ``parameter`` that are matrices; none if AdamW updates it."""
+    if not isinstance(parameter, torch.Tensor):
+        raise ArgumentTypeError(f"Muon takes tensors, not {type(parameter).__name__}.")
+    shape = tuple(parameter.shape)
+    if matrices is None:
+        return _cut_into(shape, ((),)) if len(shape) == 2 else ()
+    if not name:
+        raise ArgumentTypeError(
+            f"matrices= needs the name of a parameter of shape {shape}. Pass named parameters, such as "
+            "Muon(model.named_parameters(), ...), or groups of them."
+        )
+    found = matrices(name, parameter)
+    if found is None or found is False:
+        return ()
+    cuts = ((),) if found is True else tuple(_hashable(index) for index in found)
+    try:
+        return _cut_into(shape, cuts)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"the matrices of {name!r}: {error}") from error
+
+
+def _hashable(index: Index) -> tuple[Any, ...]:
+    parts = index if isinstance(index, tuple) else (index,)
+    return tuple((part.start, part.stop, part.step) if isinstance(part, slice) else part for part in parts)
+
+
+@lru_cache(maxsize=1024)
+def _cut_into(shape: tuple[int, ...], cuts: tuple[tuple[Any, ...], ...]) -> tuple[Region, ...]:
+    regions = tuple(_region(shape, cut) for cut in cuts)
+    if sum(prod(region.sizes) for region in regions) != prod(shape) or any(map(_overlap, combinations(regions, 2))):
+        raise ConfigurationError(f"{len(cuts)} indices do not cut the shape {shape} into parts, each element in one.")
+    return regions
+
+
+def _region(shape: tuple[int, ...], cut: tuple[Any, ...]) -> Region:
+    if len(cut) > len(shape):
+        raise ConfigurationError(f"an index of {len(cut)} dims does not fit the shape {shape}.")
+    offsets, sizes, kept = [], [], []
+    for dim, length in enumerate(shape):
+        part = cut[dim] if dim < len(cut) else (None, None, None)
+        if isinstance(part, tuple):
+            start, stop, step = slice(*part).indices(length)
+            if step != 1:
+                raise ConfigurationError(f"slices must have no step, unlike {slice(*part)}.")
+            kept.append(max(0, stop - start))
+        else:
+            start = part + length if part < 0 else part
+            stop = start + 1
+            if not 0 <= start < length:
+                raise ConfigurationError(f"index {part} is out of range for dim {dim} of the shape {shape}.")
+        offsets.append(start)
+        sizes.append(max(0, stop - start))
+    if len(kept) < 2:
+        raise ConfigurationError(f"a matrix needs two dims, but an index leaves {len(kept)} of the shape {shape}.")
+    return Region(tuple(offsets), tuple(sizes), (kept[0], prod(kept[1:])))
+
+
+def _overlap(pair: tuple[Region, Region]) -> bool:
+    a, b = pair
+    sides = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    return all(max(i, j) < min(i + n, j + m) for i, n, j, m in sides)
+
+
+# -- one step
+
+
+class _Plan:
+    """The exchanges of ``parameters``, which all have gradients. Final."""
+
+    def __init__(
+        self, parameters: list[torch.Tensor], regions: Sequence[tuple[Region, ...]], bucket_bytes: int
+    ) -> None:
+        self.parameters, self.regions = parameters, regions
+        self._meshes = [_mesh(p) for p in parameters]
+        self.exchanges: list[tuple[Exchange, list[tuple[int, int]]]] = make_exchanges(
+            parameters, lambda index: [_unit(parameters[index], region) for region in regions[index]], bucket_bytes
+        )
+
+    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether these are the exchanges of ``parameters``, on the same meshes."""
+        own = self.parameters
+        return len(own) == len(parameters) and all(
+            a is b and _mesh(b) is mesh for a, b, mesh in zip(own, parameters, self._meshes, strict=True)
+        )
+
+
+def _mesh(parameter: torch.Tensor) -> Any:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+def _unit(parameter: torch.Tensor, region: Region) -> Unit:
+    # The iterations are in bfloat16, so nothing is lost if that is what is sent.
+    slot = Slot(tiling_of(parameter), torch.bfloat16, region.offsets, region.sizes)
+    return Unit((slot,), (slot,), newton_schulz_cost(*region.matrix))
+
+
+class _ParameterStep:
+    """The tensors and settings of one parameter in one step. Final."""
+
+    def __init__(self, parameter: torch.Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_complex():
+            raise ConfigurationError("Muon takes no complex parameters. Split them into real ones.")
+        if isinstance(parameter, DTensor) and cast(DTensor, gradient).placements != parameter.placements:
+            gradient = cast(DTensor, gradient).redistribute(placements=parameter.placements)
+        self.group = group
+        self.shard, self.gradient = local_part(parameter).detach(), local_part(gradient)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = like(parameter, torch.zeros_like(self.gradient))
+        self.buffer = local_part(state["momentum_buffer"])
+        lr = group["lr"]
+        self.lr = lr.squeeze() if isinstance(lr, torch.Tensor) and lr.ndim else lr
+
+
+class _MatrixTask:
+    """The update of one matrix of a parameter. Final."""
+
+    def __init__(self, step: _ParameterStep, region: Region) -> None:
+        self.step, self.region = step, region
+        self.rate: Any = step.lr * _adjustment(step.group["adjust_lr_fn"], *region.matrix)
+
+    def load(self, slot: int, box: Box) -> torch.Tensor:
+        step, momentum = self.step, self.step.group["momentum"]
+        gradient, buffer = box.of_part(step.gradient), box.of_part(step.buffer)
+        buffer.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum) if step.group["nesterov"] else buffer
+
+    def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        (whole,) = inputs
+        group = self.step.group
+        update = orthogonalised(
+            whole.view(self.region.matrix), group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
+        return (update.reshape(whole.shape),)
+
+    def store(self, slot: int, box: Box, piece: torch.Tensor) -> None:
+        step, shard = self.step, box.of_part(self.step.shard)
+        shard.mul_(1 - step.lr * step.group["weight_decay"])
+        shard.add_(piece.to(shard.device), alpha=-self.rate)
+
+
+def _adjustment(kind: str | None, rows: int, columns: int) -> float:
+    if kind == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def orthogonalised(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """Return about U V^T for the singular value decomposition U S V^T of ``matrix``, by Newton-Schulz iterations.
+
+    Args:
+        matrix: two dims, bfloat16. It is overwritten.
+        coefficients: a, b and c of the polynomial a x + b x^3 + c x^5 of each iteration.
+        steps: the number of iterations.
+        eps: the smallest norm by which ``matrix`` is divided.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x

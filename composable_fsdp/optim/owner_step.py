@@ -1,0 +1,399 @@
+"""Steps of optimizers that need whole parameters: each parameter is updated by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from composable_fsdp._api.extents import Box, like
+from composable_fsdp._core.mesh import as_dtensor
+from composable_fsdp._core.params import local_part
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
+from composable_fsdp.optim._owner_exchange import (
+    Exchange,
+    Slot,
+    Tiling,
+    Unit,
+    is_here,
+    make_exchanges,
+    tiling_of,
+)
+from composable_fsdp.optim._owner_plan import newton_schulz_cost
+from composable_fsdp.optim.local_optimizer import Step, check_step, class_step, replace_step
+
+__all__ = ["matrix_cost", "owner_step"]
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+Cost = Callable[[torch.Size], float]
+
+
+def matrix_cost(shape: torch.Size) -> float:
+    """Return about the operations of a matrix product of the size of a parameter of ``shape``, of vectors the elements.
+
+    It fits optimizers whose time is that of products and decompositions of matrices, such as Shampoo and SOAP.
+    """
+    if len(shape) < 2:
+        return float(shape.numel())
+    return newton_schulz_cost(shape[0], shape[1:].numel())
+
+
+def owner_step(optimizer: OptimizerT, *, cost: Cost = matrix_cost, bucket_bytes: int = 256 << 20) -> OptimizerT:
+    """Make ``optimizer`` update each sharded parameter on one rank, its *owner*, as a whole plain tensor.
+
+    It is for optimizers whose update of an element depends on other elements of the same parameter, such as Adafactor,
+    Shampoo and SOAP. On DTensors they run with many collectives for each parameter, or not at all. Here a step has two
+    all-to-alls for each bucket of parameters, and the results are bitwise those of the unsharded step. (State that is
+    transposed in memory, such as eigenvectors of ``torch.linalg.eigh``, becomes contiguous, which may change the
+    rounding of products with it.) For Muon, :class:`Muon` sends less.
+
+    The optimizer's own ``step`` runs on the owner, with the parameter, its gradient and its state. All three are sent,
+    and parameter and state come back, so that state rests sharded: ``state`` holds DTensors, those of the parameter's
+    shape placed as the parameter, and others cut on dim 0 over the same mesh axes. Numbers and tensors without dims are
+    the same on every rank. The first step of a parameter has two more collectives, because its new state is not known
+    to other ranks, and the owner keeps that state whole until then.
+
+    All else is unchanged: schedulers, gradient scalers, hooks, closures and checkpoints see no difference. Plain
+    parameters are updated as before. All ranks of a mesh must call ``step`` together, with gradients of the same
+    parameters. A pickle or a copy of the optimizer is an ordinary optimizer with the same state.
+
+    Args:
+        optimizer: an optimizer whose update of a parameter depends on that parameter, its gradient, its state and its
+            group only. Its state for a parameter is a dict, of tensors, numbers, and lists, tuples and dicts of them.
+        cost: the time of the update of a parameter of a shape, in any unit. Owners are balanced by it.
+        bucket_bytes: the bytes of a bucket's messages on a rank, including state. A step takes up to twice as many, or
+            6 times the largest parameter with its state if that is more.
+
+    Returns:
+        The same object. Keep it: its ``step`` alone does not keep it alive.
+
+    Raises:
+        ConfigurationError: the ``step`` of the object has been replaced already.
+
+    Example::
+
+        optimizer = owner_step(torch.optim.Adafactor(model.parameters(), lr=1e-2))
+    """
+    _check(optimizer, bucket_bytes)
+    replace_step(optimizer, _OwnerStep(class_step(optimizer), cost, bucket_bytes).on_owners())
+    return optimizer
+
+
+def _check(optimizer: Optimizer, bucket_bytes: int) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(
+            f"owner_step takes an optimizer, such as torch.optim.Adafactor(...), not {optimizer!r}."
+        )
+    if bucket_bytes <= 0:
+        raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
+    check_step(optimizer, "owner_step")
+
+
+# -- the state of a parameter, whole and sharded
+
+
+class _Leaf:
+    """A tensor of the state: its shape and dtype, and whether it is in host memory, where many step counts are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.is_on_host = tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Leaf) and (self.shape, self.dtype) == (other.shape, other.dtype)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What the state of a parameter consists of: the tree, and of each leaf what is known without its value.
+
+    A leaf is a :class:`_Leaf` for a tensor, the class ``int``, ``float`` or ``bool`` for a number, or any other value.
+    """
+
+    tree: Any
+    leaves: tuple[Any, ...]
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> _Form:
+        values, tree = pytree.tree_flatten(dict(state))
+        return _Form(tree, tuple(_described(value) for value in values))
+
+    @staticmethod
+    def described(state: Mapping[str, Any]) -> _Form:
+        """Return the form whose leaves are in the place of the values."""
+        leaves, tree = pytree.tree_flatten(dict(state))
+        return _Form(tree, tuple(leaves))
+
+    @property
+    def numbers(self) -> list[int]:
+        """The indices of the leaves that are numbers."""
+        return [index for index, leaf in enumerate(self.leaves) if leaf in _NUMBERS]
+
+    @property
+    def tensors(self) -> list[int]:
+        return [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, _Leaf)]
+
+
+_NUMBERS = (int, float, bool)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Leaf(value)
+    return type(value) if type(value) in _NUMBERS else value
+
+
+def _state_tiling(parameter: DTensor, shape: tuple[int, ...]) -> Tiling:
+    if shape == tuple(parameter.shape):
+        return tiling_of(parameter)
+    sizes = tuple(parameter.device_mesh.shape)
+    if not shape:
+        return Tiling(shape, sizes)
+    return tiling_of(as_dtensor(torch.empty(0), parameter.device_mesh, _state_placements(parameter), shape))
+
+
+def _state_placements(parameter: DTensor) -> tuple[Placement, ...]:
+    return tuple(Replicate() if p.is_replicate() else Shard(0) for p in parameter.placements)
+
+
+def _placed(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """Return a tensor of the state as it rests, which a loaded one may not do."""
+    if not value.ndim:
+        return value
+    mesh = parameter.device_mesh
+    same = value.shape == parameter.shape
+    placements = tuple(parameter.placements) if same else _state_placements(parameter)
+    if isinstance(value, DTensor):
+        return value if value.placements == placements else value.redistribute(mesh, placements)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    part = _state_tiling(parameter, tuple(value.shape)).extent(tuple(coordinate)).take(value).contiguous()
+    return like(parameter, part) if same else as_dtensor(part, mesh, placements, tuple(value.shape))
+
+
+def _new_shard(parameter: DTensor, leaf: _Leaf) -> torch.Tensor:
+    """Return a new tensor for the state ``leaf`` of ``parameter``."""
+    device = local_part(parameter).device
+    if not leaf.shape:
+        return torch.empty((), dtype=leaf.dtype, device="cpu" if leaf.is_on_host else device)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    local_shape = _state_tiling(parameter, leaf.shape).extent(tuple(coordinate)).local_shape
+    local = torch.empty(local_shape, dtype=leaf.dtype, device=device)
+    if leaf.shape == tuple(parameter.shape):
+        return like(parameter, local)
+    return as_dtensor(local, parameter.device_mesh, _state_placements(parameter), leaf.shape)
+
+
+# -- the step
+
+
+class _OwnerStep:
+    """The step of an optimizer, with its plan. Final."""
+
+    def __init__(self, update: Step, cost: Cost, bucket_bytes: int) -> None:
+        self.update, self.cost, self.bucket_bytes = update, cost, bucket_bytes
+        self._key: Any = None
+        self._exchanges: list[tuple[Exchange, list[tuple[int, int]]]] = []
+
+    def on_owners(self) -> Step:
+        """Return the step. The closure runs before: it calls ``backward``, and ``zero_grad`` on the optimizer."""
+
+        @wraps(self.update)
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            if closure is None:
+                return self.carry_out(optimizer, options)
+            with torch.enable_grad():
+                loss = closure()
+            self.carry_out(optimizer, options)
+            return loss
+
+        return step
+
+    def carry_out(self, optimizer: Optimizer, options: Mapping[str, Any]) -> Any:
+        """Update the sharded parameters by their owners, then the plain ones."""
+        groups = optimizer.param_groups
+        sharded = [
+            (parameter, group)
+            for group in groups
+            for parameter in group["params"]
+            if isinstance(parameter, DTensor) and parameter.grad is not None and is_here(parameter)
+        ]
+        with torch.no_grad():
+            tasks = [_Task(self, optimizer, p, group, options) for p, group in sharded]
+            for exchange, keys in self._planned(tasks):
+                in_order = [tasks[index] for index, _ in keys]
+                exchange.run(in_order)
+                _share_new_state(exchange, in_order)
+            for task in tasks:
+                task.finish()
+        increment_version([p for p, _ in sharded])
+        everything = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [p for p in group["params"] if not isinstance(p, DTensor)]
+            return self.update(optimizer, **options)  # also counts the steps of groups that have counters
+        finally:
+            for group, params in zip(groups, everything, strict=True):
+                group["params"] = params
+
+    def _planned(self, tasks: Sequence[_Task]) -> list[tuple[Exchange, list[tuple[int, int]]]]:
+        key = [(id(task.parameter), id(task.parameter.device_mesh), task.gradient.dtype, task.form) for task in tasks]
+        if key != self._key:
+            parameters = [task.parameter for task in tasks]
+            self._exchanges = make_exchanges(parameters, lambda i: [tasks[i].unit(self.cost)], self.bucket_bytes)
+            self._key = key
+        return self._exchanges
+
+
+class _Task:
+    """The update of one parameter in one step. Final.
+
+    Inputs are the parameter, its gradient, and the tensors and the numbers of its state. Outputs are the same without
+    the gradient. The first number says whether the state has another form afterwards.
+    """
+
+    def __init__(
+        self,
+        step: _OwnerStep,
+        optimizer: Optimizer,
+        parameter: DTensor,
+        group: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.step, self.optimizer, self.parameter, self.group, self.options = step, optimizer, parameter, group, options
+        gradient = cast(DTensor, parameter.grad)
+        if gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
+        self.gradient = gradient
+        values, tree = pytree.tree_flatten(dict(optimizer.state.get(parameter, {})))
+        self.values = [_placed(v, parameter) if isinstance(v, torch.Tensor) else v for v in values]
+        self.form = _Form(tree, tuple(_described(value) for value in self.values))
+        self.whole_state: dict[str, Any] | None = None
+        """The state after the update, on the owner, if its form is new."""
+        self.numbers = torch.zeros(1 + len(self.form.numbers), dtype=torch.float64)
+        self.parts = [local_part(parameter).detach(), *(_part(self.values[i]) for i in self.form.tensors), self.numbers]
+
+    def unit(self, cost: Cost) -> Unit:
+        p = self.parameter
+        sizes = tuple(p.device_mesh.shape)
+        state = [_leaf_slot(p, self.form.leaves[index]) for index in self.form.tensors]
+        own = Slot(tiling_of(p), p.dtype)
+        outputs = (own, *state, Slot(Tiling((len(self.numbers),), sizes), torch.float64))
+        return Unit((Slot(tiling_of(p), self.gradient.dtype), own, *state), outputs, cost(p.shape))
+
+    def load(self, slot: int, box: Box) -> torch.Tensor:
+        return box.of_part(local_part(self.gradient) if slot == 0 else self.parts[slot - 1])
+
+    def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        gradient, value, *tensors = inputs
+        whole = nn.Parameter(value)
+        if gradient.dtype != whole.dtype:
+            cast(Any, whole).grad_dtype = gradient.dtype
+        whole.grad = gradient
+        values = list(self.values)
+        for index, tensor in zip(self.form.tensors, tensors, strict=True):
+            values[index] = tensor.to(self.values[index].device) if not tensor.ndim else tensor
+        state = pytree.tree_unflatten(values, self.form.tree)
+        optimizer = self.optimizer
+        groups, states = optimizer.param_groups, optimizer.state
+        try:
+            optimizer.param_groups = [{**self.group, "params": [whole]}]
+            optimizer.state = type(states)(dict, {whole: state} if state else {})
+            self.step.update(optimizer, **self.options)
+            after = dict(optimizer.state.get(whole, {}))
+        finally:
+            optimizer.param_groups, optimizer.state = groups, states
+        form = _Form.of(after)
+        if form != self.form:
+            self.whole_state = after
+            numbers = [1.0] + [0.0] * len(self.form.numbers)
+            return (whole.detach(), *tensors, torch.tensor(numbers, dtype=torch.float64))
+        new, _ = pytree.tree_flatten(after)
+        numbers = [0.0, *(float(new[index]) for index in form.numbers)]
+        return (whole.detach(), *(new[index] for index in form.tensors), torch.tensor(numbers, dtype=torch.float64))
+
+    def store(self, slot: int, box: Box, piece: torch.Tensor) -> None:
+        box.of_part(self.parts[slot]).copy_(piece)
+
+    def finish(self) -> None:
+        """Put the new state into the optimizer."""
+        numbers = self.numbers.tolist()[1:]
+        for index, number in zip(self.form.numbers, numbers, strict=True):
+            self.values[index] = self.form.leaves[index](number)
+        state = pytree.tree_unflatten(self.values, self.form.tree)
+        if state or self.parameter in self.optimizer.state:
+            self.optimizer.state[self.parameter] = state
+
+
+def _part(value: Any) -> torch.Tensor:
+    return local_part(value).detach()
+
+
+def _leaf_slot(parameter: DTensor, leaf: _Leaf) -> Slot:
+    return Slot(_state_tiling(parameter, leaf.shape), leaf.dtype)
+
+
+# -- state with a new form
+
+
+def _share_new_state(exchange: Exchange, tasks: Sequence[_Task]) -> None:
+    """Send the state of those of ``tasks`` whose state has a new form, from the owners to all members.
+
+    Which these are, all members know, so that they all make the same collectives.
+    """
+    changed = [index for index, task in enumerate(tasks) if task.numbers[0].item()]
+    if not changed:
+        return
+    # Torch warns when a tree is unpickled, so its leaves are described in place.
+    own = {i: pytree.tree_map(_described, state) for i in changed if (state := tasks[i].whole_state) is not None}
+    described = dict(own)
+    if exchange.members.group is not None:
+        everywhere: list[Any] = [None] * len(exchange.members.coordinates)
+        dist.all_gather_object(everywhere, own, group=exchange.members.group)
+        for each in everywhere:
+            described |= each
+    news = [_NewState(tasks[index], _Form.described(described[index])) for index in changed]
+    owners = [exchange.owners[index] for index in changed]
+    units = [Unit((), new.outputs(), 1.0) for new in news]
+    Exchange(exchange.members, units, exchange.limit, exchange.copies, owners).run(news)
+
+
+class _NewState:
+    """The state of one parameter after its first step, on its way from the owner. Final."""
+
+    def __init__(self, task: _Task, form: _Form) -> None:
+        self.task, self.form = task, form
+        task.form = form
+        task.values = [_new_shard(task.parameter, v) if isinstance(v, _Leaf) else v for v in form.leaves]
+        task.numbers = torch.zeros(1 + len(form.numbers), dtype=torch.float64)
+        self.parts = [*(_part(task.values[index]) for index in form.tensors), task.numbers]
+
+    def outputs(self) -> tuple[Slot, ...]:
+        p = self.task.parameter
+        numbers = Slot(Tiling((len(self.task.numbers),), tuple(p.device_mesh.shape)), torch.float64)
+        return (*(_leaf_slot(p, self.form.leaves[index]) for index in self.form.tensors), numbers)
+
+    def load(self, slot: int, box: Box) -> torch.Tensor:
+        raise AssertionError("new state has no inputs")
+
+    def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        values, _ = pytree.tree_flatten(self.task.whole_state)
+        self.task.whole_state = None
+        numbers = [0.0, *(float(values[index]) for index in self.form.numbers)]
+        return (*(values[index] for index in self.form.tensors), torch.tensor(numbers, dtype=torch.float64))
+
+    def store(self, slot: int, box: Box, piece: torch.Tensor) -> None:
+        box.of_part(self.parts[slot]).copy_(piece)
