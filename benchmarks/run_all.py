@@ -108,8 +108,10 @@ BENCHMARKS = [
             Benchmark(f"collectives-{ranks}", "collectives.py", ranks),
             Benchmark(f"checkpoint-{ranks}", "checkpoint.py", ranks),
             Benchmark(f"weight-stream-{ranks}", "weight_stream.py", ranks),
+            Benchmark(f"muon-{ranks}", "muon.py", ranks),
         )
     ),
+    Benchmark("muon-text", "muon_text.py", 2, 30),
     Benchmark("network", "network.py", minutes=30),
     Benchmark("memory-prediction", "memory_prediction.py"),
     Benchmark("plan-accuracy", "plan_accuracy.py"),
