@@ -15,7 +15,7 @@ from tests.helpers.house import class_fields, code_lines, imported_by, imported_
 HOOKS = "_core/hooks.py"
 
 MOST_LINES = {
-    ".": 727,
+    ".": 731,
     "_api": 2751,
     "_consistency": 2104,
     "_core": 10368,
@@ -25,7 +25,7 @@ MOST_LINES = {
     "diagnostics": 1435,
     "init": 831,
     "interop": 108,
-    "optim": 505,
+    "optim": 1900,
     "plan": 1052,
     "plugins": 9909,
     "testing": 743,
@@ -33,7 +33,7 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 21043
+MOST_CODE = 21847
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10453
