@@ -25,6 +25,7 @@ from composable_fsdp import (
     DivergenceError,
     JoinPart,
     LifecycleError,
+    MixedPrecisionPolicy,
     ParameterError,
     PeerError,
     ShardPlacementResult,
@@ -32,6 +33,7 @@ from composable_fsdp import (
     fully_shard,
     stream_full_params,
 )
+from tests._internals import _Sweep
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import named_mesh
@@ -103,7 +105,7 @@ def last_dim(parameter: nn.Parameter) -> Shard:
         ("mlp", (2,), {"shard_placement_fn": last_dim}),
         ("adapters", (2,), {}),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_a_stream_has_the_values_of_the_unsharded_model(
     task: str, shape: tuple[int, ...], options: dict[str, Any]
@@ -194,6 +196,11 @@ def tied_names() -> None:
     without = {"embedding.weight": None, "head.weight": "lm_head"}
     (bucket,) = (bucket.layout for bucket in stream_full_params(model, key_map=without))
     assert (bucket.aliases, bucket.tensors[0].name) == ({}, "lm_head")
+    cut = {"embedding.weight": {"e1": 2, "e2": 2}, "head.weight": "lm_head"}
+    with pytest.raises(
+        ConfigurationError, match=r"names \['embedding.weight', 'head.weight'\] of a tied parameter\. Map"
+    ):
+        stream_full_params(model, key_map=cut)
 
 
 def first_rank_only() -> None:
@@ -305,14 +312,31 @@ def wrong_arguments() -> None:
     )
     with pytest.raises(kind, match=match):  # on one rank only
         stream_full_params(model, key_map=3 if rank else None)  # type: ignore[arg-type]
-    with pytest.raises(DivergenceError, match=r"^ranks call stream_full_params for different models or with different"):
-        stream_full_params(model, 100 if rank else 1000)
+    for options, wrong in ({"bucket_bytes": 0}, "bucket_bytes is"), ({"dtype": torch.int8}, "dtype is"):
+        kind, match = (ConfigurationError, f"^{wrong}") if rank else (PeerError, "^rank 1 cannot stream")
+        with pytest.raises(kind, match=match):  # on one rank only
+            stream_full_params(model, **(options if rank else {}))
+    same_sizes: list[dict[str, Any]] = [
+        {"dtype": (torch.bfloat16, torch.float16)[rank]},
+        {"key_map": {("k.weight", "v.weight")[rank]: None}},
+        {"bucket_bytes": (100, 1000)[rank]},
+    ]
+    for options in same_sizes:
+        with pytest.raises(DivergenceError, match=r"^ranks call stream_full_params for different models or with diff"):
+            stream_full_params(model, **options)
     with torch.device("meta"):
         on_meta = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(ParameterError, match=r"^these parameters are on the meta device .*: \['weight', 'bias'\]"):
         stream_full_params(on_meta)
     with pytest.raises(ParameterError, match=r"^copy_params needs models with the same parameters: .* only in the sou"):
         copy_params(model, on_meta)
+    plain = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ParameterError, match=r": bias of the target is on the meta device; weight of the target"):
+        copy_params(plain, on_meta)
+    two, tied = (nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)}) for _ in "ab")
+    tied["b"].weight = tied["a"].weight
+    with pytest.raises(ParameterError, match=r": a.weight and b.weight are one parameter in the target and two in the"):
+        copy_params(two, tied)
     closed = nn.Module()
     closed.weight = nn.Parameter(Closed(torch.ones(2)), requires_grad=False)
     with pytest.raises(ParameterError, match=r"^parameter 'weight' is a Closed, which has __torch_dispatch__ and no"):
@@ -411,6 +435,71 @@ def test_all_ranks_go_on_after_a_consumer_has_raised_on_one(shape: tuple[int, ..
     run_ranks(leave_and_train, prod(shape), shape, timeout=120)
 
 
+def read_inside_of_an_unsharded_parent() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    build = seeded(Chain, width=6, depth=2)
+    parent = fully_shard(build(), mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    child = parent.layers[0]
+    parent(torch.ones(2, 6))  # leaves the parameters unsharded, in bf16
+    values = {name: value.detach() for name, value in build().layers[0].named_parameters()}
+    assert_streams(child, values)
+    parent(torch.ones(2, 6))
+    source = build()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(2)
+    copy_params(fully_shard(source.layers[0], mesh=mesh), child)
+    parent.reshard()
+    for name, value in values.items():
+        assert_exact(full_value(child.get_parameter(name)), value * 2, name)
+
+
+def read_in_inference_mode() -> None:
+    model = shard_layers(seeded(UnevenMLP)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    values = {name: value.detach() for name, value in seeded(UnevenMLP)().named_parameters()}
+    read = torch.inference_mode()(lambda bucket: {name: tensor.clone() for name, tensor in bucket.items()})
+    found: dict[str, torch.Tensor] = {}
+    for bucket in stream_full_params(model, 100):
+        found |= read(bucket)
+    for name, value in values.items():
+        assert_exact(found[name], value, name)
+
+    def leave_in_inference_mode() -> None:
+        with stream_full_params(model, 100) as stream, torch.inference_mode():
+            for bucket in stream:
+                read(bucket)
+                if dist.get_rank() == 0:
+                    raise Stop
+
+    with pytest.raises((Stop, PeerError)):
+        leave_in_inference_mode()
+    assert_streams(model, values)
+
+
+def run_out_of_memory() -> None:
+    model = shard_layers(seeded(UnevenMLP)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
+    rank, unpack, calls = dist.get_rank(), _Sweep.unpack, iter(range(9))
+
+    def failing(sweep: Any) -> torch.Tensor:
+        if rank == 1 and next(calls) == 1:
+            raise torch.OutOfMemoryError("no memory for the second bucket")
+        return unpack(sweep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Sweep, "unpack", failing)
+        kind, match = (torch.OutOfMemoryError, "second bucket") if rank else (PeerError, "^rank 1")
+        with pytest.raises(kind, match=match):
+            streamed(model, 100)
+    assert_streams(model, {name: value.detach() for name, value in seeded(UnevenMLP)().named_parameters()})
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("case", [read_inside_of_an_unsharded_parent, read_in_inference_mode, run_out_of_memory])
+def test_parents_inference_mode_and_a_rank_without_memory(case: Callable[[], None]) -> None:
+    run_ranks(case, 2, timeout=120)
+
+
 def few_collectives_and_little_memory() -> None:
     width, layers = 256, 12
     model = shard_layers(seeded(Chain, width=width, depth=layers)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
@@ -430,6 +519,19 @@ def few_collectives_and_little_memory() -> None:
 
         peak = peak_of(read)
         assert (1 + ahead) * 2 * layer_bytes <= peak <= (1 + ahead) * 2 * layer_bytes + (16 << 10)
+    model = shard_layers(
+        seeded(Chain, width=width, depth=layers)(),
+        fully_shard,
+        mesh=init_device_mesh("cpu", (2,)),
+        shard_placement_fn=last_dim,
+    )
+
+    def read_weights() -> None:
+        for bucket in stream_full_params(model, layer_bytes):
+            for tensor in dict(bucket.items()).values():
+                tensor.view(-1)[0].item()
+
+    assert peak_of(read_weights) <= 2 * layer_bytes + (16 << 10)
 
 
 @pytest.mark.behaviour("C-14")

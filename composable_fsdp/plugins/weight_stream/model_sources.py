@@ -18,6 +18,7 @@ from composable_fsdp._core.comm import Communicator
 from composable_fsdp._core.hooks import is_being_called
 from composable_fsdp._core.mesh import ParameterSharding, axis_communicator
 from composable_fsdp._core.params import ShardedParameter, is_wrapper, local_part, parameter_class
+from composable_fsdp._core.state import state_of_parameter
 from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.plugins.weight_stream.packed_layout import Distribution, MessageLayout, Slot
 from composable_fsdp.plugins.weight_stream.weight_names import Named, Unit
@@ -36,7 +37,8 @@ def prepare(model: nn.Module, caller: str) -> dict[int, ShardedParameter]:
             f"{caller} was called during a backward, which still uses the parameters. Call it before the forward or "
             "after backward() has returned."
         )
-    states = states_below(model)
+    above = (state_of_parameter(parameter) for parameter in model.parameters())  # of a parent of ``model``
+    states = list(dict.fromkeys([*states_below(model), *(state for state in above if state is not None)]))
     for state in states:
         if is_being_called(state):
             raise LifecycleError(

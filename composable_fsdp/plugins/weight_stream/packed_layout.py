@@ -247,7 +247,14 @@ def _unpack_parts(slot: Slot, rows: torch.Tensor, packed: torch.Tensor) -> None:
     """
     size = slot.dtype.itemsize
     nbytes = prod(slot.tensor.shape) * size
-    full = packed[slot.place : slot.place + nbytes].view(slot.dtype).view(slot.tensor.shape)
+    flat = packed[slot.place : slot.place + nbytes].view(slot.dtype)
+    if not slot.tensor.inner:  # no memory for a part: it would be all of the tensor
+        shards = slot.tensor.parts()[0][2]
+        if shards.numel:
+            own = rows[..., slot.offset : slot.offset + shards.padded_numel * size].view(slot.dtype)
+            unpack_parameter(shards, own if own.ndim == 2 else own.unsqueeze(0), flat)
+        return
+    full = flat.view(slot.tensor.shape)
     for at, extent, shards in slot.tensor.parts():
         if not shards.numel:
             continue

@@ -84,7 +84,7 @@ class WeightBucket:
     def _release(self) -> None:
         """Free the memory. Tensors that somebody still refers to are empty afterwards."""
         packed, self.packed, tensors, self._tensors = self.packed, None, self._tensors, None
-        with torch.no_grad():
+        with torch.inference_mode():  # tensors that items() has made in inference mode cannot be changed outside of it
             for tensor in (*(tensors or {}).values(), *(() if packed is None else (packed,))):
                 tensor.set_()
 
@@ -115,7 +115,8 @@ def stream_full_params(
     raise a ``PeerError`` that names it when they ask for a bucket that it no longer sends, at most ``1 + ahead``
     buckets later. Ranks that get nothing from it, those of other replicas, go on to the end. All can go on then. For
     that the iterator must be closed at once, as it is by ``for bucket in stream_full_params(...)``; keep it in a
-    variable only inside of ``with stream_full_params(...) as stream``.
+    variable only inside of ``with stream_full_params(...) as stream``. It also needs a body without collectives: a rank
+    that waits for another one there never asks for the next bucket.
 
     Args:
         model: a module, sharded or not.
@@ -145,14 +146,16 @@ def stream_full_params(
         DivergenceError: ranks call it for different models, or with different arguments.
         PeerError: another rank has raised one of these; in the loop, another rank has left it.
     """
+    return WeightStream(model, bucket_bytes, dtype, key_map, device, rank0_only, ahead)
+
+
+def _check_arguments(bucket_bytes: int, dtype: torch.dtype | None, ahead: int) -> None:
     if bucket_bytes < 1:
         raise ConfigurationError(f"bucket_bytes is a number of bytes of at least 1, not {bucket_bytes!r}.")
     if ahead < 0:
         raise ConfigurationError(f"ahead is a number of buckets of at least 0, not {ahead!r}.")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype is a dtype of floating point or None, not {dtype!r}.")
-    target = None if device is None else torch.device(device)
-    return WeightStream(model, bucket_bytes, dtype, key_map, target, rank0_only, ahead)
 
 
 class WeightStream:
@@ -166,21 +169,23 @@ class WeightStream:
         bucket_bytes: int,
         dtype: torch.dtype | None,
         key_map: KeyMap | None,
-        device: torch.device | None,
+        device: torch.device | str | None,
         rank0_only: bool,
         ahead: int,
     ) -> None:
         self._sources = sources = ModelSources.of(model, prepare(model, "stream_full_params"))
         self._stream = CommStream("weights", device_capabilities(sources.device), priority=-1)
-        self._device, self._ahead = device or sources.device, ahead
+        self._device, self._ahead = sources.device, ahead
         self._gets_values = sources.is_root or not rank0_only
         self._left = 0
         """1 + the rank of this process once its consumer has left."""
         self._buckets: list[_BucketPlan] = []
-        problem: Exception | None = None
+        problem: BaseException | None = None
         try:
+            _check_arguments(bucket_bytes, dtype, ahead)
+            self._device = sources.device if device is None else torch.device(device)
             self._buckets = _plan(sources, sources.named(dtype), key_map, bucket_bytes)
-        except Exception as error:
+        except BaseException as error:  # also an interrupt of key_map: the others wait for this rank
             problem = error
         self._agree(problem)
         self._in_flight: deque[tuple[_Sweep, InFlight[None]]] = deque()
@@ -207,6 +212,7 @@ class WeightStream:
         if not self._is_done and not sys.is_finalizing() and dist.is_initialized():
             self.close()
 
+    @torch.inference_mode(False)  # one call may be in inference mode, and the next one not
     @torch.no_grad()
     def __next__(self) -> WeightBucket:
         self._release()
@@ -246,7 +252,7 @@ class WeightStream:
         self._left = 1 + (dist.get_rank() if dist.is_initialized() else 0)
         if not self._sources.axes:
             return
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             while self._position < len(self._buckets):
                 self._launch(self._position + 1)
                 if self._receive(takes=False)[0]:
@@ -259,7 +265,7 @@ class WeightStream:
             self._current._release()
             self._current = None
 
-    def _agree(self, problem: Exception | None) -> None:
+    def _agree(self, problem: BaseException | None) -> None:
         """Raise on all ranks if one has a ``problem``, or if they have planned different messages."""
         sizes = [plan.sizes() for plan in self._buckets]
         own, check = (1 + dist.get_rank() if problem is not None else 0), crc32(repr((sizes, self._ahead)).encode())
@@ -312,7 +318,13 @@ class WeightStream:
             return 0, self._assemble(plan.whole, takes=takes)
         if not takes:
             return 0, WeightBucket(plan.layout, None, None)
-        return 0, WeightBucket(plan.layout, sweep.unpack().to(self._device), None)
+        try:
+            packed = sweep.unpack().to(self._device)
+        except BaseException:  # such as one of memory, on this rank only
+            del sweep, pending
+            self.close()
+            raise
+        return 0, WeightBucket(plan.layout, packed, None)
 
     def _drain(self) -> None:
         """Wait for what is in flight. All ranks have launched the same."""
@@ -351,8 +363,9 @@ class _BucketPlan:
 
     def sizes(self) -> tuple[object, ...]:
         """Return the sizes of all transfers, which must be the same on all ranks."""
-        of_messages = [(message.route, message.width) for message in self.messages]
-        return of_messages, [(axis, slot.row_bytes) for axis, slot in self.direct], self.whole is not None
+        of_messages = [(m.route, m.width, [(s.source, str(s.dtype)) for s in m.slots]) for m in self.messages]
+        of_direct = [(axis, slot.row_bytes, slot.source, str(slot.dtype)) for axis, slot in self.direct]
+        return of_messages, of_direct, None if self.whole is None else self.whole.members
 
 
 def _plan(
@@ -563,6 +576,17 @@ def copy_params(source: nn.Module, target: nn.Module, *, bucket_bytes: int = BUC
         f"{name} is of shape {tuple(values[name].shape)} in the source and {tuple(places[name].shape)} in the target"
         for name in values.keys() & places
         if values[name].shape != places[name].shape
+    ]
+    first: dict[int, str] = {}
+    for name, place in places.items():
+        known = first.setdefault(id(place), name)
+        if name in values and known in values and values[name] is not values[known]:
+            problems.append(f"{known} and {name} are one parameter in the target and two in the source")
+    problems += [
+        f"{name} of the {where} is on the meta device"
+        for where, found in (("source", values), ("target", places))
+        for name, tensor in found.items()
+        if tensor.is_meta
     ]
     if problems:
         raise ParameterError(f"copy_params needs models with the same parameters: {'; '.join(sorted(problems))}.")

@@ -109,6 +109,10 @@ def _mapped(parameters: Sequence[Named], key_map: KeyMap) -> Iterator[Unit | _Jo
         if not targets:
             continue
         name, target = next(iter(targets.items()))
+        if len(targets) > 1 and not all(isinstance(each, str) for each in targets.values()):
+            raise ConfigurationError(
+                f"key_map joins or splits one of the names {list(targets)} of a tied parameter. Map the others to None."
+            )
         if isinstance(target, str):
             yield _renamed(i, parameter, [each for each in targets.values() if isinstance(each, str)])
             continue
@@ -131,7 +135,7 @@ def _mapped(parameters: Sequence[Named], key_map: KeyMap) -> Iterator[Unit | _Jo
 
 
 def _split(name: str, i: int, parameter: Named, rows: Mapping[str, int]) -> Unit:
-    if sum(rows.values()) != parameter.shape[0] or any(count < 0 for count in rows.values()):
+    if not rows or sum(rows.values()) != parameter.shape[0] or any(count < 0 for count in rows.values()):
         raise ConfigurationError(
             f"key_map splits {name!r} of {parameter.shape[0]} rows into {dict(rows)}, which has {sum(rows.values())}."
         )
