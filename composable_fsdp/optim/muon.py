@@ -20,6 +20,7 @@ from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import local_copies_of
 from composable_fsdp.optim._owner_exchange import Exchange, Slot, Unit, is_here, make_exchanges, tiling_of
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
+from composable_fsdp.optim.owner_step import placed
 
 __all__ = ["Muon"]
 
@@ -73,7 +74,7 @@ class Muon(Optimizer):
         adamw: options of ``torch.optim.AdamW``. ``lr`` and ``weight_decay`` are by default those of the group, the
             others have torch's defaults.
         bucket_bytes: the bytes of a bucket's messages on a rank. A step takes up to twice as many, or 6 times the
-            largest matrix in bfloat16 if that is more.
+            largest matrix in bfloat16 if that is more; and up to 5 times the matrix that is computed.
 
     Raises:
         ArgumentTypeError: ``matrices`` is given, but not the names of the parameters.
@@ -131,6 +132,8 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_plan": None})
+        for group in self.param_groups:  # those of torch's Muon and AdamW do not say
+            group.setdefault("algorithm", "muon" if "ns_steps" in group else "adamw")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the matrices of ``param_group``, and its other parameters, each as a group if there are any.
@@ -140,6 +143,8 @@ class Muon(Optimizer):
             ConfigurationError: a setting is out of range, or matrices overlap or do not fill their parameter.
         """
         given = param_group["params"]
+        if isinstance(given, (set, frozenset)):
+            raise ArgumentTypeError("params must be a list: the order of a set differs from rank to rank.")
         items = [given] if isinstance(given, torch.Tensor) else list(given)
         algorithm = param_group.get("algorithm", "muon")
         if algorithm not in ("muon", "adamw"):
@@ -154,6 +159,8 @@ class Muon(Optimizer):
         if others:
             options = _adamw_defaults(self._adamw_options)
             shared = {key: self.defaults[key] for key in _OF_BOTH if key not in self._adamw_options}
+            if algorithm == "muon":  # settings of a group of matrices: adamw= comes first
+                settings = {key: value for key, value in settings.items() if key != "eps"} | self._adamw_options
             super().add_param_group({**options, **shared, **settings, "params": others, "algorithm": "adamw"})
             group = self.param_groups[-1]
             for key in [key for key in self.defaults if key not in options and key != "algorithm"]:
@@ -193,6 +200,12 @@ class Muon(Optimizer):
         if self._plan is None or not self._plan.is_of([p for p, _ in stepped]):
             names = _names(self.param_groups) if self._matrices is not None else {}
             regions = [_regions(self._matrices, names.get(id(p), ""), p) for p, _ in stepped]
+            for (p, _), found in zip(stepped, regions, strict=True):
+                if not found:
+                    raise ConfigurationError(
+                        f"matrices= returned matrices for a parameter of shape {tuple(p.shape)} before, but none for "
+                        f"its name now, {names.get(id(p))!r}. load_state_dict takes the names from the state dict."
+                    )
             self._plan = _Plan([p for p, _ in stepped], regions, self._bucket_bytes)
         steps = [_ParameterStep(p, group, self.state[p]) for p, group in stepped]
         for exchange, keys in self._plan.exchanges:
@@ -350,7 +363,13 @@ class _ParameterStep:
         self.shard, self.gradient = local_part(parameter).detach(), local_part(gradient)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = like(parameter, torch.zeros_like(self.gradient))
-        self.buffer = local_part(state["momentum_buffer"])
+        buffer = state["momentum_buffer"]
+        if isinstance(parameter, DTensor):  # a loaded one may be whole, or placed otherwise
+            buffer = placed(buffer, parameter)
+        if local_part(buffer).dtype != self.gradient.dtype:  # torch loads state in the dtype of the parameter
+            buffer = like(parameter, local_part(buffer).to(self.gradient.dtype))
+        state["momentum_buffer"] = buffer
+        self.buffer = local_part(buffer)
         lr = group["lr"]
         self.lr = lr.squeeze() if isinstance(lr, torch.Tensor) and lr.ndim else lr
 

@@ -168,7 +168,7 @@ def _state_placements(parameter: DTensor) -> tuple[Placement, ...]:
     return tuple(Replicate() if p.is_replicate() else Shard(0) for p in parameter.placements)
 
 
-def _placed(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+def placed(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     """Return a tensor of the state as it rests, which a loaded one may not do."""
     if not value.ndim:
         return value
@@ -279,7 +279,7 @@ class _Task:
             gradient = gradient.redistribute(placements=parameter.placements)
         self.gradient = gradient
         values, tree = pytree.tree_flatten(dict(optimizer.state.get(parameter, {})))
-        self.values = [_placed(v, parameter) if isinstance(v, torch.Tensor) else v for v in values]
+        self.values = [placed(v, parameter) if isinstance(v, torch.Tensor) else v for v in values]
         self.form = _Form(tree, tuple(_described(value) for value in self.values))
         self.whole_state: dict[str, Any] | None = None
         """The state after the update, on the owner, if its form is new."""

@@ -355,6 +355,26 @@ def state_dicts_of_torch() -> None:
         assert_exact(value, values(model)[name], name)
 
 
+def load_momentum_of_other_placements() -> None:
+    (model, optimizer), (other, loaded) = make(), make()
+    train(range(1), model, optimizer)
+    train(range(1), other, loaded)
+    state = copy.deepcopy(optimizer.state_dict())
+    for kept in state["state"].values():
+        if "momentum_buffer" in kept:
+            kept["momentum_buffer"] = kept["momentum_buffer"].full_tensor()
+    loaded.load_state_dict(state)
+    train(range(1, 3), model, optimizer)
+    train(range(1, 3), other, loaded)
+    for name, value in values(model).items():
+        assert torch.equal(values(other)[name], value), name
+
+
+@pytest.mark.behaviour("F-08")
+def test_momentum_that_is_loaded_whole_is_placed_as_its_parameter() -> None:
+    run_ranks(load_momentum_of_other_placements, 2)
+
+
 @pytest.mark.behaviour("F-08")
 def test_torchs_state_dicts_save_and_load_it() -> None:
     run_ranks(state_dicts_of_torch, 2)

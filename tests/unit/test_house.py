@@ -25,15 +25,15 @@ MOST_LINES = {
     "diagnostics": 1435,
     "init": 831,
     "interop": 108,
-    "optim": 1900,
+    "optim": 1919,
     "plan": 1052,
-    "plugins": 9909,
+    "plugins": 9946,
     "testing": 743,
     "wrap": 595,
 }
 """The lines of each folder."""
 
-MOST_CODE = 21847
+MOST_CODE = 21897
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10453

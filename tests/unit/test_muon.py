@@ -145,6 +145,10 @@ def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str
 
 
 def test_other_mistakes_are_named() -> None:
+    with pytest.raises(
+        ArgumentTypeError, match=r"^params must be a list: the order of a set differs from rank to rank"
+    ):
+        Muon([{"params": set(parameters((2, 2)))}])
     with pytest.raises(ArgumentTypeError, match=r"matrices= needs the name of a parameter of shape \(2, 2\)\. Pass na"):
         Muon(parameters((2, 2)), matrices=lambda name, p: True)
     with pytest.raises(ConfigurationError, match=r"algorithm must be 'muon' or 'adamw', not 'sgd'"):
@@ -155,6 +159,41 @@ def test_other_mistakes_are_named() -> None:
     p.grad = torch.ones_like(p)
     with pytest.raises(ConfigurationError, match=r"Muon takes no complex parameters"):
         Muon([p]).step()
+
+
+def test_options_of_adamw_come_before_those_of_a_group_of_matrices() -> None:
+    weight, bias = parameters((4, 4), (4,))
+    group = {"params": [weight, bias], "lr": 0.02, "weight_decay": 0.3, "eps": 1e-3}
+    matrices, others = Muon([group], adamw={"lr": 3e-4, "weight_decay": 0.0}).param_groups
+    assert (matrices["lr"], matrices["weight_decay"], matrices["eps"]) == (0.02, 0.3, 1e-3)
+    assert (others["lr"], others["weight_decay"], others["eps"]) == (3e-4, 0.0, 1e-8)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.AdamW])
+def test_state_dicts_of_torchs_optimizers_are_loaded(kind: Any) -> None:
+    theirs, ours = parameters((4, 4)), parameters((4, 4))
+    other = kind(theirs, lr=0.1)
+    other.step()
+    with torch.no_grad():
+        ours[0].copy_(theirs[0])
+    optimizer = Muon([{"params": ours, "algorithm": "muon" if kind is torch.optim.Muon else "adamw"}], lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    for each in (other, optimizer):
+        each.step()
+    assert torch.equal(ours[0], theirs[0])
+
+
+def test_names_of_a_state_dict_that_hide_matrices_are_an_error() -> None:
+    def matrices(name: str, _: torch.Tensor) -> bool:
+        return name.startswith("p")
+
+    optimizer = Muon(named((4, 4)), matrices=matrices)
+    state = Muon([(f"_orig_mod.{name}", p) for name, p in named((4, 4))], matrices=lambda *_: True).state_dict()
+    optimizer.load_state_dict(state)
+    with pytest.raises(
+        ConfigurationError, match=r"of shape \(4, 4\) before, but none for its name now, '_orig_mod\.p0'"
+    ):
+        optimizer.step()
 
 
 def test_copies_and_pickles_step_alike() -> None:
