@@ -196,7 +196,7 @@ def tied_names() -> None:
     without = {"embedding.weight": None, "head.weight": "lm_head"}
     (bucket,) = (bucket.layout for bucket in stream_full_params(model, key_map=without))
     assert (bucket.aliases, bucket.tensors[0].name) == ({}, "lm_head")
-    cut = {"embedding.weight": {"e1": 2, "e2": 2}, "head.weight": "lm_head"}
+    cut: dict[str, Any] = {"embedding.weight": {"e1": 2, "e2": 2}, "head.weight": "lm_head"}
     with pytest.raises(
         ConfigurationError, match=r"names \['embedding.weight', 'head.weight'\] of a tied parameter\. Map"
     ):
@@ -440,17 +440,17 @@ def read_inside_of_an_unsharded_parent() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     build = seeded(Chain, width=6, depth=2)
     parent = fully_shard(build(), mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    child = parent.layers[0]
+    child = parent.get_submodule("layers.0")
     parent(torch.ones(2, 6))  # leaves the parameters unsharded, in bf16
-    values = {name: value.detach() for name, value in build().layers[0].named_parameters()}
+    values = {name: value.detach() for name, value in build().get_submodule("layers.0").named_parameters()}
     assert_streams(child, values)
     parent(torch.ones(2, 6))
     source = build()
     with torch.no_grad():
         for parameter in source.parameters():
             parameter.mul_(2)
-    copy_params(fully_shard(source.layers[0], mesh=mesh), child)
-    parent.reshard()
+    copy_params(fully_shard(source.get_submodule("layers.0"), mesh=mesh), child)
+    parent.reshard()  # type: ignore[operator]
     for name, value in values.items():
         assert_exact(full_value(child.get_parameter(name)), value * 2, name)
 
