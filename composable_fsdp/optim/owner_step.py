@@ -103,10 +103,10 @@ def _check(optimizer: Optimizer, bucket_bytes: int) -> None:
 
 
 class _Leaf:
-    """A tensor of the state: its shape and dtype, and whether it is in host memory, where many step counts are."""
+    """A tensor of the state: its shape, its dtype and the kind of its device: many step counts are in host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.is_on_host = tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"
+        self.shape, self.dtype, self.device_type = tuple(tensor.shape), tensor.dtype, tensor.device.type
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Leaf) and (self.shape, self.dtype) == (other.shape, other.dtype)
@@ -187,7 +187,7 @@ def _new_shard(parameter: DTensor, leaf: _Leaf) -> torch.Tensor:
     """Return a new tensor for the state ``leaf`` of ``parameter``."""
     device = local_part(parameter).device
     if not leaf.shape:
-        return torch.empty((), dtype=leaf.dtype, device="cpu" if leaf.is_on_host else device)
+        return torch.empty((), dtype=leaf.dtype, device=device if device.type == leaf.device_type else leaf.device_type)
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
     local_shape = _state_tiling(parameter, leaf.shape).extent(tuple(coordinate)).local_shape
