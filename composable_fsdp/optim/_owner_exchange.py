@@ -104,7 +104,7 @@ def axis_cuts(placements: Sequence[Placement], sizes: tuple[int, ...], is_parame
 
 
 class Slot:
-    """One tensor of a unit: the block of ``sizes`` from ``offsets`` on of a tensor that is cut by ``tiling``. Final."""
+    """One tensor of a unit: the block of ``sizes`` from ``offsets`` on of a tensor that is cut by ``tiling``."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What one rank computes at once. ``cost`` is the time of that, in any unit, the same for all units."""
+    """Tensors that one rank computes at once. ``cost`` is the time that it takes, in the same measure for all units."""
 
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
@@ -161,7 +161,7 @@ class Unit:
 
 
 class Task(Protocol):
-    """What is done with a unit in one step."""
+    """The work on one unit in one step: its inputs, its computation and its outputs."""
 
     def load(self, slot: int, box: Box) -> torch.Tensor:
         """Return the block ``box`` of this rank's part of input ``slot``, on any device.
@@ -219,7 +219,7 @@ class _Piece(NamedTuple):
 
 
 class _Message:
-    """The layout of a message: its pieces, and the bytes of the part of each rank. Final."""
+    """The layout of a message: its pieces, and the bytes of the part of each rank."""
 
     def __init__(self, ranks: int) -> None:
         self.pieces: list[_Piece] = []
@@ -235,7 +235,7 @@ class _Message:
 
 
 class _Bucket:
-    """The units that are exchanged together, and this rank's four messages. Final."""
+    """The units that are exchanged together, and this rank's four messages."""
 
     def __init__(self, units: Sequence[Unit], owners: Sequence[int], indices: Sequence[int], members: Members) -> None:
         self.units = units
@@ -289,7 +289,7 @@ class _Flight(NamedTuple):
 
 
 class Exchange:
-    """The buckets of ``units`` over ``members``. Final.
+    """The buckets of ``units`` over ``members``.
 
     Args:
         members: the ranks.

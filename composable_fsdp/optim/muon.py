@@ -320,7 +320,7 @@ def _overlap(pair: tuple[Region, Region]) -> bool:
 
 
 class _Plan:
-    """The exchanges of ``parameters``, which all have gradients. Final."""
+    """The exchanges of ``parameters``, which all have gradients."""
 
     def __init__(
         self, parameters: list[torch.Tensor], regions: Sequence[tuple[Region, ...]], bucket_bytes: int
@@ -350,7 +350,7 @@ def _unit(parameter: torch.Tensor, region: Region) -> Unit:
 
 
 class _ParameterStep:
-    """The tensors and settings of one parameter in one step. Final."""
+    """The tensors and settings of one parameter in one step."""
 
     def __init__(self, parameter: torch.Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         gradient = parameter.grad
@@ -375,7 +375,7 @@ class _ParameterStep:
 
 
 class _MatrixTask:
-    """The update of one matrix of a parameter. Final."""
+    """The update of one matrix of a parameter."""
 
     def __init__(self, step: _ParameterStep, region: Region) -> None:
         self.step, self.region = step, region

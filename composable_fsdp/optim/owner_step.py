@@ -117,7 +117,7 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Form:
-    """What the state of a parameter consists of: the tree, and of each leaf what is known without its value.
+    """The structure of the state of a parameter: the tree, and the properties of each leaf without its value.
 
     A leaf is a :class:`_Leaf` for a tensor, the class ``int``, ``float`` or ``bool`` for a number, or any other value.
     """
@@ -201,7 +201,7 @@ def _new_shard(parameter: DTensor, leaf: _Leaf) -> torch.Tensor:
 
 
 class _OwnerStep:
-    """The step of an optimizer, with its plan. Final."""
+    """The step of an optimizer, with its plan."""
 
     def __init__(self, update: Step, cost: Cost, bucket_bytes: int) -> None:
         self.update, self.cost, self.bucket_bytes = update, cost, bucket_bytes
@@ -259,7 +259,7 @@ class _OwnerStep:
 
 
 class _Task:
-    """The update of one parameter in one step. Final.
+    """The update of one parameter in one step.
 
     Inputs are the parameter, its gradient, and the tensors and the numbers of its state. Outputs are the same without
     the gradient. The first number says whether the state has another form afterwards.
@@ -372,7 +372,7 @@ def _share_new_state(exchange: Exchange, tasks: Sequence[_Task]) -> None:
 
 
 class _NewState:
-    """The state of one parameter after its first step, on its way from the owner. Final."""
+    """The state of one parameter after its first step, on its way from the owner."""
 
     def __init__(self, task: _Task, form: _Form) -> None:
         self.task, self.form = task, form

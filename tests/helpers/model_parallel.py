@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from composable_fsdp import fully_shard
 from tests.helpers.models import Task, cross_entropy, seeded, sequences, squared_error, vectors
 from tests.helpers.sharding import assert_exact, expected_shard, full_value, values_of
 from tests.helpers.training import OPTIMIZERS, OptimizerFactory, Play, Run, assert_equal_runs, train
@@ -38,6 +39,7 @@ __all__ = [
     "parallelize_decoder",
     "parallelize_pairs",
     "play",
+    "sharded_pairs",
 ]
 
 Cut = tuple[str, int]
@@ -81,6 +83,15 @@ def parallelize_pairs(model: nn.Module, mesh: DeviceMesh) -> None:
     for layer in model.get_submodule("layers").children():
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         parallelize_module(layer, mesh, plan)
+
+
+def sharded_pairs(mesh: DeviceMesh) -> nn.Module:
+    """Return a new :class:`Pairs`, parallelized over the dim ``tp`` of ``mesh``, and sharded over ``dp`` by layers."""
+    model = PAIRS.build()
+    parallelize_pairs(model, mesh["tp"])
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
 
 
 def cut_pairs(model: nn.Module) -> dict[str, list[Cut]]:

@@ -31,7 +31,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import load, save
 from tests._internals import Exchange
-from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.model_parallel import PAIRS, named_mesh, sharded_pairs
 from tests.helpers.models import seeded
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, full_value
@@ -194,11 +194,7 @@ def test_replicas_share_the_work_or_compute_it_alone_with_the_same_bits() -> Non
 
 def step_tensor_parallel() -> None:
     mesh = named_mesh(dp=2, tp=2)
-    model = PAIRS.build()
-    parallelize_pairs(model, mesh["tp"])
-    for layer in model.get_submodule("layers").children():
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+    model = sharded_pairs(mesh)
     reference = Reference(PAIRS.build(), lambda name, p: p.ndim == 2)
     optimizer = Muon(model.parameters(), lr=LR, weight_decay=DECAY)
     for step in range(3):

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from composable_fsdp import fully_shard, owner_step
 from composable_fsdp.checkpoint import load, save
-from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.model_parallel import PAIRS, named_mesh, sharded_pairs
 from tests.helpers.models import TASKS
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, full_value
@@ -124,11 +124,7 @@ def test_whole_parameter_optimizers_give_the_bits_of_the_unsharded_model(shape: 
 
 def step_tensor_parallel() -> None:
     mesh = named_mesh(dp=2, tp=2)
-    model = PAIRS.build()
-    parallelize_pairs(model, mesh["tp"])
-    for layer in model.get_submodule("layers").children():
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+    model = sharded_pairs(mesh)
     rank = mesh.get_local_rank("dp")
     for name in ("adafactor", "soap"):
         reference = PAIRS.build()

@@ -33,7 +33,7 @@ from composable_fsdp import (
     fully_shard,
     stream_full_params,
 )
-from tests._internals import _Sweep
+from tests._internals import _BucketGather
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import named_mesh
@@ -479,15 +479,15 @@ def read_in_inference_mode() -> None:
 
 def run_out_of_memory() -> None:
     model = shard_layers(seeded(UnevenMLP)(), fully_shard, mesh=init_device_mesh("cpu", (2,)))
-    rank, unpack, calls = dist.get_rank(), _Sweep.unpack, iter(range(9))
+    rank, unpack, calls = dist.get_rank(), _BucketGather.unpack, iter(range(9))
 
-    def failing(sweep: Any) -> torch.Tensor:
+    def failing(gather: Any) -> torch.Tensor:
         if rank == 1 and next(calls) == 1:
             raise torch.OutOfMemoryError("no memory for the second bucket")
-        return unpack(sweep)
+        return unpack(gather)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Sweep, "unpack", failing)
+        patch.setattr(_BucketGather, "unpack", failing)
         kind, match = (torch.OutOfMemoryError, "second bucket") if rank else (PeerError, "^rank 1")
         with pytest.raises(kind, match=match):
             streamed(model, 100)

@@ -159,7 +159,7 @@ def _check_arguments(bucket_bytes: int, dtype: torch.dtype | None, ahead: int) -
 
 
 class WeightStream:
-    """An iterator of buckets, and a context that closes it. :func:`stream_full_params` makes it. Final."""
+    """An iterator of buckets, and a context that closes it. :func:`stream_full_params` makes it."""
 
     _is_done = True
 
@@ -188,7 +188,7 @@ class WeightStream:
         except BaseException as error:  # also an interrupt of key_map: the others wait for this rank
             problem = error
         self._agree(problem)
-        self._in_flight: deque[tuple[_Sweep, InFlight[None]]] = deque()
+        self._in_flight: deque[tuple[_BucketGather, InFlight[None]]] = deque()
         self._launched = self._position = 0
         self._current: WeightBucket | None = None
         self._is_done = False
@@ -273,10 +273,10 @@ class WeightStream:
             header = (own, check, -check, 0)
             everywhere = MessageLayout(tuple(range(len(self._sources.axes))), False)
             plan = _BucketPlan(PackedLayout((), 0), ([everywhere], ()))
-            sweep = _Sweep(self._sources, plan, header, "agreement on stream_full_params")
+            gather = _BucketGather(self._sources, plan, header, "agreement on stream_full_params")
             with torch.no_grad():
-                sweep.run(self._stream).wait()
-            own, largest, smallest, _ = sweep.header
+                gather.run(self._stream).wait()
+            own, largest, smallest, _ = gather.header
         elif problem is None:
             return
         else:
@@ -301,17 +301,17 @@ class WeightStream:
         for number in range(self._launched, min(end, len(self._buckets))):
             plan = self._buckets[number]
             label = f"bucket {number + 1} of stream_full_params"
-            sweep = _Sweep(self._sources, plan, (self._left, 0, 0, 0), label)
-            self._in_flight.append((sweep, sweep.run(self._stream)))
+            gather = _BucketGather(self._sources, plan, (self._left, 0, 0, 0), label)
+            self._in_flight.append((gather, gather.run(self._stream)))
             self._launched += 1
 
     def _receive(self, *, takes: bool) -> tuple[int, WeightBucket | None]:
         """Wait for the next bucket. Return 1 + the rank that has left in it, or 0, and the bucket if none has."""
-        sweep, pending = self._in_flight.popleft()
+        gather, pending = self._in_flight.popleft()
         plan = self._buckets[self._position]
         self._position += 1
         pending.wait()
-        left = int(sweep.header[0])
+        left = int(gather.header[0])
         if left:
             return left, None
         if plan.whole is not None:
@@ -319,9 +319,9 @@ class WeightStream:
         if not takes:
             return 0, WeightBucket(plan.layout, None, None)
         try:
-            packed = sweep.unpack().to(self._device)
+            packed = gather.unpack().to(self._device)
         except BaseException:  # such as one of memory, on this rank only
-            del sweep, pending
+            del gather, pending
             self.close()
             raise
         return 0, WeightBucket(plan.layout, packed, None)
@@ -391,7 +391,7 @@ def _plan(
     return plans
 
 
-class _Sweep:
+class _BucketGather:
     """The all-gathers of some messages, over one axis after the other. Owns the messages.
 
     On devices without streams the first one is launched at once, and the others when the result is waited for.
@@ -515,7 +515,7 @@ def _arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Wrapper(NamedTuple):
-    """What a tensor of a wrapper class is besides its inner tensors."""
+    """The class, context, shape and stride with which a wrapper is rebuilt from its inner tensors."""
 
     kind: Any
     context: Any
