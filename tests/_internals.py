@@ -259,7 +259,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
     from composable_fsdp.plugins.visible_collectives import Visible
     from composable_fsdp.plugins.watchdog.attach import compare, compared
-    from composable_fsdp.plugins.watchdog.decorators import OrderChecked, Watched, _WatchedWork, level_through_store
+    from composable_fsdp.plugins.watchdog.decorators import Watched, _WatchedWork, level_through_store
     from composable_fsdp.plugins.weight_stream.stream import _BucketGather
     from composable_fsdp.testing.ranks import (
         START_TIMEOUT,

@@ -220,9 +220,8 @@ OWN: Mapping[str, Sequence[str]] = {
     ),
     "watched": (
         *("tests/ranks/test_watchdog.py", "tests/ranks/test_wait_warning.py", *_OF_ERRORS_INSTEAD_OF_HANGS),
-        *("tests/unit/test_testing_ranks.py::test_every_end", "tests/goldens"),
+        *("tests/unit/test_testing_ranks.py::test_every_end", "tests/goldens", "tests/ranks/test_forward_order.py"),
     ),
-    "order_checked": ("tests/ranks/test_forward_order.py", *_OF_ERRORS_INSTEAD_OF_HANGS),
     "Visible": _OF_TRACED_COLLECTIVES,
     "TorchViews": _OF_TORCHS_CLIENTS,
     "OrderCheckLevel": (

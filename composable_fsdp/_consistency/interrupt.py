@@ -25,13 +25,8 @@ class _Pipe:
         self.reader, self.writer = os.pipe()
         for end in (self.reader, self.writer):
             os.set_blocking(end, False)
-        self._unread = select.poll()
-        self._unread.register(self.reader, select.POLLIN)
-
-    def clear(self) -> None:
-        """Drop what is in the pipe; for the main thread. Reading an empty pipe would cost an exception."""
-        if self._unread.poll(0):
-            self.read()
+        self.unread = select.poll()
+        self.unread.register(self.reader, select.POLLIN)
 
     def read(self) -> bytes:
         """Return all that is in the pipe."""
@@ -52,8 +47,8 @@ def listen() -> None:
     other = signal.set_wakeup_fd(pipe.writer, warn_on_full_buffer=False)
     if other not in (_NO_DESCRIPTOR, pipe.writer):
         signal.set_wakeup_fd(other)
-    else:
-        pipe.clear()
+    elif pipe.unread.poll(0):  # reading an empty pipe would cost an exception
+        pipe.read()
 
 
 def stop_listening() -> None:

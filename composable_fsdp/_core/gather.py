@@ -353,7 +353,8 @@ class _AllGather:
     def prepare(self) -> None:
         """Pack the messages."""
         self._await_ranks()
-        self._gathers = [bucket.prepare_gather(cast) for bucket, cast in zip(self._buckets, self._casts, strict=True)]
+        for bucket, cast in zip(self._buckets, self._casts, strict=True):
+            self._gathers.append(bucket.prepare_gather(cast))
         self._casts = []
         communicators = [bucket.pgs.gather for bucket in self._buckets]
         for communicator, gathers in group_by_key(communicators, self._gathers):

@@ -24,7 +24,7 @@ from composable_fsdp._core.events import (
 from composable_fsdp._core.gather import AnyBucket, Gatherable
 from composable_fsdp._core.group_plan import GroupPlan, plan_group
 from composable_fsdp._core.layout import NEVER_ZERO_COPY, aligned_bytes, payload_widths, plan_reduction
-from composable_fsdp._core.memory import CommStreams, InFlight, group_by_key, without_grad
+from composable_fsdp._core.memory import CommStreams, InFlight, group_by_key
 from composable_fsdp._core.params import ShardedParameter, accept_gradients
 from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, stages_of
 
@@ -317,20 +317,22 @@ class ParamGroupGradients:
             rest = [number for number in rest if number >= launched] + [k for k in range(launched) if arrived[k]]
         return rest
 
-    def jobs_of(self, grad_buckets: Sequence[int]) -> list[BucketReduction]:
-        """Take the gradients of ``grad_buckets`` and return their reductions."""
-        return self._jobs([b.scatter for b in self._tensors.buckets if b.plan.grad_bucket in grad_buckets])
+    def scatters_of(self, grad_buckets: Sequence[int]) -> list[BucketReduceScatter]:
+        return [b.scatter for b in self._tensors.buckets if b.plan.grad_bucket in grad_buckets]
 
-    def jobs_with(self, others: Sequence[ParamGroupGradients], fused_buckets: FusedBuckets) -> list[BucketReduction]:
-        """Take the gradients of this group and ``others`` and return fused reductions, or none if impossible."""
+    def scatters_with(
+        self, others: Sequence[ParamGroupGradients], fused_buckets: FusedBuckets
+    ) -> Sequence[BucketReduceScatter]:
+        """Return the fused buckets of this group and ``others``, or none if they cannot be reduced together."""
         if self._partial is not None or self.all_reduce_hook is not None:
-            return []
+            return ()
         if any(map(_settings_of(self).__ne__, map(_settings_of, others))):
-            return []
-        return self._jobs(fused_buckets.fuse([self._tensors, *(other._tensors for other in others)]))
+            return ()
+        return fused_buckets.fuse([self._tensors, *(other._tensors for other in others)])
 
-    def _jobs(self, scatters: Sequence[BucketReduceScatter]) -> list[BucketReduction]:
-        jobs = []
+    def reductions_of(self, scatters: Sequence[BucketReduceScatter]) -> list[BucketReduction]:
+        """Take the gradients of ``scatters``, and return their reductions."""
+        reductions = []
         for scatter in scatters:
             pgs = scatter.pgs
             reduction = plan_reduction(
@@ -343,8 +345,8 @@ class ParamGroupGradients:
             buffers = scatter.prepare(reduction, were_summed=self.were_summed)
             if buffers is not None:
                 divides_first = not self.sum_only and reduction.pre_divide == 1.0  # as FSDP2 does
-                jobs.append(BucketReduction(scatter, reduction, buffers, self.all_reduce_hook, divides_first))
-        return jobs
+                reductions.append(BucketReduction(scatter, reduction, buffers, self.all_reduce_hook, divides_first))
+        return reductions
 
     def begin_last_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool) -> None:
         """Record the launch of ``pending``, the last reduction of a backward."""
@@ -493,7 +495,7 @@ class ReductionLaunch:
             begin = trace.now() if trace.listeners else None
             first, name = self.members[0], describe_groups([member.name for member in self.members])
             pending: InFlight[Any] | None = None
-            for stage in stages_of(self._streams, self._jobs(), first.device, name, partial=self.partial):
+            for stage in stages_of(self._streams, self._reductions(), first.device, name, partial=self.partial):
                 pending = stage.stream.run(stage.launch, stage.finish, after=pending)
             assert pending is not None
             for member, grad_buckets in self.by_group:
@@ -507,13 +509,16 @@ class ReductionLaunch:
         finally:
             torch._C._set_grad_enabled(grad_mode)
 
-    def _jobs(self) -> list[BucketReduction]:
+    def _reductions(self) -> list[BucketReduction]:
         first, *others = self.members
         if others and self._fused_buckets is not None and not self.partial:
-            fused = first.jobs_with(others, self._fused_buckets)
+            fused = first.reductions_of(first.scatters_with(others, self._fused_buckets))
             if fused:
                 return fused
-        return [job for member, grad_buckets in self.by_group for job in member.jobs_of(grad_buckets)]
+        reductions: list[BucketReduction] = []
+        for member, grad_buckets in self.by_group:
+            reductions += member.reductions_of(member.scatters_of(grad_buckets))
+        return reductions
 
 
 class PendingReduction:
@@ -527,7 +532,6 @@ class PendingReduction:
         """Launch the second stage, which waited for the first."""
         self._pending.start()
 
-    @without_grad
     def complete(self, unread: list[PendingReduction] | None = None) -> None:
         """Wait, and set the sharded gradients; a partial reduction keeps its sums instead.
 

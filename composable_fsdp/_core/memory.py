@@ -434,12 +434,6 @@ def zero_padding(flat: torch.Tensor, layout: FlatLayout, shards: Sequence[Tensor
         flat[end:].zero_()
 
 
-def allocate_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Resize ``storage`` to ``nbytes`` bytes, contents undefined if it grows. No other code allocates storages."""
-    if storage.nbytes() != nbytes:  # resize_ would reallocate and copy even to the same size
-        storage.resize_(nbytes)
-
-
 class OwnedBuffer:
     """The memory of one bucket's full parameters, freed between uses. Allocated at first, so that it has views."""
 
@@ -454,7 +448,8 @@ class OwnedBuffer:
         return self._storage.nbytes()
 
     def allocate(self) -> None:
-        allocate_storage(self._storage, self._full_nbytes)
+        if not self._storage.nbytes():
+            self._storage.resize_(self._full_nbytes)
 
     def free(self) -> None:
         self._storage.resize_(0)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp._core.layout import TensorShards, take_shard
+from composable_fsdp._core.memory import without_grad
 from composable_fsdp._core.mesh import ParameterSharding, as_dtensor, as_dtensor_at_zero
 from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
@@ -456,6 +457,7 @@ def take_gradients(parameters: Iterable[ShardedParameter], sum_dtype: torch.dtyp
     return gradients
 
 
+@without_grad
 def accept_gradients(parameters: Iterable[ShardedParameter], shards: Iterable[torch.Tensor]) -> None:
     """Set or add this rank's shards of the reduced gradients, then call the user's hooks on each sharded parameter.
 

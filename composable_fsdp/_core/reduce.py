@@ -201,12 +201,13 @@ class BucketReduceScatter:
     def _fill(self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], rows: torch.Tensor) -> None:
         """Copy packed gradients and flags into ``rows``, one per rank."""
         layout = self.plan.reduce
-        packed = [gradient for gradient in map(gradients.__getitem__, layout.packed) if gradient is not None]
+        is_complete = present is self._all_indices
+        packed: list[Any] = list(map(gradients.__getitem__, layout.packed)) if is_complete else []
         dtype = packed[0].dtype if packed else rows.dtype
         # Where the fused operation is composed of others, a cast of all and the padding of one are further copies.
         copied = layout.most_uneven if dtype == rows.dtype else rows.numel()
         is_fast = self.pgs.device.fuses_copies or copied * rows.itemsize <= SMALL_BYTES
-        if layout.in_chunks and present is self._all_indices and is_fast and _are_alike(packed):
+        if layout.in_chunks and is_complete and is_fast and _are_alike(packed):
             num_shards = self._shard.size
             if layout.gaps:  # To fill the whole message with zeros first would write most of it twice.
                 zeros = {gap: packed[0].new_zeros(num_shards * gap) for gap in set(dict(layout.gaps).values())}

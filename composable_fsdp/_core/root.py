@@ -413,15 +413,15 @@ class Root:
             if each.group.parameter_state not in UNSHARD_STARTED:
                 is_late = True
                 if each is state:
-                    plans.gather(planned.own, planned.fused, direction)
+                    launcher.gather(*plans.gather_of(planned.own, planned.fused, direction))
                 else:  # maybe of another root
-                    plans.gather((each.group.name,), planned.fused, direction, (each.group,))
+                    launcher.gather(*plans.gather_of((each.group.name,), planned.fused, direction, (each.group,)))
         if not is_late:
             for each in needed:
                 launcher.wait(each.group)
         for names in planned.ahead:
-            if self.states[names[0]].group.parameter_state not in UNSHARD_STARTED:
-                plans.gather_ahead(names, planned.fused, direction)
+            if self.states[names[0]].group.parameter_state not in UNSHARD_STARTED and plans.fits(names):
+                launcher.gather(*plans.gather_of(names, planned.fused, direction))
         if is_late:
             for each in needed:
                 launcher.wait(each.group)

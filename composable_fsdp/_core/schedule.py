@@ -336,22 +336,17 @@ class Planner:
 
     # -- gathers
 
-    def gather(
+    def gather_of(
         self, names: tuple[str, ...], fused: Together, direction: str, groups: Sequence[ParamGroup] | None = None
-    ) -> None:
-        """Gather ``groups`` together, by default those called ``names``, of them those that are not in memory."""
+    ) -> tuple[Sequence[ParamGroup], str]:
+        """Return the groups of one gather, by default those called ``names``, and its label."""
         if groups is None:
             groups = [self._states[name].group for name in names]
         if not self.runs_on_all_ranks:
             if all(group.can_skip_unshard for group in groups):
-                return
+                return (), ""
             self.runs_on_all_ranks, self.fused = True, self.record.fused
-        self._launcher.gather(groups, _label(fused.get(names[0], names[:1]), direction))
-
-    def gather_ahead(self, names: tuple[str, ...], fused: Together, direction: str) -> None:
-        """Gather groups together ahead of their use, unless they do not fit."""
-        if self._root.options.max_unsharded_bytes is None or self.fits(names):
-            self.gather(names, fused, direction)
+        return groups, _label(fused.get(names[0], names[:1]), direction)
 
     def fits(self, names: Sequence[str]) -> bool:
         """Return whether the groups ``names`` may be unsharded beside those that are."""

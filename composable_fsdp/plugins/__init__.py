@@ -98,7 +98,7 @@ from composable_fsdp.plugins.spmd_types import SpmdTypes, read_types, without_ty
 from composable_fsdp.plugins.torch_views import TorchViews
 from composable_fsdp.plugins.tuning.tuning import Tuning
 from composable_fsdp.plugins.visible_collectives import Visible
-from composable_fsdp.plugins.watchdog.attach import OrderCheckLevel, order_checked, watched
+from composable_fsdp.plugins.watchdog.attach import OrderCheckLevel, watched
 
 __all__ = [
     "AROUND",
@@ -153,7 +153,6 @@ DEFAULT_TRANSPORTS = (
 
 DEFAULT_AROUND = (
     watched,
-    order_checked,
     Visible,
 )
 """The decorators of every communicator. The last is the outermost."""

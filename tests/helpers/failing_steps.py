@@ -161,7 +161,7 @@ def counting(owner: Any, name: str, failing: int | None = None) -> Iterator[list
 
 
 COUNTED: dict[str, tuple[Any, str]] = {
-    "allocation": (storage, "allocate_storage"),
+    "allocation": (storage.OwnedBuffer, "allocate"),
     "encode": (Int8, "encode"),
     "decode": (Int8, "decode"),
 }

@@ -18,7 +18,6 @@ from composable_fsdp._core.buckets import GatherKind
 from composable_fsdp._core.gather import AllGatherBuffers
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim
 from composable_fsdp._core.layout import TensorShards
-from composable_fsdp._core.memory import allocate_storage
 from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import ShardedParameter, is_wrapper, local_part, plain_tensors
 from composable_fsdp._core.reduce import BucketReduceScatter
@@ -256,7 +255,8 @@ class ExtendedBucket:
     ) -> None:
         """Fill the same full tensor again, hidden from autograd, which has saved it."""
         for tensor, nbytes in gathered.storages:
-            allocate_storage(tensor.untyped_storage(), nbytes)
+            if tensor.untyped_storage().nbytes() != nbytes:  # resize_ would copy even to the same size
+                tensor.untyped_storage().resize_(nbytes)
         out = local_part(parameter.unsharded)
         written = (*gathered.outputs, *gathered.inner, parameter.unsharded, out)
         with torch.autograd._unsafe_preserve_version_counter(written):

@@ -163,18 +163,18 @@ class GlooCommunicator:
     def _messages(self, transfers: Sequence[Transfer]) -> list[_Message]:
         """Return the messages of a reduce-scatter. Small tensors share one for each dtype, and are copied in."""
         small: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        large: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        large: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         for output, full in transfers:
             rows = full.view(self.size, full.numel() // self.size)
             if full.nbytes >= self.traits.zero_copy_min_bytes:
-                large.append(([output], rows))
+                large.append(([output], [rows]))
             else:
                 outputs, inputs = small.setdefault(full.dtype, ([], []))
                 outputs.append(output)
                 inputs.append(rows)
-        packed = [(outputs, r[0] if len(r) == 1 else torch.cat(r, dim=1)) for outputs, r in small.values()]
         messages = []
-        for outputs, rows in packed + large:
+        for outputs, inputs in (*small.values(), *large):
+            rows = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
             summands = list(rows.new_empty(self.size - 1, rows.size(1)).unbind(0))
             summands.insert(self.rank, rows[self.rank])  # this rank's part is summed in place
             messages.append(_Message(outputs, rows.unbind(0), summands))

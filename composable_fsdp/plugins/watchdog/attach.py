@@ -15,41 +15,35 @@ from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicators, find
 from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
-from composable_fsdp.plugins.watchdog.decorators import Exchange, OrderChecked, StoreExchange, Watched
+from composable_fsdp.plugins.watchdog.decorators import Exchange, StoreExchange, Watched
 
-__all__ = ["OrderCheckLevel", "compare", "compared", "order_checked", "watched"]
+__all__ = ["OrderCheckLevel", "compare", "compared", "watched"]
 
 
 def watched(communicator: Communicator) -> Communicator:
     if communicator.traits.checks:
         return communicator
-    return Watched(cast(GroupCommunicator, communicator), job_watchdog())
-
-
-def order_checked(communicator: Communicator) -> Communicator:
-    if not isinstance(communicator, Watched):
-        return communicator
+    base, watchdog = cast(GroupCommunicator, communicator), job_watchdog()
     exchange = find(communicator, Exchange)  # type: ignore[type-abstract]
-    watchdog = job_watchdog()
     if exchange is None and watchdog is not None:
-        timeout = timeout_of(communicator.group)
+        timeout = timeout_of(base.group)
         watchdog.warn_within(REPORTED_AT * timeout)
-        exchange = StoreExchange(communicator.group, watchdog, ENDED_AT * timeout)
-    return OrderChecked(communicator, exchange, order_check_from()) if exchange is not None else communicator
+        exchange = StoreExchange(base.group, watchdog, ENDED_AT * timeout)
+    return Watched(base, watchdog, exchange, order_check_from())
 
 
 def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
     """Set how much ranks compare before an operation over ``groups``. In shared memory, they always compare."""
     for known in communicators(groups):
-        checked = find(known, OrderChecked)
-        if checked is not None:
-            checked.set_level(level)
+        found = find(known, Watched)
+        if found is not None:
+            found.set_level(level)
 
 
 def compared(group: dist.ProcessGroup) -> int:
     """Return the number of messages exchanged over ``group`` since it last connected to compare operations."""
-    checked = (find(known, OrderChecked) for known in communicators([group]))
-    return sum(each.checker.compared for each in checked if each is not None)
+    found = (find(known, Watched) for known in communicators([group]))
+    return sum(each.checker.compared for each in found if each is not None and each.checker is not None)
 
 
 class OrderCheckLevel(Observer):

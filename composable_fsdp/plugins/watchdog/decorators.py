@@ -1,4 +1,4 @@
-"""Decorators of communicators: waits are reported to the watchdog of the job, and ranks compare their operations."""
+"""The decorator of communicators that reports waits to the watchdog of the job, and lets ranks compare operations."""
 
 from __future__ import annotations
 
@@ -19,40 +19,79 @@ from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["Exchange", "OrderChecked", "StoreExchange", "Watched", "level_through_store"]
+__all__ = ["Exchange", "StoreExchange", "Watched", "level_through_store"]
 
 R = TypeVar("R")
 T = TypeVar("T")
 
 
 class Watched(Around):
-    """Waits are known to ``watchdog``, which ends those that cannot complete, and errors say what other ranks did."""
+    """Ranks compare operations, ``watchdog`` ends waits that cannot complete, and errors say what other ranks did.
 
-    def __init__(self, base: GroupCommunicator, watchdog: Watchdog | None) -> None:
+    Args:
+        base: the communicator.
+        watchdog: the watchdog of the job, if it has one.
+        exchange: exchanges what ranks compare before a launch; ``None`` to compare nothing.
+        level: how much is compared. See ``OrderChecker``.
+    """
+
+    def __init__(
+        self,
+        base: GroupCommunicator,
+        watchdog: Watchdog | None,
+        exchange: Exchange | None = None,
+        level: OrderCheck = OrderCheck.FIRST,
+    ) -> None:
         super().__init__(base, watchdog)
-        self.watchdog, self._ranks = watchdog, base.ranks
+        self.watchdog, self._ranks, self._exchange, self._level = watchdog, base.ranks, exchange, level
         self.end_wait = base.give_up
         """Ends a wait. For any thread."""
         self._begin()
 
     def _begin(self) -> None:
         self._number, self._line = 0, f"{self.name}/{self.generation}"
+        self.checker: OrderChecker | None = None
+        if self._exchange is not None:
+            self.checker = OrderChecker(self._numbers, self._texts, self._exchange.level(self._level))
 
     def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
+        label = label or kind.label
+        operation = OperationId(self._ranks, self._number + 1, label, self._line)
+        if self.checker is not None:
+            self._next = operation
+            try:
+                self.checker.begin(label, tuple([transfer.input.nbytes for transfer in transfers]))
+            except DivergenceError as error:
+                trace.emit_fault(error, str(operation))
+                raise
         self._number += 1
-        operation = OperationId(self._ranks, self._number, label or kind.label, self._line)
         try:
             return _WatchedWork(self, operation, self.base.launch(kind, transfers, label, op), self.end_wait)
         except BaseException as error:
             self.fail(operation, error, "the launch of", self.end_wait)
 
-    def next_operation(self, label: str) -> OperationId:
-        return OperationId(self._ranks, self._number + 1, label, self._line)
+    def set_level(self, level: OrderCheck) -> None:
+        """Set how much ranks compare from now on. It must be the same on every rank."""
+        self._level = level
+        if self.checker is not None and self._exchange is not None:
+            self.checker.level = self._exchange.level(level)
 
     def reopen(self) -> None:
-        """Connect anew. All ranks must call it together."""
+        """Connect anew, and forget the order. All ranks must call it together."""
         cast(GroupCommunicator, self.base).reopen()
         self._begin()
+
+    def _numbers(self, own: int) -> Sequence[int]:
+        return self._exchanged(cast(Exchange, self._exchange).exchange_numbers, own)
+
+    def _texts(self, own: str) -> Mapping[int, str]:
+        return self._exchanged(cast(Exchange, self._exchange).exchange_texts, own)
+
+    def _exchanged(self, exchange: Callable[[T], R], own: T) -> R:
+        """Return ``exchange(own)``, a wait for the ranks that are to run the next operation."""
+        exchanging = _Exchanging(exchange, own)
+        _WatchedWork(self, self._next, exchanging, cast(Exchange, self._exchange).give_up).wait()
+        return exchanging.result
 
     def fail(
         self, operation: OperationId, error: BaseException, during: str, give_up: Callable[[str], None]
@@ -139,52 +178,6 @@ class Exchange(Protocol):
     def give_up(self, reason: str) -> None:
         """End an exchange. Any thread may call it."""
         ...
-
-
-class OrderChecked(Around):
-    """Ranks compare the label and sizes of an operation before it is launched. See ``OrderChecker`` for how often."""
-
-    def __init__(self, base: Watched, exchange: Exchange, level: OrderCheck) -> None:
-        super().__init__(base)
-        self._watched, self._exchange, self._level = base, exchange, level
-        self._begin()
-
-    def _begin(self) -> None:
-        level = self._exchange.level(self._level)
-        self.checker = OrderChecker(self._numbers, self._texts, level)
-
-    def launch(self, kind: Collective, transfers: Sequence[Transfer], label: str = "", op: ReduceOp = SUM) -> Work:
-        label = label or kind.label
-        try:
-            self._label = label
-            self.checker.begin(label, tuple([transfer.input.nbytes for transfer in transfers]))
-        except DivergenceError as error:
-            trace.emit_fault(error, str(self._watched.next_operation(label)))
-            raise
-        return self._watched.launch(kind, transfers, label, op)
-
-    def set_level(self, level: OrderCheck) -> None:
-        """Set how much ranks compare from now on. It must be the same on every rank."""
-        self._level = level
-        self.checker.level = self._exchange.level(level)
-
-    def reopen(self) -> None:
-        """Connect anew, and forget the order. All ranks must call it together."""
-        self._watched.reopen()
-        self._begin()
-
-    def _numbers(self, own: int) -> Sequence[int]:
-        return self._exchanged(self._exchange.exchange_numbers, own)
-
-    def _texts(self, own: str) -> Mapping[int, str]:
-        return self._exchanged(self._exchange.exchange_texts, own)
-
-    def _exchanged(self, exchange: Callable[[T], R], own: T) -> R:
-        """Return ``exchange(own)``, a wait for the ranks that are to run the next operation."""
-        exchanging = _Exchanging(exchange, own)
-        operation = self._watched.next_operation(self._label)
-        _WatchedWork(self._watched, operation, exchanging, self._exchange.give_up).wait()
-        return exchanging.result
 
 
 def level_through_store(level: OrderCheck, num_ranks: int) -> OrderCheck:
