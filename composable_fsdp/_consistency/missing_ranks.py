@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class MissingRanks:
-    """Finds out where the ranks are that have not come to a rendezvous. Final.
+    """Finds out where the ranks are that have not come to a rendezvous.
 
     Args:
         call: the call that all ranks must make, for warnings.

@@ -67,7 +67,7 @@ def order_check_from(value: str | None = None) -> OrderCheck:
 
 
 class OrderChecker:
-    """The operations that the ranks of one process group have agreed on. Final.
+    """The operations that the ranks of one process group have agreed on.
 
     Args:
         exchange: takes this rank's number and returns those of all ranks, in rank order.

@@ -23,7 +23,7 @@ class Verdict:
 
 
 class StoreRendezvous:
-    """The numbered rendezvous of ``rank`` with all of ``ranks`` over one store, with keys below ``name``. Final.
+    """The numbered rendezvous of ``rank`` with all of ``ranks`` over one store, with keys below ``name``.
 
     The last rank to arrive completes a rendezvous; a rank that has waited too long ends it. The store accepts only one
     of these verdicts, and all ranks follow it. A rank that comes to a rendezvous that ended without its note goes to

@@ -57,7 +57,7 @@ def wait_warning() -> float | None:
 
 
 class WarningTimes:
-    """The times at which one thing waited for is warned of. Final."""
+    """The times at which one thing waited for is warned of."""
 
     latest = inf
     """The seconds of the first warning, at most."""

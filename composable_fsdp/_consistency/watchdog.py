@@ -88,7 +88,7 @@ class _LocalStatus:
 
 
 class Watchdog:
-    """Records the state of this rank, reports it to other ranks, and collects their reports. Final.
+    """Records the state of this rank, reports it to other ranks, and collects their reports.
 
     Only the watchdog thread uses the store, since a call of it may block forever once its host is gone.
 
@@ -470,7 +470,7 @@ class Watchdog:
 
 
 class _Stack:
-    """The stack of the main thread, read once per second at most. For the watchdog thread. Final."""
+    """The stack of the main thread, read once per second at most. For the watchdog thread."""
 
     def __init__(self) -> None:
         self._frames: tuple[Frame, ...] = ()

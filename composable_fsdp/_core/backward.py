@@ -97,7 +97,7 @@ _SLACK_DIVISOR = 8
 
 
 class Progress:
-    """The current or last backward of one root, and the forwards that may get one. Final.
+    """The current or last backward of one root, and the forwards that may get one.
 
     Attributes:
         number: the number of this backward. Calls store it when backward reaches them.
@@ -217,7 +217,7 @@ class Progress:
 
 
 class ReductionQueue:
-    """The reductions of one root, in the order of their launch. Each holds memory until it is finished. Final."""
+    """The reductions of one root, in the order of their launch. Each holds memory until it is finished."""
 
     def __init__(self, launcher: Launcher, plans: Planner) -> None:
         self._launcher, self._plans = launcher, plans
@@ -362,7 +362,7 @@ class ReductionQueue:
 
 
 class PassesUnderway:
-    """The forward, the backward, or one inside the other, of a root. Its observers are told of both. Final."""
+    """The forward, the backward, or one inside the other, of a root. Its observers are told of both."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
@@ -439,7 +439,7 @@ def _end(root: ObservedRoot, running: RunningPass | None, *, succeeded: bool) ->
 
 
 class Finalization:
-    """The state of manual finalization of a root's backwards. Final.
+    """The state of manual finalization of a root's backwards.
 
     Attributes:
         is_manual: backwards leave their last reductions in flight.

@@ -289,7 +289,7 @@ _ENQUEUED = WorkList(())
 
 
 class ProcessGroupCommunicator:
-    """Collectives of ``group`` for tensors on ``device_type``. Final."""
+    """Collectives of ``group`` for tensors on ``device_type``."""
 
     generation = 0
     """Always the first connection: only the owner of a process group can connect it anew."""

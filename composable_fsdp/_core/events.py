@@ -14,7 +14,7 @@ from composable_fsdp.errors import LifecycleError
 
 
 class RunningPass:
-    """A forward or backward pass of a root. Final.
+    """A forward or backward pass of a root.
 
     Args:
         kind: ``"forward"`` or ``"backward"``.
@@ -73,7 +73,7 @@ class RunningPass:
 
 
 class EndOfRun:
-    """The callback that autograd calls when its run of the backward ``running`` succeeds. Final.
+    """The callback that autograd calls when its run of the backward ``running`` succeeds.
 
     Only autograd may hold a reference. Then it is deleted when the run ends, before the exception of a failed run is
     raised in the thread that called autograd.

@@ -297,7 +297,7 @@ class InPlaceBucket:
 
 
 class GatherCache:
-    """The most recent all-gather, launched again by the next step if that gathers the same buckets. Final.
+    """The most recent all-gather, launched again by the next step if that gathers the same buckets.
 
     Keeps its buckets alive until then, even one that its group has replaced.
     """
@@ -460,7 +460,7 @@ def cached_gather(parts: Sequence[CachedPart | None], communicators: Sequence[Co
 
 
 class CachedGather:
-    """An all-gather of ``parts`` over ``communicator`` that can be launched any number of times. Final."""
+    """An all-gather of ``parts`` over ``communicator`` that can be launched any number of times."""
 
     def __init__(self, parts: Sequence[CachedPart], communicator: Communicator) -> None:
         self.communicator = communicator

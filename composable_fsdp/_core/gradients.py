@@ -444,7 +444,7 @@ def reduce_together(
 
 
 class ReductionLaunch:
-    """A reduction that can be launched. Final.
+    """A reduction that can be launched.
 
     Args:
         by_group: the gradient buckets to reduce.

@@ -397,7 +397,7 @@ class Launcher(Protocol):
 
 
 class StreamLauncher:
-    """Launches on the streams of a device. Final."""
+    """Launches on the streams of a device."""
 
     def __init__(self, streams: CommStreams) -> None:
         self.has_streams = streams.device.has_streams

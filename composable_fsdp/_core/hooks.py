@@ -273,7 +273,7 @@ def is_being_called(state: FSDPState) -> bool:
 
 
 class ModuleHooks:
-    """The hooks of the modules of one FSDP state, which keeps the stack of open calls. Final.
+    """The hooks of the modules of one FSDP state, which keeps the stack of open calls.
 
     A call inside another call of the same state only casts: the outer one unshards and reshards.
     """
@@ -462,7 +462,7 @@ _NO_NODES: frozenset[Any] = frozenset()
 
 
 class _InputGradientCounter:
-    """Calls ``call.on_last_input_gradient`` when the gradients of all inputs of ``call`` are ready. Final.
+    """Calls ``call.on_last_input_gradient`` when the gradients of all inputs of ``call`` are ready.
 
     ``torch.autograd.graph.register_multi_grad_hook`` does this too, but its hooks own the nodes that own the hooks, and
     only Python's garbage collector can free such a graph. Here only hooks of later nodes, which own the inputs' nodes

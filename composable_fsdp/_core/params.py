@@ -566,7 +566,7 @@ _steps = _sharded_steps = 0
 
 
 class OptimizerSteps:
-    """The number of steps of the optimizers that hold parameters of one root, or their local shards. Final."""
+    """The number of steps of the optimizers that hold parameters of one root, or their local shards."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -272,7 +272,7 @@ _NOTHING: dict[int, Any] = {}
 
 
 class CallInputs:
-    """The inputs of one call as its module gets them: moved, cast, and watched by views if they need a gradient. Final.
+    """The inputs of one call as its module gets them: moved, cast, and watched by views if they need a gradient.
 
     Invariant: what a module writes into a mutable container of the caller is there when the call ends, also if it
     raises, and all else in the container is what it was. The module gets the container itself, in which views take the

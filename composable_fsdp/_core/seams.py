@@ -229,7 +229,7 @@ Bound = tuple[Callable[..., Any], ...]
 
 
 class Observers:
-    """The observers of one root, and by event the methods that they override. Final."""
+    """The observers of one root, and by event the methods that they override."""
 
     __slots__ = ("attached", *_BEGINNINGS, *_ENDS)
 

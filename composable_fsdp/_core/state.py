@@ -105,7 +105,7 @@ NO_RECORD = ForwardRecord()
 
 @dataclass(slots=True, eq=False, repr=False)
 class ForwardCall:
-    """One forward call of a module, from its beginning to the end of its backward. Final.
+    """One forward call of a module, from its beginning to the end of its backward.
 
     The state owns it while the module runs, and then the autograd graph. Calls without grad, and calls inside another
     call of the same state, end with forward.

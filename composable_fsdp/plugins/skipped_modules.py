@@ -49,7 +49,7 @@ class SkippedModules(Observer):
 
 
 class _CurrentForward(Observer):
-    """A forward of ``outermost``, and its backward, with the same collectives on all ranks. Final."""
+    """A forward of ``outermost``, and its backward, with the same collectives on all ranks."""
 
     def __init__(self, root: ObservedRoot, outermost: FSDPState) -> None:
         states = {name: root.states[name] for name in _names_beneath(outermost)}

@@ -90,7 +90,7 @@ def plan_slices(bucket: BucketPlan, num_shards: int, zero_copy_min_bytes: int) -
 
 
 class Slices(Bucket):
-    """This rank's slices of the full parameters of ``bucket``, decoded ones if they were encoded. Final."""
+    """This rank's slices of the full parameters of ``bucket``, decoded ones if they were encoded."""
 
     cached_part = None
 
@@ -110,7 +110,7 @@ class Slices(Bucket):
 
 
 class UsedAgain:
-    """The full parameters of ``bucket``, which are in place still: ranks of the smaller mesh only wait. Final."""
+    """The full parameters of ``bucket``, which are in place still: ranks of the smaller mesh only wait."""
 
     needs_barrier = False
     cached_part = None

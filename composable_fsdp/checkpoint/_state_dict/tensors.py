@@ -117,7 +117,7 @@ def check_parts(plans: Sequence[SavePlan]) -> None:
 
 
 class LocalShard:
-    """This rank's shard of a tensor. Final.
+    """This rank's shard of a tensor.
 
     ``sharding`` is its sharding by ``fully_shard``, if any. ``extent`` is that of the plain tensor ``value`` in a
     larger tensor, if it is a piece of one.

@@ -126,7 +126,7 @@ Collect = Callable[[_Gathered, Sequence[torch.Tensor]], None]
 
 
 class ExtendedBucket:
-    """The parameters of one group that have hooks and the same axes and dtypes. Final."""
+    """The parameters of one group that have hooks and the same axes and dtypes."""
 
     needs_barrier = False
     creates_parameters = True
@@ -291,7 +291,7 @@ class ExtendedBucket:
 
 
 class SlicedOutputs:
-    """This rank's slices of the gathered outputs of ``bucket``. Final."""
+    """This rank's slices of the gathered outputs of ``bucket``."""
 
     needs_barrier = False
     cached_part = None

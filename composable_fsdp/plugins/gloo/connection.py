@@ -46,7 +46,7 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 
 
 class GlooConnection:
-    """The connections of this rank to the other ranks of ``group``, and the works in flight over them. Final."""
+    """The connections of this rank to the other ranks of ``group``, and the works in flight over them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)

@@ -87,7 +87,7 @@ class GlooWork:
 
 
 class GlooCommunicator:
-    """Collectives of CPU tensors over gloo. Final."""
+    """Collectives of CPU tensors over gloo."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.name = GroupReference(group), group.group_name

@@ -117,7 +117,7 @@ class _Pair(NamedTuple):
 
 
 class StagedCollective:
-    """A collective in which peers receive different rows or the same row, and sum or concatenate them. Final.
+    """A collective in which peers receive different rows or the same row, and sum or concatenate them.
 
     Its rounds alternate between the two slots of a staging block.
     """
@@ -203,7 +203,7 @@ def collective(kind: Collective, rank: int, size: int, transfers: Sequence[Trans
 
 
 class Barrier:
-    """An operation that completes when all ranks have launched it; rank 0 may share memory with it. Final.
+    """An operation that completes when all ranks have launched it; rank 0 may share memory with it.
 
     Attributes:
         memory: the memory that rank 0 shared, once the barrier is done.

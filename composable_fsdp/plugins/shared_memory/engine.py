@@ -72,7 +72,7 @@ class ShmWork:
 
 
 class ShmEngine:
-    """This rank's end of the connection between the ranks of one axis. Final.
+    """This rank's end of the connection between the ranks of one axis.
 
     Every rank sends every other one message per round. The message for round r says that the sender has staged round r
     and has read round r - 1. The first message, sent at launch, covers the first two rounds.

@@ -42,7 +42,7 @@ def in_shared_memory(group: dist.ProcessGroup, device_type: str) -> GroupCommuni
 
 
 class SharedMemoryCommunicator:
-    """Collectives of CPU tensors between ranks on one host. Final.
+    """Collectives of CPU tensors between ranks on one host.
 
     Sums are accumulated in fp32 and in rank order and are bitwise identical to those over gloo. Waiting for an
     operation also completes those launched before it.
