@@ -280,7 +280,7 @@ class ReductionQueue:
             if not at_end and not self.waiting.issuperset(fusion):
                 return
             self.waiting.difference_update(fusion)
-            together = [each.group.gradients for each in fusion]
+            together = [member.group.gradients for member in fusion]
             for member in together:
                 if member.state not in LOCAL_GRADIENTS:
                     member.contribute()
@@ -289,7 +289,7 @@ class ReductionQueue:
 
     def send_held(self, states: Iterable[FSDPState]) -> None:
         """Launch the reductions of the gradients that ``states`` hold after backward, whatever their settings say."""
-        if any(each.launch.partial for each in (*self._unread, *self._in_flight)):
+        if any(reduction.launch.partial for reduction in (*self._unread, *self._in_flight)):
             self.drain()  # the sums are held only then
         for state in states:
             state.group.gradients.notice()
@@ -321,7 +321,9 @@ class ReductionQueue:
         """Return and note the states whose reductions are fused with those of ``state`` in this backward."""
         members = self._plans.fusion_of(state)
         fusion = [
-            each for each in members if each.group.plan.num_trainable and each.can_be_fused and each.is_synchronized
+            member
+            for member in members
+            if member.group.plan.num_trainable and member.can_be_fused and member.is_synchronized
         ]
         self._fusions.update(dict.fromkeys((state, *members), fusion))
         return fusion
@@ -346,9 +348,9 @@ class ReductionQueue:
         """
         if self._limit is not None:
             return len(self._in_flight) >= self._limit
-        together = [*(each.launch for each in self._in_flight), launch]
-        largest = max(_MIN_BYTES_IN_FLIGHT, *(each.round_bytes for each in together))
-        return sum(each.nbytes for each in together) > largest + largest // _SLACK_DIVISOR
+        together = [*(reduction.launch for reduction in self._in_flight), launch]
+        largest = max(_MIN_BYTES_IN_FLIGHT, *(launched.round_bytes for launched in together))
+        return sum(launched.nbytes for launched in together) > largest + largest // _SLACK_DIVISOR
 
     def _start(self) -> None:
         """Launch second stages whose first stage is done.
@@ -405,8 +407,8 @@ class PassesUnderway:
     def end(self, root: ObservedRoot, *, succeeded: bool = False) -> None:
         """End all passes. ``succeeded``: the forward has."""
         running, self._forward, self._backward = (self._forward, self._backward), None, None
-        for each in running:
-            _end(root, each, succeeded=succeeded and each is running[0])
+        for one in running:
+            _end(root, one, succeeded=succeeded and one is running[0])
 
     def note(
         self, root: ObservedRoot, error: BaseException, state: FSDPState, *, in_backward: bool, ends_forward: bool

@@ -326,7 +326,7 @@ def shard_parameters(sources: Sequence[ParameterSource]) -> list[ShardedParamete
         shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
         device = torch.device("meta") if full.is_meta else rest_device(source.offload, axes.device)
         cuts = (kind.cut(source.name, full, shards, axes.shard.rank, device) for kind in GATHER_KINDS)
-        cut = next((each for each in cuts if each is not None), None)
+        cut = next((found for found in cuts if found is not None), None)
         local = _plain_shard(source.name, full, shards, axes.shard.rank, device) if cut is None else cut
         parameters.append(ShardedParameter(source, local))
     return parameters

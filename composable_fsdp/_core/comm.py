@@ -501,7 +501,7 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
     if known is None:
         _creation_order.setdefault(group, next(_next_index))
         made = (transport(group, device_type) for transport in TRANSPORTS)
-        known = cast(GroupCommunicator, _decorated(next(each for each in made if each is not None)))
+        known = cast(GroupCommunicator, _decorated(next(found for found in made if found is not None)))
         _known[group][device_type] = known
     return known
 

@@ -90,8 +90,8 @@ def events_of(record: ForwardRecord, states: Mapping[str, FSDPState]) -> list[tu
         first, *others = states[name].module_ids
         comes_back = position < len(ended) and ended[position] == name
         events.append(("post_forward", number, first, True))
-        for each in others:  # modules of the same run
-            events += [("pre_forward", name, len(events), True), ("post_forward", len(events), each, True)]
+        for module_id in others:  # modules of the same run
+            events += [("pre_forward", name, len(events), True), ("post_forward", len(events), module_id, True)]
         order.append((False, name, number))
         if comes_back:
             positions[number] = position
@@ -235,7 +235,9 @@ class Replay:
     def _of_copies(self, options: Options) -> Options:
         """Return ``options`` with dry states in place of real ones."""
         forward, backward = (
-            None if states is None else tuple(ref(self._copies[each]) for each in alive(states) if each in self._copies)
+            None
+            if states is None
+            else tuple(ref(self._copies[state]) for state in alive(states) if state in self._copies)
             for states in (options.forward_prefetch, options.backward_prefetch)
         )
         return replace(options, forward_prefetch=forward, backward_prefetch=backward)

@@ -552,7 +552,7 @@ class PendingReduction:
                     bucket = bucket.select()
                 accept_gradients(bucket.parameters, bucket.gradients)
         except RuntimeError:
-            for parameter in (each for bucket in reduced for each in bucket.parameters):
+            for parameter in (parameter for bucket in reduced for parameter in bucket.parameters):
                 parameter.check_grad_dtype()  # the cause, if that of torch's error
             raise
         for member in launch.members:
@@ -582,7 +582,7 @@ class FusedBuckets:
         They cannot if their process groups differ, or if gradients have a reduce kind. The result is the same on
         every rank.
         """
-        made_of: list[object] = [each for t in members for each in (t, t.plan, t.process_groups[0].scatter)]
+        made_of: list[object] = [part for t in members for part in (t, t.plan, t.process_groups[0].scatter)]
         known = self._known.get(members[0])
         if known is None or known[0] != made_of:
             known = self._known[members[0]] = (made_of, _fuse(members))

@@ -73,7 +73,7 @@ class ParamGroup:
         if parameters is None:
             parameters = shard_parameters(sources)
         used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
-        self.process_groups = [ProcessGroups(each) for each in used or (axes,)]
+        self.process_groups = [ProcessGroups(mesh_axes) for mesh_axes in used or (axes,)]
         self.tensors = ParamGroupBuckets(
             parameters,
             self.process_groups,

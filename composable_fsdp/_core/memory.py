@@ -99,7 +99,7 @@ def backend_capabilities(group: dist.ProcessGroup, device_type: str) -> BackendC
         device = torch.device(device_type)
         backend = group._get_backend(device) if device in group._device_types else None
     wrapped = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL: has no coalesced calls
-    classes, wrapped_classes = (frozenset(each.__name__ for each in type(b).__mro__) for b in (backend, wrapped))
+    classes, wrapped_classes = (frozenset(base.__name__ for base in type(b).__mro__) for b in (backend, wrapped))
     return BackendCapabilities(
         name=name,
         averages=bool(_AVERAGING & wrapped_classes),

@@ -138,7 +138,7 @@ class BucketReduceScatter:
         """The same for the copy of an offloaded output, which has no flags."""
         if layout.flags_width:
             before = [layout.flags_width * (offset > layout.gradient_numel) for offset in layout.output.offsets]
-            begins, ends = (list(map(sub, each, before)) for each in (layout.output.offsets, ends))
+            begins, ends = (list(map(sub, bounds, before)) for bounds in (layout.output.offsets, ends))
             self._split_on_host = split_at(begins, ends, layout.sharded_numel)
 
     def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> ReduceScatterBuffers | None:
@@ -518,10 +518,10 @@ def stages_of(
     both = _HybridReduce(reductions, device, name)
     if partial:
         return [Stage(streams.reduce, both.scatter, both.keep_partial)]
-    if all(each.scatter.pgs.axes.replicate.size == 1 for each in reductions):
+    if all(bucket.scatter.pgs.axes.replicate.size == 1 for bucket in reductions):
         return [Stage(streams.reduce, both.scatter, both.finish_unreplicated)]
     scatter = Stage(streams.reduce, both.scatter, both.finish_scatter)
-    if not any(each.scatter.has_own_all_reduce for each in reductions):
+    if not any(bucket.scatter.has_own_all_reduce for bucket in reductions):
         return [scatter, Stage(streams.replicate, both.all_reduce, both.finish)]
     all_reduce = Stage(streams.replicate, both.all_reduce, both.finish_own_sums)
     return [scatter, all_reduce, Stage(streams.replicate, both.gather_own_sums, both.finish)]
@@ -546,9 +546,9 @@ class _HybridReduce:
     def scatter(self) -> Work:
         label = f"reduce-scatter of {self._name}"
         works: list[Work] = []
-        keys = [(each.scatter.pgs.scatter, each.reduction.op) for each in self._reductions]
+        keys = [(bucket.scatter.pgs.scatter, bucket.reduction.op) for bucket in self._reductions]
         for (communicator, op), reductions in group_by_key(keys, self._reductions):
-            transfers = [transfer for each in reductions for transfer in each.buffers.transfers]
+            transfers = [transfer for bucket in reductions for transfer in bucket.buffers.transfers]
             if transfers:
                 works.append(communicator.launch(Collective.REDUCE_SCATTER, transfers, label, op))
         works += [exchange.launch(label) for exchange in self._exchanges]
@@ -560,8 +560,8 @@ class _HybridReduce:
 
     def keep_partial(self) -> list[ReducedBucket]:
         self.finish_scatter()
-        for each in self._reductions:
-            each.scatter.keep_partial(each.buffers)
+        for bucket in self._reductions:
+            bucket.scatter.keep_partial(bucket.buffers)
         return []
 
     def all_reduce(self) -> Work:
@@ -585,13 +585,13 @@ class _HybridReduce:
     def gather_own_sums(self) -> Work:
         label = f"all-gather of sums of {self._name}"
         grouped = group_by_key(*zip(*self._own_all_reduces, strict=True))
-        transfers = [(c, [each.gather(c) for each in members]) for c, members in grouped]
+        transfers = [(c, [own.gather(c) for own in members]) for c, members in grouped]
         return WorkList(tuple(c.launch(Collective.ALL_GATHER, of_one, label) for c, of_one in transfers))
 
     def finish_unreplicated(self) -> list[ReducedBucket]:
         self.finish_scatter()
-        for each in self._reductions:
-            each.scatter.add_partial(each.buffers)
+        for bucket in self._reductions:
+            bucket.scatter.add_partial(bucket.buffers)
         return self.finish()
 
     def finish(self) -> list[ReducedBucket]:

@@ -211,9 +211,9 @@ class Root:
             observe(self, state)
         has_forwards, groups = self.progress.has_forwards, len(self.states)
         self.tape.begin_forward(leads_to_backward=self._grad_mode, follows_forwards=has_forwards, groups=groups)
-        for each in self.states.values():
-            if each.kept is not None:
-                self.plans.drop_stale(each)
+        for other in self.states.values():
+            if other.kept is not None:
+                self.plans.drop_stale(other)
         self.plans.begin_forward(leads_to_backward=self._grad_mode)
 
     def _end_forward(self, outermost: FSDPState) -> None:
@@ -327,9 +327,9 @@ class Root:
         if run.position in run.record.unseen:
             return  # the last gradient, or the end of backward, comes later
         if run.awaited <= 0:  # first, because the reduction allocates memory
-            for each in (state, *state.owner_states):
-                if each.options.reshard_after_backward and not each.user_states:
-                    self.launcher.free(each.group)
+            for owner in (state, *state.owner_states):
+                if owner.options.reshard_after_backward and not owner.user_states:
+                    self.launcher.free(owner.group)
         if state.open_calls > 0 or state in self.queue.waiting or state.options.reduced_by_observer:
             return
         self.reduce_gradients(state)
@@ -409,40 +409,40 @@ class Root:
         plans, launcher = self.plans, self.launcher
         needed = (state, *state.owner_states) if state.owner_states else (state,)
         is_late = planned.before_wait
-        for each in needed:
-            if each.group.parameter_state not in UNSHARD_STARTED:
+        for member in needed:
+            if member.group.parameter_state not in UNSHARD_STARTED:
                 is_late = True
-                if each is state:
+                if member is state:
                     launcher.gather(*plans.gather_of(planned.own, planned.fused, direction))
                 else:  # maybe of another root
-                    launcher.gather(*plans.gather_of((each.group.name,), planned.fused, direction, (each.group,)))
+                    launcher.gather(*plans.gather_of((member.group.name,), planned.fused, direction, (member.group,)))
         if not is_late:
-            for each in needed:
-                launcher.wait(each.group)
+            for member in needed:
+                launcher.wait(member.group)
         for names in planned.ahead:
             if self.states[names[0]].group.parameter_state not in UNSHARD_STARTED and plans.fits(names):
                 launcher.gather(*plans.gather_of(names, planned.fused, direction))
         if is_late:
-            for each in needed:
-                launcher.wait(each.group)
+            for member in needed:
+                launcher.wait(member.group)
 
     def free_after_forward(self, state: FSDPState, planned: PlannedRun | None, *, has_grad: bool) -> None:
         """Free, shrink or keep ``state`` and its owners after a forward, as their settings and ``planned`` say."""
         if state.stays:
             state.note_kept(self.plans.seen_steps)
             return
-        for each in (state, *state.owner_states) if state.owner_states else (state,):
-            if each.is_in_use:
+        for member in (state, *state.owner_states) if state.owner_states else (state,):
+            if member.is_in_use:
                 continue
-            kind = each.options.reshard.kind
-            stays = kind is _NEVER or (kind is _AUTO and each is self.root_state and has_grad)
-            if stays or (has_grad and self._grad_mode and planned is not None and self.plans.keeps(each, planned)):
-                each.note_kept(self.plans.seen_steps)
+            kind = member.options.reshard.kind
+            stays = kind is _NEVER or (kind is _AUTO and member is self.root_state and has_grad)
+            if stays or (has_grad and self._grad_mode and planned is not None and self.plans.keeps(member, planned)):
+                member.note_kept(self.plans.seen_steps)
             elif kind is _SMALLER and has_grad:
-                each.note_kept(self.plans.seen_steps)
-                self.launcher.shrink(each.group, each.options.reshard.mesh_size)
+                member.note_kept(self.plans.seen_steps)
+                self.launcher.shrink(member.group, member.options.reshard.mesh_size)
             else:
-                self.launcher.free(each.group)
+                self.launcher.free(member.group)
         if state.stays is False:
             self.launcher.free(state.group)
 
@@ -583,7 +583,7 @@ class Root:
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""
         self.progress.forget_before_step()
-        return any(each.runs for each in (state, *alive(state.user_states)))
+        return any(user.runs for user in (state, *alive(state.user_states)))
 
     def has_shards_in(self, storages: Container[int]) -> bool:
         """Return whether any shard is in one of ``storages``, the C addresses of ``torch.UntypedStorage``."""

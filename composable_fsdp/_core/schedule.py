@@ -464,12 +464,12 @@ class Planner:
         if self.is_current:
             return self.inputs
         states, settings = self._states, self.settings
-        sources = tuple((each, each.options, each.group.plan, each.is_shared) for each in states.values())
+        sources = tuple((state, state.options, state.group.plan, state.is_shared) for state in states.values())
         names = {state: name for name, state in states.items()}
         fused_bytes = settings.max_fused_bytes
         facts = {name: _facts_of(state, self._root, names, fused_bytes) for name, state in states.items()}
         known = (key[0] for key, _ in self._plans)  # so that equal facts are identical
-        same = next((each for each in known if each == facts), facts)
+        same = next((other for other in known if other == facts), facts)
         limits = Limits(settings.prefetch_limit, fused_bytes, self._launcher.has_streams)
         self.inputs = PlanInputs(same, limits, sources)
         self._eager.clear()
@@ -489,7 +489,7 @@ def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str],
     is_alone = state is root or state.reduces_grad_buckets or state.options.reduced_by_observer
 
     def chosen(states: Sequence[Any] | None) -> tuple[str, ...] | None:
-        return None if states is None else tuple(names[each] for each in alive(states) if each in names)
+        return None if states is None else tuple(names[state] for state in alive(states) if state in names)
 
     return GroupFacts(
         state.group.name,

@@ -240,8 +240,8 @@ class Observers:
     def __init__(self, root: ObservedRoot, observers: Sequence[Observer]) -> None:
         self.attached: list[Observer] = []
         self._bind()
-        for each in observers:
-            self.add(each.for_root(root))
+        for observer in observers:
+            self.add(observer.for_root(root))
 
     def add(self, observer: Observer | None) -> None:
         """Tell ``observer`` of the events from now on."""
@@ -264,7 +264,7 @@ class Observers:
 
 def _overriding(observers: list[Observer], event: str) -> Bound:
     default = getattr(Observer, event)
-    return tuple(getattr(each, event) for each in observers if getattr(type(each), event) is not default)
+    return tuple(getattr(observer, event) for observer in observers if getattr(type(observer), event) is not default)
 
 
 HOOK_WRAPPERS: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
@@ -283,7 +283,9 @@ OBSERVERS: list[Observer] = []
 def check_observers() -> None:
     """Raise a ``TypeError`` if :data:`OBSERVERS` has something that is not an observer, for example a class."""
     attached: list[Any] = [*OBSERVERS]
-    for each in attached:
-        if not isinstance(each, Observer):
-            remedy = f"Append an instance: OBSERVERS.append({each.__name__}())." if isinstance(each, type) else ""
-            raise TypeError(f"OBSERVERS has {each!r}, which is not an instance of Observer. {remedy}".rstrip())
+    for observer in attached:
+        if not isinstance(observer, Observer):
+            remedy = (
+                f"Append an instance: OBSERVERS.append({observer.__name__}())." if isinstance(observer, type) else ""
+            )
+            raise TypeError(f"OBSERVERS has {observer!r}, which is not an instance of Observer. {remedy}".rstrip())
