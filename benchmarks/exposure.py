@@ -51,7 +51,7 @@ class Variant:
     Attributes:
         separate_reductions: if true, gradients have their own process group.
         ahead: the number of blocks to prefetch in both passes, if it is not the library's default. It is set by lists
-            in FSDP2, and by ``set_prefetch_limit`` in ours, which keeps one more block from forward to backward.
+            in FSDP2, and by ``prefetch_limit`` in ours, which keeps one more block from forward to backward.
         calibrates: if true, ours measures costs over each wire and chooses by them. FSDP2 cannot.
         narrow: if true, gradients are sent in 16 bits and summed in fp32 by the receiver. Only for ours.
     """
@@ -67,7 +67,7 @@ class Variant:
         options = {"comm_policy": CommunicationPolicy(reduce_scatter=Cast(torch.bfloat16))} if self.narrow else {}
         shard(LIBRARIES[self.library], model, list(model), mesh, bf16=True, **options)
         if self.ahead is not None and self.library == "ours":
-            cast(Any, model).set_prefetch_limit(self.ahead)
+            cast(Any, model).set_schedule(prefetch_limit=self.ahead)
         elif self.ahead is not None:
             prefetch_explicitly(list(model), self.ahead)
         if self.separate_reductions:

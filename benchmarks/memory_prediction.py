@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/memory_prediction.py
 
-The prediction is that of ``schedule_choice()``, with given costs of several networks and with settings of the user.
+The prediction is that of ``schedule().choice``, with given costs of several networks and with settings of the user.
 Tensors are fake and counted after every operation (``sim/ledger.py``). Both figures leave out what is held between
 steps, the shards, and activations: batches are so small that their activations are negligible.
 """
@@ -27,7 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp import AxisCosts, CollectiveCost, Costs
+from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs
 
 MB = 1e6
 WARM_UP = 3
@@ -123,9 +123,8 @@ def rows_of(name: str, waits: str, dtype: str) -> Iterator[dict[str, Any]]:
                 batch = batch.bfloat16()
             model: Any = subject.build(meshes, dtype == "bf16")
             for settings, (latency, values) in SETTINGS.items():
-                model.set_prefetch_limit(values.get("prefetch_limit"))
-                model.set_max_fused_bytes(values.get("max_fused_bytes"))
-                model.set_costs(costs_of(latency))
+                given = {"prefetch_limit": None, "max_fused_bytes": None, **values}
+                model.set_schedule(**given, costs=costs_of(latency))
                 row = {"model": name, "ranks": subject.ranks, "waits": waits, "dtype": dtype, "settings": settings}
                 yield row | peaks(model, batch, ledger)
 
@@ -144,7 +143,7 @@ def peaks(model: Any, batch: torch.Tensor, ledger: Ledger) -> dict[str, Any]:
         ledger.forget_peak()
         before = ledger.held
         model(batch).sum().backward()
-    choice = model.schedule_choice()
+    choice = model.schedule().choice
     peak, predicted = (ledger.peak - before) / MB, choice.peak_bytes / MB
     chosen = f"zero_copy={choice.settings.zero_copy}, grad_buckets={choice.settings.grad_buckets}, "
     chosen += f"prefetch={choice.settings.prefetch_limit}, fused={choice.settings.max_fused_bytes >> 10} KiB"

@@ -104,18 +104,16 @@ def rounds_of(case: Case, rounds: int, steps: int) -> Iterator[dict[str, tuple[f
         model.calibrate(LEARNING_STEPS)
         for settings in SETTINGS:
             if settings != CHOSEN:
-                model.set_prefetch_limit(0)
-                model.set_max_fused_bytes(0)
+                model.set_schedule(prefetch_limit=0, max_fused_bytes=0)
             else:
                 for _ in range(LEARNING_STEPS):
                     step()
             for _ in range(WARM_UP):
                 step()
             taken = measured(step, steps)
-            found[settings] = 1e3 * model.schedule_choice().seconds, taken
+            found[settings] = 1e3 * model.schedule().choice.seconds, taken
         yield found
-        model.set_prefetch_limit(None)
-        model.set_max_fused_bytes(None)
+        model.set_schedule(prefetch_limit=None, max_fused_bytes=None)
         for _ in range(2 * WARM_UP):  # until a choice is made and its groups are fused
             step()
 

@@ -212,10 +212,10 @@ def cells_of(library: str, of: Model, ranks: int, cells: Sequence[Cell]) -> Iter
 def _chosen_step(steps: Steps, default: Recorded, known: dict[object, Recorded]) -> dict[str, Any]:
     """Return the milliseconds of a step with default settings, of the slower one that learns, and after that."""
     model = cast(Any, steps.model)
-    model.set_costs(None)  # the next step has default settings again, so the choice does not depend on cells before
+    model.set_schedule(costs=None)  # the next step has default settings, so no choice depends on cells before
     model.calibrate(1)
     learning = [steps.run(), steps.run()]
-    choice = model.schedule_choice()
+    choice = model.schedule().choice
     if choice.settings not in known:
         known[choice.settings] = steps.record()
     chosen = known[choice.settings]

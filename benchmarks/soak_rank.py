@@ -83,7 +83,7 @@ def build(mesh: DeviceMesh) -> Any:
         encoded = CommunicationPolicy(all_gather=codec, reduce_scatter=codec, min_numel=1) if index == 1 else None
         fully_shard(layer, mesh=mesh, comm_policy=encoded)
     fully_shard(model, mesh=mesh)
-    model.set_max_fused_bytes(0)
+    model.set_schedule(max_fused_bytes=0)
     return model
 
 

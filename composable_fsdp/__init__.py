@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._api.fsdp_module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
 from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
-from composable_fsdp._api.meshes import OffloadBackendWarning, ShardPlacementResult
+from composable_fsdp._api.meshes import ShardPlacementResult
 from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._consistency.shutdown import shutdown
 from composable_fsdp._consistency.wait_warning import set_wait_warning
@@ -26,39 +26,19 @@ from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.codecs.error_feedback import ErrorFeedback
 from composable_fsdp.codecs.float8 import Float8
-from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow, communication_report
-from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription, describe
+from composable_fsdp.diagnostics.communication_report import communication_report
+from composable_fsdp.diagnostics.describe import describe
 from composable_fsdp.diagnostics.fault_file import Recorder
 from composable_fsdp.diagnostics.nonfinite import find_nonfinite
-from composable_fsdp.errors import (
-    ArgumentTypeError,
-    CheckpointError,
-    ConfigurationError,
-    ConflictError,
-    DeviceError,
-    DivergenceError,
-    ExtensionError,
-    FSDPError,
-    GradientError,
-    LifecycleError,
-    MeshError,
-    ParameterError,
-    PeerError,
-    ShardDimError,
-    UnsupportedError,
-)
+from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 from composable_fsdp.init.materialize import initialize, to_empty
 from composable_fsdp.init.random_shards import sharded_rng
 from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
 from composable_fsdp.optim.local_optimizer import local_optimizer
 from composable_fsdp.optim.muon import Muon
 from composable_fsdp.optim.owner_step import owner_step
-from composable_fsdp.plugins.checks.optimizer_checks import LowPrecisionWarning
-from composable_fsdp.plugins.checks.plain_parameters import PlainParameterWarning
-from composable_fsdp.plugins.extensions.tensor_classes import LostExtensionWarning
 from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
 from composable_fsdp.plugins.torch_views import client_state
-from composable_fsdp.plugins.tuning.costs import AxisCosts, CollectiveCost, Costs
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -72,59 +52,29 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA, sharded_ema
     from composable_fsdp.checkpoint._state_dict.optimizer import rekey_optimizer
     from composable_fsdp.init.shard_from_rank0 import shard_from_rank0
-    from composable_fsdp.plugins.weight_stream.packed_layout import PackedLayout
-    from composable_fsdp.plugins.weight_stream.stream import WeightBucket, WeightStream, copy_params, stream_full_params
-    from composable_fsdp.plugins.weight_stream.weight_names import JoinPart, PackedTensor
+    from composable_fsdp.plugins.weight_stream.stream import copy_params, stream_full_params
 
 __all__ = [
-    "ArgumentTypeError",
-    "AxisCosts",
     "CPUOffloadPolicy",
     "Cast",
-    "CheckpointError",
-    "CollectiveCost",
     "CommunicationPolicy",
-    "CommunicationReport",
-    "CommunicationRow",
     "CommunicationState",
-    "ConfigurationError",
-    "ConflictError",
-    "Costs",
     "DataParallelMeshDims",
-    "DeviceError",
     "DivergenceError",
     "ErrorFeedback",
-    "ExtensionError",
     "FSDPError",
     "FSDPModule",
     "Float8",
-    "GradientError",
-    "GroupDescription",
     "Int4",
     "Int8",
-    "JoinPart",
-    "LifecycleError",
-    "LostExtensionWarning",
-    "LowPrecisionWarning",
-    "MeshError",
     "MixedPrecisionPolicy",
-    "ModelDescription",
     "Muon",
-    "OffloadBackendWarning",
     "OffloadPolicy",
-    "PackedLayout",
-    "PackedTensor",
-    "ParameterError",
     "PeerError",
-    "PlainParameterWarning",
-    "ShardDimError",
     "ShardPlacementResult",
     "ShardedEMA",
     "ShardingStrategy",
     "UnshardHandle",
-    "UnsupportedError",
-    "WeightBucket",
-    "WeightStream",
     "apply_to_full_params",
     "clip_grad_norm_",
     "communication_report",
@@ -162,21 +112,22 @@ _attributes.groups = lambda model: list(describe(model).groups)
 
 # Imported on first use: those of checkpoints because they import torch.distributed.checkpoint, which is slow.
 _ON_FIRST_USE = {
-    "JoinPart": "plugins.weight_stream.weight_names",
-    "PackedLayout": "plugins.weight_stream.packed_layout",
-    "PackedTensor": "plugins.weight_stream.weight_names",
     "ShardedEMA": "checkpoint._state_dict.ema",
-    "WeightBucket": "plugins.weight_stream.stream",
-    "WeightStream": "plugins.weight_stream.stream",
     "copy_params": "plugins.weight_stream.stream",
     "rekey_optimizer": "checkpoint._state_dict.optimizer",
     "shard_from_rank0": "init.shard_from_rank0",
     "sharded_ema": "checkpoint._state_dict.ema",
     "stream_full_params": "plugins.weight_stream.stream",
 }
+_HOMES = ("errors", "diagnostics", "plugins.tuning", "plugins.weight_stream")
+"""The modules of classes that few programs name."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
+        if name[0].isupper():
+            for home in (import_module(f"{__name__}.{home}") for home in _HOMES):
+                if name in home.__all__:  # an AttributeError would lose its text in ``from composable_fsdp import``
+                    raise ImportError(f"{name} is in {home.__name__}: from {home.__name__} import {name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

@@ -1,4 +1,4 @@
-"""The exceptions of this library. The type says whose fault it is; the text says where, what, and what to do.
+"""The errors and warnings of this library. The type says whose fault it is; the text says where, what, and what to do.
 
 Each also derives from the builtin that fits, so ``except ValueError`` written for torch's own API catches it.
 """
@@ -14,13 +14,19 @@ __all__ = [
     "ConflictError",
     "DeviceError",
     "DivergenceError",
+    "ExecutionOrderWarning",
     "ExtensionError",
     "FSDPError",
     "GradientError",
     "LifecycleError",
+    "LostExtensionWarning",
+    "LowPrecisionWarning",
     "MeshError",
+    "MissingNameError",
+    "OffloadBackendWarning",
     "ParameterError",
     "PeerError",
+    "PlainParameterWarning",
     "ShardDimError",
     "UnsupportedError",
 ]
@@ -89,3 +95,27 @@ class CheckpointError(FSDPError, RuntimeError):
 
 class UnsupportedError(FSDPError, NotImplementedError):
     """A part of the FSDP2 interface that this version does not support. The text says what to do instead."""
+
+
+class MissingNameError(UnsupportedError, AttributeError):
+    """A name of torch's FSDP2, or of an earlier version, that does not exist here. The text says what to use."""
+
+
+class ExecutionOrderWarning(UserWarning):
+    """This rank's forward ran its modules in another order than in the first iteration."""
+
+
+class LostExtensionWarning(UserWarning):
+    """A tensor's all-gather or reduce-scatter hooks were lost, so its parameter is communicated like a plain one."""
+
+
+class LowPrecisionWarning(UserWarning):
+    """An optimizer updates sharded parameters in bf16 or fp16 and keeps no fp32 copy of them."""
+
+
+class OffloadBackendWarning(UserWarning):
+    """Shards are on CPU, and a process group of their mesh has no backend for CPU tensors."""
+
+
+class PlainParameterWarning(UserWarning):
+    """Trainable parameters were added to a sharded model."""

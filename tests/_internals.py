@@ -221,7 +221,6 @@ if TYPE_CHECKING:
     from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
-    from composable_fsdp.plugins.checks.forward_order import ExecutionOrderWarning
     from composable_fsdp.plugins.checks.version_check import reads_shards
     from composable_fsdp.plugins.codecs.encoded_reduce import EncodedReduce
     from composable_fsdp.plugins.custom_comm import Pooled

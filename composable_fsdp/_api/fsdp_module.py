@@ -7,7 +7,9 @@ import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from os import PathLike
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from weakref import ref
 
@@ -22,7 +24,7 @@ from composable_fsdp._api.group_setters import (
     check_count,
     check_factor,
     on_stream,
-    set_root_option,
+    set_root_options,
 )
 from composable_fsdp._api.torch_types import TorchFSDPModule, TorchUnshardHandle, find_state
 from composable_fsdp._core.context import runs_outside
@@ -39,12 +41,12 @@ from composable_fsdp.errors import (
     ConfigurationError,
     ConflictError,
     LifecycleError,
+    MissingNameError,
     UnsupportedError,
 )
 from composable_fsdp.policies import Reshard
 
 if TYPE_CHECKING:
-    from composable_fsdp.plugins.tuning.choose import Choice
     from composable_fsdp.plugins.tuning.costs import Costs
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
@@ -301,7 +303,7 @@ class FSDPModule(TorchFSDPModule):
         once per forward, in that order, and the loss of every rank must depend on at least one of these modules. Every
         trainable parameter of these modules gets a gradient in each backward that synchronizes, zeros if no rank used
         it; an optimizer then applies weight decay and momentum to it. Nothing is prefetched if
-        ``set_max_unsharded_bytes`` sets a bound.
+        ``set_schedule(max_unsharded_bytes=...)`` sets a bound.
 
         Without this setting, ranks may use different parameters of one group, as long as their backwards complete the
         groups in the same order. The ``grad`` of a parameter that no rank used then stays ``None``.
@@ -330,88 +332,96 @@ class FSDPModule(TorchFSDPModule):
         check_count("max_input_buffers", max_input_buffers, least=1)
         _change(self, recurse, reductions_in_flight=max_input_buffers)
 
-    def set_prefetch_limit(self, limit: int | None) -> None:
-        """Set how many groups are prefetched ahead of the running one, in forward and backward. Call it on the root.
+    @runs_outside
+    def set_schedule(
+        self,
+        *,
+        prefetch_limit: int | EllipsisType | None = ...,
+        max_unsharded_bytes: int | EllipsisType | None = ...,
+        max_fused_bytes: int | EllipsisType | None = ...,
+        costs: Costs | str | PathLike[str] | EllipsisType | None = ...,
+    ) -> None:
+        """Set how far parameters are prefetched, and which messages groups share. Call it on the root.
 
-        The default is 1, which hides communication as long as an all-gather takes less time than the module before it
-        computes. If it takes longer, higher limits help, at the cost of the memory of each prefetched group. On
-        accelerators, the last groups of forward, one more than that, stay unsharded for backward. 0 prefetches nothing.
-        ``set_max_unsharded_bytes`` and explicit prefetch lists still apply. Small groups that share one all-gather
-        (``set_max_fused_bytes``) count as one. The limit must be the same on every rank. ``None`` goes back to the
-        default, or to a choice by costs (:meth:`calibrate`).
+        What is not given stays as it is; ``None`` goes back to the default, or to a choice by costs. All ranks must
+        give the same values.
+
+        Args:
+            prefetch_limit: how many groups are prefetched ahead of the running one, in forward and backward. The
+                default is 1, which hides communication as long as an all-gather takes less time than the module before
+                it computes. If it takes longer, higher limits help, at the cost of the memory of each prefetched group.
+                On accelerators, the last groups of forward, one more than that, stay unsharded for backward. 0
+                prefetches nothing. Explicit prefetch lists still apply. Groups that share one all-gather count as one.
+            max_unsharded_bytes: groups are prefetched, or kept for backward, only while all unsharded parameters
+                together take at most that many bytes on this rank. The parameters of a module that runs are always
+                gathered. ``None``, the default, sets no bound; 0 prefetches nothing.
+            max_fused_bytes: how many bytes of full parameters of small, adjacent groups share one all-gather and one
+                reduction. The default is 1 MiB; 0 fuses nothing. Groups of up to 512 KiB, or half of the limit if that
+                is more, count as small. Groups are adjacent in the recorded order of the last forward, so fusion begins
+                with the second forward. The unsharded parameters of a module are still registered only while it runs,
+                but the memory of all fused groups is allocated when the first of them is gathered.
+            costs: a table of the costs of collectives, or a file that ``Costs.save`` wrote, by which the settings that
+                are not given are chosen: the maximum number of gradient buckets of a group, whether large parameters
+                have messages of their own, ``prefetch_limit`` and ``max_fused_bytes``. They are chosen by simulation
+                when a forward begins that may be followed by a backward: the next one after the first, without held
+                gradients; and again when the order of the modules or an option has changed for two such forwards in a
+                row. A choice takes about as long as planning twenty schedules. The predicted memory is at most that of
+                the default settings, or of one message per group and direction if that is more. ``None``, the default,
+                chooses nothing. All ranks must give it together: they compare the tables.
 
         Raises:
-            ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of modules that
-                have already run.
+            ArgumentTypeError: a value has another type.
+            ConfigurationError: a number is less than 0; the file has no table of costs; a mesh axis of the model has
+                none; the table names an axis or a group that the model does not have; or this module is not the root of
+                modules that have already run.
+            DivergenceError: the costs differ between ranks of the data-parallel mesh, or some ranks have none. All
+                ranks raise it with the same text.
+            OSError: the file cannot be read.
         """
-        check_count("limit", limit, or_none=True)
-        set_root_option(_state(self), "prefetch_limit", limit)
+        numbers = {
+            "prefetch_limit": prefetch_limit,
+            "max_unsharded_bytes": max_unsharded_bytes,
+            "max_fused_bytes": max_fused_bytes,
+        }
+        given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not ...}
+        for name, value in given.items():
+            check_count(name, value, or_none=True)
+        state = _state(self)
+        if costs is not ...:
+            from composable_fsdp.plugins.tuning.costs_check import check_costs, read_costs
 
-    def set_max_unsharded_bytes(self, max_unsharded_bytes: int | None) -> None:
-        """Bound the memory of prefetched parameters. Call it on the root.
+            table = read_costs(costs)
+            check_costs(states_by_name(state), table)
+            given["of_plugins"] = {**state.options.of_plugins, "costs": table}
+        set_root_options(state, given)
+        if costs is not ... and state.root is not None:
+            from composable_fsdp.plugins.tuning.tuning import tuning_of
 
-        The parameters of a module that runs are always gathered. Others are prefetched, or kept for backward, only
-        while all unsharded parameters together take at most ``max_unsharded_bytes`` bytes on this rank. ``None``, the
-        default, sets no bound; 0 prefetches nothing. The bound must be the same on every rank.
-
-        Raises:
-            ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of modules that
-                have already run.
-        """
-        check_count("max_unsharded_bytes", max_unsharded_bytes, or_none=True)
-        set_root_option(_state(self), "max_unsharded_bytes", max_unsharded_bytes)
+            tuning_of(state.root)
 
     def schedule(self) -> Schedule:
         """Return the schedule of the next training iteration: what happens at each event of forward and backward.
 
         ``print(model.schedule())`` shows it as a table. It is a dry run of the events of the last iteration, so it is
-        empty before the first one. Call it on the root.
+        empty before the first one. Its ``options`` are the :class:`~composable_fsdp.plugins.tuning.ScheduleOptions`
+        that were set, with the costs that were measured; its ``choice`` is what was chosen by costs. Call it on the
+        root.
         """
-        return schedule_of(root_of(_state(self)))
+        from composable_fsdp.plugins.tuning.tuning import choice_of, options_of
 
-    @runs_outside
-    def set_costs(self, costs: Costs | str | PathLike[str] | None) -> None:
-        """Choose how collectives are divided, fused and prefetched by a table of their costs. Call it on the root.
-
-        The settings are chosen by simulation when a forward begins that may be followed by a backward: the next one
-        after the first, without held gradients. They are chosen again when the order of the modules or an option has
-        changed for two such forwards in a row. A choice takes about as long as planning twenty schedules. The settings
-        are the maximum number of gradient buckets of a group, whether large parameters have messages of their own,
-        ``set_prefetch_limit`` and ``set_max_fused_bytes``. What the user has set is kept. The predicted memory is at
-        most that of the default settings, or of one message per group and direction if that is more. All ranks must
-        call this together, with the same costs.
-
-        Args:
-            costs: the table, a file that ``Costs.save`` wrote, or ``None`` for the default settings.
-
-        Raises:
-            ArgumentTypeError: ``costs`` has another type.
-            ConfigurationError: the file has no table of costs; a mesh axis of the model has none; the table names an
-                axis or a group that the model does not have; or this module is not the root of modules that have
-                already run.
-            DivergenceError: the costs differ between ranks of the data-parallel mesh, or some ranks have none. All
-                ranks raise it with the same text.
-            OSError: the file cannot be read.
-        """
-        from composable_fsdp.plugins.tuning.costs_check import check_costs, read_costs
-        from composable_fsdp.plugins.tuning.tuning import tuning_of
-
-        found = read_costs(costs)
-        check_costs(states_by_name(_state(self)), found)
-        set_root_option(_state(self), "of_plugins", {**_state(self).options.of_plugins, "costs": found})
-        if (root := _state(self).root) is not None:
-            tuning_of(root)
+        root = root_of(_state(self))
+        return replace(schedule_of(root), options=options_of(root), choice=choice_of(root))
 
     def calibrate(self, steps: int = 2) -> None:
         """Measure the costs of collectives, and of computation in the next training steps, and choose by them.
 
-        Without this call, or :meth:`set_costs`, nothing is measured and nothing that is measured decides. The call
+        Without this call, or ``set_schedule(costs=...)``, nothing is measured and nothing measured decides. The call
         measures the collectives of each mesh axis, with messages of 4 KiB up to its largest ones, at most 16 MiB, and
         the host waits for them. The next ``steps`` forwards and backwards record the computation of each group without
         a wait: with events on the device, or on the host's clock where waits block the host. There the host's work in
         hooks counts as computation, and so do waits that collectives do not explain. The forward after them waits once,
         for all ranks: they agree on medians of collectives and the computation of the slowest rank. The table takes
-        effect as if given to ``set_costs``, and :meth:`costs` returns it. Another call measures again.
+        effect as if given to :meth:`set_schedule`, and ``schedule().options.costs`` is it. Another call measures again.
         ``reset_iter_state`` ends the measurement. All ranks must call this together, on the root.
 
         Raises:
@@ -422,43 +432,6 @@ class FSDPModule(TorchFSDPModule):
         from composable_fsdp.plugins.tuning.tuning import tuning_of
 
         tuning_of(root).calibrate(root, steps)
-
-    def costs(self) -> Costs | None:
-        """Return the table by which settings are chosen: that of ``set_costs``, or the one that was measured last."""
-        return cast("Costs | None", _state(self).options.of_plugins.get("costs"))
-
-    def schedule_choice(self) -> Choice | None:
-        """Return the settings that were chosen by costs, with the predicted time and memory of a step.
-
-        ``print(model.schedule_choice())`` shows them. It is ``None`` until a choice has been made. Call it on the root.
-        """
-        from composable_fsdp.plugins.tuning.tuning import choice_of
-
-        return choice_of(root_of(_state(self)))
-
-    def set_max_fused_bytes(self, max_fused_bytes: int | None) -> None:
-        """Set how many bytes of full parameters of small, adjacent groups share one all-gather and one reduction.
-
-        The default is 1 MiB; 0 fuses nothing. Groups of up to 512 KiB, or half of the limit if that is more, count as
-        small. Groups are adjacent in the recorded order of the last forward, so fusion begins with the second forward.
-        The unsharded parameters of a module are still registered only while it runs, but the memory of all fused groups
-        is allocated when the first of them is gathered. Call it on the root, with the same number on every rank.
-        ``None`` goes back to the default, or to a choice by costs (:meth:`calibrate`).
-
-        Raises:
-            ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of modules that
-                have already run.
-        """
-        check_count("max_fused_bytes", max_fused_bytes, or_none=True)
-        set_root_option(_state(self), "max_fused_bytes", max_fused_bytes)
-
-    def set_max_extra_bytes(self, max_extra_bytes: int | None) -> NoReturn:
-        """Raise ``UnsupportedError``: a schedule chosen by costs takes at most 8 MiB more than FSDP2's."""
-        _unsupported(
-            "set_max_extra_bytes",
-            "leave it out: a schedule chosen by costs takes at most 8 MiB more than FSDP2's. set_prefetch_limit(n) "
-            "spends memory on a shorter step, within set_max_unsharded_bytes(n)",
-        )
 
     def set_order_check(self, level: Literal["off", "first", "always"]) -> None:
         """Set how often ranks compare, before a collective, that all of them are about to launch the same one.
@@ -598,39 +571,9 @@ class FSDPModule(TorchFSDPModule):
             _note_separate_pool()
         _custom_comm().choose([state], pooled=enable)
 
-    def set_stable_storage(self, enable: bool = True, *, recurse: bool = True) -> NoReturn:
-        """Raise ``UnsupportedError``: parameters and messages are allocated for each use, at changing addresses."""
-        _unsupported(
-            "set_stable_storage",
-            "leave it out, and compile blocks with block.compile(): their graphs hold no collectives",
-        )
-
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Do nothing, and log that once: messages are in ordinary memory. Results are the same."""
         _note_symmetric_memory()
-
-    def set_all_gather_layout(self, layout: object) -> NoReturn:
-        """Raise ``UnsupportedError``: all-gathers have the layouts of this library, which copy no large parameter."""
-        _unsupported(
-            "set_all_gather_layout",
-            "leave it out, since large parameters are gathered into their place without copies. Tensor subclasses and "
-            "comm_policy decide what is sent",
-        )
-
-    def set_all_gather_output_fn(self, fn: object) -> NoReturn:
-        """Raise ``UnsupportedError``: gathered parameters are copied to their places by this library."""
-        _unsupported(
-            "set_all_gather_output_fn",
-            "leave it out: shards of dim 0 need no copy if they are large, and those of other dims are copied to their "
-            "places once. fsdp_post_all_gather of a tensor subclass computes a parameter from what was gathered",
-        )
-
-    def set_reduce_scatter_input_fn(self, fn: object) -> NoReturn:
-        """Raise ``UnsupportedError``: gradients are copied into messages of this library's layouts."""
-        _unsupported(
-            "set_reduce_scatter_input_fn",
-            "leave it out, or change what is sent by comm_policy or by fsdp_pre_reduce_scatter of a tensor subclass",
-        )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Set the ``async_op`` argument of custom all-gathers. Built-in all-gathers are always asynchronous."""
@@ -689,9 +632,9 @@ class FSDPModule(TorchFSDPModule):
         return copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _unsupported(
-            "pickling a sharded module",
-            "save its state_dict(), or model and optimizer with composable_fsdp.checkpoint.save",
+        raise UnsupportedError(
+            "pickling a sharded module is not supported in this version; save its state_dict(), or model and optimizer "
+            "with composable_fsdp.checkpoint.save."
         )
 
 
@@ -737,6 +680,41 @@ def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
         root_of(state).streams = root_of(states[0]).streams
 
 
+_SCHEDULE_OPTIONS = ("prefetch_limit", "max_unsharded_bytes", "max_fused_bytes", "costs")
+_RENAMED = {f"set_{option}": f"set_schedule({option}=...)" for option in _SCHEDULE_OPTIONS}
+_RENAMED |= {"costs": "schedule().options.costs", "schedule_choice": "schedule().choice"}
+_UNSUPPORTED = {
+    "set_max_extra_bytes": "leave it out: a schedule chosen by costs takes at most 8 MiB more than FSDP2's. "
+    "set_schedule(prefetch_limit=n) spends memory on a shorter step, within max_unsharded_bytes=n",
+    "set_stable_storage": "leave it out, and compile blocks with block.compile(): their graphs hold no collectives",
+    "set_all_gather_layout": "leave it out, since large parameters are gathered into their place without copies. "
+    "Tensor subclasses and comm_policy decide what is sent",
+    "set_all_gather_output_fn": "leave it out: shards of dim 0 need no copy if they are large, and those of other dims "
+    "are copied to their places once. fsdp_post_all_gather of a tensor subclass computes a parameter from what was "
+    "gathered",
+    "set_reduce_scatter_input_fn": "leave it out, or change what is sent by comm_policy or by fsdp_pre_reduce_scatter "
+    "of a tensor subclass",
+}
+"""Methods of earlier versions and of torch's main branch that sharded modules lack, and what to do instead."""
+
+
+def _getattr(module: nn.Module, name: str) -> Any:
+    """Look up ``name`` as ``nn.Module.__getattr__`` does, as fast, and say what replaces a method that is gone."""
+    namespace = module.__dict__
+    if "_modules" in namespace:  # else nn.Module.__init__ has not run
+        if name in (parameters := namespace["_parameters"]):
+            return parameters[name]
+        if name in (modules := namespace["_modules"]):
+            return modules[name]
+        if name in (buffers := namespace["_buffers"]):
+            return buffers[name]
+    if name in _RENAMED:
+        raise MissingNameError(f"{name} is now model.{_RENAMED[name]}.")
+    if name in _UNSUPPORTED:
+        raise MissingNameError(f"{name} is not supported in this version; {_UNSUPPORTED[name]}.")
+    return nn.Module.__getattr__(module, name)
+
+
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -753,6 +731,10 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
             body.update(members_of(original))
         if original.forward is not nn.Module.forward:
             body["forward"] = hooked_forward(original.forward)
+        if original.__getattr__ is nn.Module.__getattr__:
+            body["__getattr__"] = _getattr
+        gone = [name for name in (*_RENAMED, *_UNSUPPORTED) if hasattr(TorchFSDPModule, name)]
+        body |= {name: property() for name in gone}  # has no getter, so that __getattr__ is called
         made = types.new_class(
             f"FSDP{original.__name__}", (FSDPModule, original), exec_body=lambda namespace: namespace.update(body)
         )
@@ -838,10 +820,6 @@ def _custom_comm() -> Any:
     from composable_fsdp.plugins import custom_comm
 
     return custom_comm
-
-
-def _unsupported(what: str, instead: str) -> NoReturn:
-    raise UnsupportedError(f"{what} is not supported in this version; {instead}.")
 
 
 def _takes_conversion(group: ParamGroup, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:

@@ -95,7 +95,7 @@ def fully_shard(
             keeps them until the end of backward. An int that divides the number of shard ranks keeps a slice, which
             backward gathers over that many neighbouring ranks. ``None`` is ``True`` except for the outermost module
             and, on accelerators, for the last groups of forward, with which backward begins: one group, or as many as
-            ``set_prefetch_limit`` says.
+            ``set_schedule(prefetch_limit=...)`` says.
         shard_placement_fn: called with each parameter. Returns ``Shard(d)``, where ``d`` may be negative; ``None`` for
             ``Shard(0)``; or a ``ShardPlacementResult`` with another mesh, such as that of experts.
         mp_policy: dtypes of computation, reduction and output. Our class or torch's. A mapping has the policies of
@@ -232,13 +232,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 _FSDP1_ARGUMENTS = {
     "auto_wrap_policy": "Pass policy=, which takes the same policies",
-    "backward_prefetch": "Leave it out: backward prefetches, and set_prefetch_limit(n) says how far",
+    "backward_prefetch": "Leave it out: backward prefetches, and set_schedule(prefetch_limit=n) says how far",
     "cpu_offload": "Pass offload_policy=CPUOffloadPolicy()",
     "device_id": "Pass device=",
     "device_mesh": "Pass mesh=",
-    "forward_prefetch": "Leave it out: forward prefetches, and set_prefetch_limit(n) says how far",
+    "forward_prefetch": "Leave it out: forward prefetches, and set_schedule(prefetch_limit=n) says how far",
     "ignored_states": "Pass ignored_params= or ignored_modules=",
-    "limit_all_gathers": "Leave it out: set_prefetch_limit(n) limits them",
+    "limit_all_gathers": "Leave it out: set_schedule(prefetch_limit=n) limits them",
     "mixed_precision": "Pass mp_policy=MixedPrecisionPolicy(...)",
     "process_group": "Pass mesh=DeviceMesh.from_group(process_group, device_type)",
     "sharding_strategy": "Pass strategy=, which takes the same names",

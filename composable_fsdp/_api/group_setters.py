@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat, cast
 
 import torch
@@ -12,7 +12,7 @@ from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.state import FSDPState
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
 
-__all__ = ["check_between_steps", "check_count", "check_factor", "on_stream", "set_root_option"]
+__all__ = ["check_between_steps", "check_count", "check_factor", "on_stream", "set_root_options"]
 
 
 def check_count(name: str, value: object, *, least: int = 0, or_none: bool = False) -> None:
@@ -58,14 +58,14 @@ def check_between_steps(setter: str, states: Sequence[FSDPState]) -> None:
         )
 
 
-def set_root_option(state: FSDPState, choice: str, value: Any) -> None:
-    """Set an option that applies to all FSDP states of a root.
+def set_root_options(state: FSDPState, options: Mapping[str, Any]) -> None:
+    """Set options that apply to all FSDP states of a root.
 
     Raises:
-        ConfigurationError: the root has run, and it is another module, whose option has another value.
+        ConfigurationError: the root has run, and it is another module, whose options have other values.
     """
     before = state.options
-    state.change(**{choice: value})
+    state.change(**options)
     if state.root is None:  # the first forward checks it
         return
     try:

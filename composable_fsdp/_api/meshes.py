@@ -29,7 +29,13 @@ from composable_fsdp._core.mesh import (
     join_meshes,
     shard_within,
 )
-from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, MeshError, ParameterError
+from composable_fsdp.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    MeshError,
+    OffloadBackendWarning,
+    ParameterError,
+)
 from composable_fsdp.policies import DataParallelMeshDims
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,10 +43,6 @@ _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 _default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
-
-
-class OffloadBackendWarning(UserWarning):
-    """Shards are on CPU, and a process group of their mesh has no backend for CPU tensors."""
 
 
 def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
@@ -60,7 +62,8 @@ def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
                 f"backend for CPU tensors ({dist.get_backend_config(group)}). Training works. Operations that "
                 "communicate the shards themselves fail: full_tensor(), GradScaler, and torch's clip_grad_norm_, "
                 "instead of which composable_fsdp.clip_grad_norm_ works. For these call init_process_group with both "
-                f'backends, such as "cpu:gloo,{device}:nccl". Else filter this composable_fsdp.OffloadBackendWarning.',
+                f'backends, such as "cpu:gloo,{device}:nccl". Else filter this '
+                "composable_fsdp.errors.OffloadBackendWarning.",
                 OffloadBackendWarning,
                 stacklevel=3,
             )

@@ -55,9 +55,6 @@ def unseen_output(state: FSDPState) -> LifecycleError:
     )
 
 
-_REMEDIES = {"device": "Give all of them meshes of one device type."}
-
-
 def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
     """Check that no state has another value of a root setting than ``root``, except the default, for the root's value.
 
@@ -69,7 +66,9 @@ def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
         for name, value in _values(state).items():
             if value not in (of_root.get(name), None):
                 only = "" if root.options.of_plugins.get(name) is not None else " only"
-                remedy = _REMEDIES.get(name, f"Call set_{name.replace(' ', '_')} on the root{only}.")
+                setter = "set_order_check" if name == "order check" else "set_schedule"
+                remedy = f"Call {setter} on the root{only}."
+                remedy = "Give all of them meshes of one device type." if name == "device" else remedy
                 raise ConfigurationError(
                     f"the {name} of {state.name!r} ({state.class_name}) is {value}, but that of {root.name!r} "
                     f"({root.class_name}), which contains it, is {of_root.get(name)}, and one counts for all. {remedy}"

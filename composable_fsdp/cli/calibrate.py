@@ -1,4 +1,4 @@
-"""``calibrate``: measures the collectives of a mesh without a model, and writes the table that ``set_costs`` reads."""
+"""``calibrate``: measures the collectives of a mesh without a model, and writes a table for ``set_schedule``."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def calibrate(
     names: Annotated[
         str, typer.Option(help="the mesh_dim_names of your mesh, such as dp_replicate,dp_shard", show_default=False)
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="the file for set_costs", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="the file for set_schedule(costs=...)", show_default=False)] = None,
     rounds: Annotated[int, typer.Option(min=1, help="measurements of each collective; the median counts")] = 5,
     as_json: Json = False,
 ) -> None:
     """Measure the latency and bandwidth of collectives along each axis of a mesh.
 
-    Rank 0 prints the table, and writes it to OUT. model.set_costs("costs.json") reads it. The table is for meshes with
-    as many ranks as this one.
+    Rank 0 prints the table, and writes it to OUT. model.set_schedule(costs="costs.json") reads it. The table is for
+    meshes with as many ranks as this one.
 
     Example: torchrun --nproc-per-node 8 -m composable_fsdp calibrate --mesh 2x4 --out costs.json
     """

@@ -13,8 +13,21 @@ diagnostics merge runs/diagnostics`` shows the ranks side by side.
 
 from __future__ import annotations
 
+from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow
+from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription
 from composable_fsdp.diagnostics.fault_file import disable, dump, enable
 from composable_fsdp.diagnostics.meters import Meter, Reading
 from composable_fsdp.diagnostics.timeline import write_timeline
 
-__all__ = ["Meter", "Reading", "disable", "dump", "enable", "write_timeline"]
+__all__ = [
+    "CommunicationReport",
+    "CommunicationRow",
+    "GroupDescription",
+    "Meter",
+    "ModelDescription",
+    "Reading",
+    "disable",
+    "dump",
+    "enable",
+    "write_timeline",
+]

@@ -39,7 +39,7 @@ Plugin                  Does                                             On by d
 ``profiler_labels``     labels hooks in profiles and in torch's log      all devices
 ``tuning``              measures costs, and chooses settings by them     no: opt-in by
                                                                          ``calibrate()``,
-                                                                         ``set_costs()``
+                                                                         ``set_schedule(costs=)``
 ``smaller_mesh``        gathers slices from fewer ranks in backward      when
                                                                          ``reshard_after_forward``
                                                                          is an ``int``

@@ -26,7 +26,7 @@ from composable_fsdp._core.hooks import ModuleHooks, calling_frame, root_of, wra
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState, ModuleReference
-from composable_fsdp.errors import UnsupportedError
+from composable_fsdp.errors import MissingNameError, UnsupportedError
 from composable_fsdp.policies import Reshard, ReshardKind
 
 __all__ = ["ClientState", "TorchViews", "client_state"]
@@ -52,7 +52,7 @@ _REMEDIES = {
     "reshard to_sharded": "reshard() of the module",
     "_all_gather_result": "reshard() of the module frees what was gathered too early",
     "_states_to_forward_prefetch": "set_modules_to_forward_prefetch(modules) of the module",
-    "_states_to_backward_prefetch": "set_modules_to_backward_prefetch(modules), or set_prefetch_limit(0) for none",
+    "_states_to_backward_prefetch": "set_modules_to_backward_prefetch(modules), or set_schedule(prefetch_limit=0)",
     "accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed": "nothing: post_backward() finds the gradients",
     "unsharded_accumulated_grad": "get_pending_gradients() and zero_grad() of the module",
     "lazy_hsdp_allreduce": "set_requires_all_reduce(False) of the module, until the last microbatch",
@@ -65,13 +65,9 @@ _REMEDIES = {
 _REMEDY_OF = {name: remedy for names, remedy in _REMEDIES.items() for name in names.split()}
 
 
-class _MissingNameError(UnsupportedError, AttributeError):
-    """A name of torch's private classes that a view lacks. ``getattr`` with a default gives the default."""
-
-
 def _refuse(view: object, name: str) -> Any:
     remedy = _REMEDY_OF.get(name, "the methods of the module, see docs/upstream.md")
-    raise _MissingNameError(f"{name} of torch's FSDP2 does not exist here. Use {remedy.format(name)}.")
+    raise MissingNameError(f"{name} of torch's FSDP2 does not exist here. Use {remedy.format(name)}.")
 
 
 def _set_known(view: object, name: str, value: object) -> None:

@@ -27,11 +27,11 @@ from composable_fsdp import (
     Int4,
     Int8,
     MixedPrecisionPolicy,
-    ParameterError,
     checkpoint,
     fully_shard,
     sharded_ema,
 )
+from composable_fsdp.errors import ParameterError
 from composable_fsdp.trace import Recorder
 from tests.gpu.sharing import mesh_on, without_warnings_of_torch
 from tests.helpers.models import TASKS, shard_layers

@@ -97,7 +97,7 @@ def shard_with_lists(model: nn.Module, **options: Any) -> nn.Module:
 def shard_within(model: nn.Module, **options: Any) -> nn.Module:
     """Shard with a bound of unsharded bytes that allows no prefetch."""
     shard_layers(model, fully_shard, fuses=False, **options)
-    model.set_max_unsharded_bytes(1)  # type: ignore[operator]
+    model.set_schedule(max_unsharded_bytes=1)  # type: ignore[operator]
     return model
 
 

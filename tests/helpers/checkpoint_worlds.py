@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
 
-from composable_fsdp import CheckpointError, CPUOffloadPolicy, fully_shard
+from composable_fsdp import CPUOffloadPolicy, fully_shard
+from composable_fsdp.errors import CheckpointError
 from tests._internals import SavePlanner, extent_of, gather, like, shardings_of, states_below
 from tests.helpers.model_parallel import Pair, named_mesh, parallelize_pairs
 from tests.helpers.models import Task

@@ -24,7 +24,7 @@ def build() -> Any:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.set_max_fused_bytes(0)
+    model.set_schedule(max_fused_bytes=0)
     for _ in range(2):
         _step(model)
     return model

@@ -56,6 +56,7 @@ REMEDIES = {
     "DivergenceError": "Let all ranks do the same: [when it hangs](how-to/hang.md).",
     "CheckpointError": "Restore the file, or load another checkpoint: "
     "[damaged checkpoints](checkpoints.md#save-and-resume).",
+    "MissingNameError": "Use what the text names instead.",
     "UnsupportedError": "Use what the text names instead.",
     "warning": "Filter the warning if it is meant so.",
 }
@@ -197,7 +198,8 @@ def render(found: Sequence[IndexedError]) -> str:
         "",
         "This page is made from the code by `python -m tests.helpers.error_index` (`make errors`). Search it for the",
         "constant part of a text; `…` is a part that differs. Some texts have more lines, for ranks and parameters.",
-        "Every class is below `FSDPError`, and also below the builtin class that torch raises in the same case.",
+        "Every class of errors is below `FSDPError`, and below the builtin class that torch raises in the same case.",
+        "All are in `composable_fsdp.errors`, with the warnings, which are below `UserWarning`.",
         "",
         "| class | meaning |",
         "|---|---|",

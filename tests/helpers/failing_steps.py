@@ -76,7 +76,7 @@ def build(plan: Plan) -> Any:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     if not plan.fused:
-        model.set_max_fused_bytes(0)
+        model.set_schedule(max_fused_bytes=0)
     if plan.prefetch:
         model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
         model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])

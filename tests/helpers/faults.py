@@ -75,7 +75,7 @@ def build(timeout: float = LONG_TIMEOUT, backend: str | None = None) -> Any:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.set_max_fused_bytes(0)
+    model.set_schedule(max_fused_bytes=0)
     return model
 
 

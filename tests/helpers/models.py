@@ -241,5 +241,5 @@ def shard_layers(
         fully_shard(layer, **options)
     fully_shard(model, **options)
     if not fuses:
-        model.set_max_fused_bytes(0)  # type: ignore[operator]
+        model.set_schedule(max_fused_bytes=0)  # type: ignore[operator]
     return model

@@ -34,7 +34,7 @@ _BEGIN, _END = "<!-- {} -->\n", "<!-- end of {} -->"
 
 def _unfused(model: nn.Module, **options: Any) -> Any:
     sharded: Any = fully_shard(model, **options)
-    sharded.set_max_fused_bytes(0)
+    sharded.set_schedule(max_fused_bytes=0)
     return sharded
 
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from composable_fsdp import CheckpointError, fully_shard
+from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import Full, Local, Sharded
+from composable_fsdp.errors import CheckpointError
 from tests._internals import Form, gather, plain_name, shardings_of, states_below
 from tests.helpers.models import seeded
 from tests.helpers.sharding import assert_exact

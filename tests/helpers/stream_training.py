@@ -17,17 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp import (
-    AxisCosts,
-    CollectiveCost,
-    CommunicationPolicy,
-    Costs,
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, save, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
+from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs
 from tests._internals import (
     Choice,
     PendingSave,
@@ -162,7 +155,7 @@ def train(
 
 
 def _unfuse(model: Any) -> None:
-    model.set_max_fused_bytes(0)
+    model.set_schedule(max_fused_bytes=0)
 
 
 def _prefetch_by_list(model: Any) -> None:
@@ -301,11 +294,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16": {"mp_policy": MixedPrecisionPolicy(**BF16)},
     "stays unsharded": {"reshard_after_forward": False},
-    "deep prefetch": {"prepare": lambda model: (_unfuse(model), model.set_prefetch_limit(3))},  # type: ignore[func-returns-value]
+    "deep prefetch": {"prepare": lambda model: (_unfuse(model), model.set_schedule(prefetch_limit=3))},  # type: ignore[func-returns-value]
     "prefetch lists": {"prepare": _prefetch_by_list},
     "smaller mesh": {"reshard_after_forward": 2},
     "own reduce group": {"prepare": lambda model: model.set_separate_reduce_scatter_group(True)},
-    "bounded": {"prepare": lambda model: (_unfuse(model), model.set_max_unsharded_bytes(1 << 17))},  # type: ignore[func-returns-value]
+    "bounded": {"prepare": lambda model: (_unfuse(model), model.set_schedule(max_unsharded_bytes=1 << 17))},  # type: ignore[func-returns-value]
     "one reduction in flight": {
         "prepare": lambda model: (_unfuse(model), model.set_reduce_scatter_max_input_buffers(1))  # type: ignore[func-returns-value]
     },
@@ -366,7 +359,7 @@ def chosen(settings: ScheduleSettings) -> Iterator[None]:
 def give_costs(model: Any) -> None:
     """Give ``model`` some costs, so that it makes a choice."""
     cost = CollectiveCost(1e-5, 1e9)
-    model.set_costs(Costs({"": AxisCosts(cost, cost, cost)}))
+    model.set_schedule(costs=Costs({"": AxisCosts(cost, cost, cost)}))
 
 
 def _train_in_buckets(prepare: Callable[[Any], object] = give_costs, *, hybrid: bool) -> None:

@@ -34,7 +34,7 @@ def build() -> Any:
     for layer in (model.first, model.second):
         fully_shard(layer)
     fully_shard(model)
-    model.set_max_fused_bytes(0)
+    model.set_schedule(max_fused_bytes=0)
     return model
 
 

@@ -133,7 +133,7 @@ def test_logging_enabled_between_steps_begins_with_the_next_step(caplog: pytest.
 
 def check_counts_per_module() -> None:
     model = chain(ours.fully_shard)
-    model.set_max_fused_bytes(0)
+    model.set_schedule(max_fused_bytes=0)
     x = torch.ones(2, 3, requires_grad=True)
     model(x).sum().backward()
     with CommDebugMode() as mode:
@@ -163,7 +163,7 @@ def collectives_of(shard: Any) -> list[tuple[str, str, int]]:
     """Return torch's name, the group of the enclosing label and the bytes of each collective of one step."""
     model = chain(shard)
     if isinstance(model, ours.FSDPModule):
-        model.set_max_fused_bytes(0)
+        model.set_schedule(max_fused_bytes=0)
     model(torch.ones(2, 3)).sum().backward()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         model(torch.ones(2, 3)).sum().backward()

@@ -151,7 +151,7 @@ def test_the_host_waits_for_flags_of_unused_parameters_only_after_the_last_launc
                 for parameter in block.parameters():
                     parameter.register_post_accumulate_grad_hook(lambda parameter: None)
         fully_shard(model, mesh=mesh["shard"])
-        model.set_max_fused_bytes(0)
+        model.set_schedule(max_fused_bytes=0)
         model.set_reduce_scatter_max_input_buffers(1)
         with noting_waits(SimulatedEvent), noting_waits(SimulatedStream):
             for _ in range(2):

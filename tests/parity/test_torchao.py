@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import composable_fsdp as ours
-from composable_fsdp import CheckpointError
 from composable_fsdp.checkpoint import load, load_safetensors, save, save_safetensors
+from composable_fsdp.errors import CheckpointError
 from tests._internals import ExtendedBucket, state_of, verify
 from tests.helpers.run_ranks import run_ranks
 

@@ -141,7 +141,7 @@ def accumulate(mesh_shape: tuple[int, ...], reshard_after_forward: bool | int | 
     for setting in SETTINGS:
         model = shard_layers(build(), fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward)
         assert isinstance(model, FSDPModule)
-        model.set_max_fused_bytes(0)  # unused layers would be fused with adjacent ones
+        model.set_schedule(max_fused_bytes=0)  # unused layers would be fused with adjacent ones
         ours = train(model, accumulating(setting), ranks=[rank], watched=rank)
         assert_equal_runs(ours, expected, what=setting.__name__)
         states = [state for module in model.modules() if (state := find_state(module)) is not None]

@@ -220,7 +220,7 @@ def gradients_with(max_fused_bytes: int) -> dict[str, torch.Tensor]:
     fully_shard(model.first)
     fully_shard(model.second)
     fully_shard(model)
-    model.set_max_fused_bytes(max_fused_bytes)
+    model.set_schedule(max_fused_bytes=max_fused_bytes)
     for step in range(2):  # the second knows the order, and fuses
         model.zero_grad()
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))

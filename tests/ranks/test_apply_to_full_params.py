@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import LifecycleError, apply_to_full_params, fully_shard, unsharded_params
+from composable_fsdp import apply_to_full_params, fully_shard, unsharded_params
+from composable_fsdp.errors import LifecycleError
 from tests.helpers.models import TASKS
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, values_of

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import AxisCosts, CollectiveCost, Costs, fully_shard
+from composable_fsdp import fully_shard
 from composable_fsdp.errors import DivergenceError, PeerError
+from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs
 from tests._internals import Calibration
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
@@ -47,7 +48,7 @@ def step(model: Any, number: int) -> torch.Tensor:
 def one_table(model: Any) -> Any:
     """Return the costs of ``model``, if any, after a check that all ranks have the same."""
     found: list[Costs | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, model.costs())
+    dist.all_gather_object(found, model.schedule().options.costs)
     assert found == found[:1] * len(found)
     return found[0]
 
@@ -86,12 +87,12 @@ def interrupt_one_rank(point: str, kind: type[BaseException], at: int) -> None:
     with pytest.raises(kind if is_interrupted else (PeerError, DivergenceError)), around:
         calls[-1]()
     model.reset_iter_state()
-    assert model.costs() is None, "the measurement has ended"
+    assert model.schedule().options.costs is None, "the measurement has ended"
     model.calibrate(steps=STEPS)
     for number in range(2 * STEPS):
         assert step(model, number).equal(step(known, number))
         one_table(model)
-    assert model.costs() is not None, "another one ran on all ranks"
+    assert model.schedule().options.costs is not None, "another one ran on all ranks"
 
 
 @pytest.mark.parametrize("point", ["forward", "backward", "collective"])
@@ -120,9 +121,9 @@ def calibrate_with_another_clock(clock: Callable[[float], float], hybrid: bool) 
             step(model, number)
     costs = one_table(model)
     assert set(costs.forward) == set(costs.backward) == set(LAYERS)
-    assert model.schedule_choice() is not None
+    assert model.schedule().choice is not None
     choices: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(choices, str(model.schedule_choice()))
+    dist.all_gather_object(choices, str(model.schedule().choice))
     assert len(set(choices)) == 1
 
 
@@ -171,7 +172,7 @@ def calibrate_beside_a_loaded_rank() -> None:
     costs = one_table(model)
     assert costs.forward["1"] > 0.8 * PAUSE, "all ranks wait for the loaded one"
     assert max(costs.forward["0"], costs.forward["2"]) < PAUSE, "whose waits are in no other group"
-    choice = model.schedule_choice()
+    choice = model.schedule().choice
     assert choice.seconds > 0.8 * PAUSE
 
 
@@ -211,9 +212,9 @@ def test_the_work_of_hooks_is_part_of_the_costs_where_waits_block_the_host() -> 
 def give_costs(other_rank: int, hybrid: bool) -> None:
     model = build(hybrid=hybrid)
     cost = CollectiveCost(2e-3 if dist.get_rank() == other_rank else 1e-3, 1e10)
-    with pytest.raises(DivergenceError, match=rf"^set_costs: rank {other_rank} was given other costs than .*latency"):
-        model.set_costs(Costs({"": AxisCosts(cost, cost, cost)}))
-    assert model.costs() is None
+    with pytest.raises(DivergenceError, match=rf"^set_schedule: rank {other_rank} was given other costs.*latency"):
+        model.set_schedule(costs=Costs({"": AxisCosts(cost, cost, cost)}))
+    assert model.schedule().options.costs is None
 
 
 @pytest.mark.parametrize("hybrid", [False, True])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composable_fsdp import CheckpointError, fully_shard
+from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import (
     Full,
     load,
@@ -24,6 +24,7 @@ from composable_fsdp.checkpoint import (
     save_safetensors,
     state_dict,
 )
+from composable_fsdp.errors import CheckpointError
 from tests._internals import Kind, convert, verify
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.run_ranks import run_ranks

@@ -18,13 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing import assert_close
 
-from composable_fsdp import (
-    ConfigurationError,
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    to_empty,
-)
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, to_empty
 from composable_fsdp.checkpoint import Full, Local, Sharded, load_state_dict, state_dict
+from composable_fsdp.errors import ConfigurationError
 from tests._internals import OwnerRanks, to_form
 from tests._internals import model as forms
 from tests.helpers.run_ranks import run_ranks

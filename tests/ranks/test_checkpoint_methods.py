@@ -14,11 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import (
-    ConfigurationError,
-    fully_shard,
-    to_empty,
-)
+from composable_fsdp import fully_shard, to_empty
 from composable_fsdp.checkpoint import (
     Full,
     Local,
@@ -26,6 +22,7 @@ from composable_fsdp.checkpoint import (
     state_dict,
     state_dict_form,
 )
+from composable_fsdp.errors import ConfigurationError
 from tests.helpers.checkpoint_worlds import local
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import shard_layers

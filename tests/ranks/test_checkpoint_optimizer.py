@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.testing import assert_close
 
-from composable_fsdp import CPUOffloadPolicy, ParameterError, fully_shard, local_optimizer
+from composable_fsdp import CPUOffloadPolicy, fully_shard, local_optimizer
 from composable_fsdp.checkpoint import (
     Full,
     Local,
@@ -31,6 +31,7 @@ from composable_fsdp.checkpoint import (
     rekey_optimizer_state_dict,
     save,
 )
+from composable_fsdp.errors import ParameterError
 from tests._internals import Form, parameter_names
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs

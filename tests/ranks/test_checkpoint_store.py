@@ -17,15 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import (
-    CheckpointError,
-    CommunicationPolicy,
-    CommunicationState,
-    ErrorFeedback,
-    Int8,
-    fully_shard,
-)
+from composable_fsdp import CommunicationPolicy, CommunicationState, ErrorFeedback, Int8, fully_shard
 from composable_fsdp.checkpoint import latest, load, save
+from composable_fsdp.errors import CheckpointError
 from tests._internals import known_watchdog, missing_ranks
 from tests.helpers.checkpoint_worlds import (
     WORLDS,

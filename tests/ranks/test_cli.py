@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import Costs, fully_shard
+from composable_fsdp import fully_shard
+from composable_fsdp.plugins.tuning import Costs
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.torchrun import ROOT, finished, torchrun
 
@@ -106,8 +107,8 @@ def one_table(*shape: int) -> None:
     model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     with TemporaryDirectory() as folder:
         costs.save(Path(folder, "costs.json"))
-        model.set_costs(Path(folder, "costs.json"))
-    assert model.costs().axes == costs.axes
+        model.set_schedule(costs=Path(folder, "costs.json"))
+    assert model.schedule().options.costs.axes == costs.axes
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])

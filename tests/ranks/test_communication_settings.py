@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import composable_fsdp as ours
-from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import find_state, is_over_group, state_of

@@ -15,15 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import (
-    ConfigurationError,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    UnsupportedError,
-    fully_shard,
-    no_sync,
-    register_fsdp_forward_method,
-)
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, register_fsdp_forward_method
+from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.policies import ReshardKind
 from composable_fsdp.trace import Recorder
 from tests._internals import reads_shards, state_of

@@ -15,17 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import (
-    CheckpointError,
-    ConfigurationError,
-    CPUOffloadPolicy,
-    LifecycleError,
-    MixedPrecisionPolicy,
-    ParameterError,
-    fully_shard,
-    sharded_ema,
-)
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, sharded_ema
 from composable_fsdp.checkpoint import Full, load, load_state_dict, save, state_dict
+from composable_fsdp.errors import CheckpointError, ConfigurationError, LifecycleError, ParameterError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers

@@ -17,12 +17,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 import composable_fsdp
-from composable_fsdp import (
-    LostExtensionWarning,
-    MixedPrecisionPolicy,
-    ParameterError,
-    fully_shard,
-)
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp.errors import LostExtensionWarning, ParameterError
 from tests._internals import state_of
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of
 from tests.helpers.run_ranks import run_ranks

@@ -13,13 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.func import functional_call
 
-from composable_fsdp import (
-    CommunicationPolicy,
-    Int8,
-    MixedPrecisionPolicy,
-    ParameterError,
-    fully_shard,
-)
+from composable_fsdp import CommunicationPolicy, Int8, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.errors import ParameterError
 from tests._internals import Collective, ExtendedBucket, state_of
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of, calls, with_weights
 from tests.helpers.model_parallel import PAIRS, Pairs, named_mesh, parallelize_pairs

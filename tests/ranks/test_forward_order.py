@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import DivergenceError, FSDPModule
-from tests._internals import ExecutionOrderWarning, compared
+from composable_fsdp.errors import ExecutionOrderWarning
+from tests._internals import compared
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, values_of
 from tests.helpers.slack import slack

@@ -14,15 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import (
-    ConfigurationError,
-    CPUOffloadPolicy,
-    DivergenceError,
-    ParameterError,
-    fully_shard,
-    shard_from_rank0,
-)
+from composable_fsdp import CPUOffloadPolicy, DivergenceError, fully_shard, shard_from_rank0
 from composable_fsdp.checkpoint import Full, state_dict
+from composable_fsdp.errors import ConfigurationError, ParameterError
 from tests.helpers.model_parallel import Pairs, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import Peak

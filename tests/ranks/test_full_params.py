@@ -13,14 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from composable_fsdp import (
-    ConfigurationError,
-    LifecycleError,
-    MixedPrecisionPolicy,
-    ParameterError,
-    fully_shard,
-    unsharded_params,
-)
+from composable_fsdp import MixedPrecisionPolicy, fully_shard, unsharded_params
+from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 from tests._internals import extent_of, gather
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks

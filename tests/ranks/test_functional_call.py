@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrize
 
-from composable_fsdp import FSDPModule, MixedPrecisionPolicy, ParameterError, fully_shard
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.errors import ParameterError
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import TRANSPORTS
 

@@ -67,7 +67,7 @@ def count_collectives() -> None:
 def disable_fusion() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     assert isinstance(model, FSDPModule)
-    model.set_max_fused_bytes(0)
+    model.set_schedule(max_fused_bytes=0)
     for step in range(3):
         with counted_collectives() as counts:
             STACK.loss(model, STACK.batch_of(step, dist.get_rank())).backward()
@@ -128,7 +128,7 @@ def train_with(choose: Callable[[Sequence[FSDPModule], int], None], messages: Se
     mesh = init_device_mesh("cpu", (2, 2) if dist.get_world_size() == 4 else (2,))
     fused, alone = (shard_layers(STACK.build(), functools.partial(fully_shard, mesh=mesh)) for _ in range(2))
     assert isinstance(alone, FSDPModule)
-    alone.set_max_fused_bytes(0)
+    alone.set_schedule(max_fused_bytes=0)
     for step, expected in enumerate(messages):
         for model in (fused, alone):
             model.zero_grad()
@@ -228,15 +228,15 @@ def set_limits() -> None:
         with pytest.raises(
             ConfigurationError, match=f"max_fused_bytes must be an int of at least 0 or None, not {bad!r}"
         ):
-            model.set_max_fused_bytes(bad)  # type: ignore[arg-type]
+            model.set_schedule(max_fused_bytes=bad)  # type: ignore[arg-type]
     for bad in (-1, True, 1.5):
         with pytest.raises(
             ConfigurationError, match=f"max_unsharded_bytes must be an int of at least 0 or None, not {bad!r}"
         ):
-            model.set_max_unsharded_bytes(bad)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match=f"^limit must be an int of at least 0 or None, not {bad!r}"):
-            model.set_prefetch_limit(bad)  # type: ignore[arg-type]
-    model.set_max_unsharded_bytes(10)
+            model.set_schedule(max_unsharded_bytes=bad)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=f"^prefetch_limit must be an int .* or None, not {bad!r}"):
+            model.set_schedule(prefetch_limit=bad)  # type: ignore[arg-type]
+    model.set_schedule(max_unsharded_bytes=10)
     assert state_of(model).options.max_unsharded_bytes == 10
 
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 
-from composable_fsdp import FSDPModule, GradientError, MeshError, clip_grad_norm_, fully_shard, get_total_norm
+from composable_fsdp import FSDPModule, clip_grad_norm_, fully_shard, get_total_norm
+from composable_fsdp.errors import GradientError, MeshError
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import full_value

@@ -18,7 +18,6 @@ from composable_fsdp import (
     Cast,
     CommunicationPolicy,
     CommunicationState,
-    ConfigurationError,
     CPUOffloadPolicy,
     ErrorFeedback,
     Float8,
@@ -28,6 +27,7 @@ from composable_fsdp import (
     communication_report,
     fully_shard,
 )
+from composable_fsdp.errors import ConfigurationError
 from tests._internals import Collective, Encoder, GradientCodec, state_of
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS
@@ -305,7 +305,7 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) 
         fully_shard(layer, mesh=mesh, comm_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, comm_policy=policy)
     if policy is None and not slack:
-        model.set_max_fused_bytes(0)
+        model.set_schedule(max_fused_bytes=0)
     sent = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
 
     def count(communicator: Any, directions: Mapping[Collective, str]) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from composable_fsdp import CommunicationPolicy, Int4, Int8, MixedPrecisionPolicy, ParameterError, fully_shard
+from composable_fsdp import CommunicationPolicy, Int4, Int8, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.errors import ParameterError
 from tests._internals import Collective, state_of
 from tests.helpers.extension_tensors import Pair
 from tests.helpers.run_ranks import run_ranks

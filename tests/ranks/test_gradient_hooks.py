@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, policies
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, policies
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks

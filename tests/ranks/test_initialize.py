@@ -15,18 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from composable_fsdp import (
-    ConfigurationError,
-    DivergenceError,
-    LifecycleError,
-    ParameterError,
-    UnsupportedError,
-    fully_shard,
-    initialize,
-    sharded_rng,
-    to_empty,
-    unsharded_params,
-)
+from composable_fsdp import DivergenceError, fully_shard, initialize, sharded_rng, to_empty, unsharded_params
+from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError, UnsupportedError
 from tests._internals import broadcast, reset_parameters
 from tests.helpers.model_parallel import Pairs, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers

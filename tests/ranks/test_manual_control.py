@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import ConfigurationError, FSDPModule, fully_shard, register_fsdp_forward_method
+from composable_fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers

@@ -15,7 +15,8 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composable_fsdp import FSDPModule, MeshError, fully_shard
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.errors import MeshError
 from composable_fsdp.interop import patch_torch
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import composable_fsdp as ours
-from composable_fsdp import ParameterError, fully_shard
+from composable_fsdp import fully_shard
+from composable_fsdp.errors import ParameterError
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import adamw, assert_sharded, initialise, train_and_compare, values_of

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import PlainParameterWarning, fully_shard
+from composable_fsdp import fully_shard
+from composable_fsdp.errors import PlainParameterWarning
 from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, sharded, train_and_compare, values_of

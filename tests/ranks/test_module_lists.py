@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import ConfigurationError, FSDPModule, fully_shard
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import find_state, state_of
@@ -174,7 +175,7 @@ def test_modules_of_a_list_can_be_called_outside_of_a_common_parent(world_size: 
 def trace_a_list() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_ends_together(task.build())
-    model.set_max_fused_bytes(0)  # type: ignore[operator]
+    model.set_schedule(max_fused_bytes=0)  # type: ignore[operator]
     x, target = task.batch_of(0, rank)
     for needs_gradient in (True, False):
         forward, backward = Recorder(), Recorder()

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import GradientError, clip_grad_norm_, find_nonfinite, fully_shard
+from composable_fsdp import clip_grad_norm_, find_nonfinite, fully_shard
+from composable_fsdp.errors import GradientError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import shard_layers

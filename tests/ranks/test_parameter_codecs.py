@@ -12,16 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from composable_fsdp import (
-    Cast,
-    CommunicationPolicy,
-    ConfigurationError,
-    Float8,
-    Int4,
-    Int8,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from composable_fsdp import Cast, CommunicationPolicy, Float8, Int4, Int8, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.errors import ConfigurationError
 from tests._internals import state_of
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS

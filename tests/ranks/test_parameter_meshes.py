@@ -16,7 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResul
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shard
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp.errors import ConfigurationError
 from tests._internals import ShardPlacementResult, state_of
 from tests.helpers.experts import MIXTURE, NUM_EXPERTS, Experts, place_experts
 from tests.helpers.model_parallel import full_run, named_mesh, play

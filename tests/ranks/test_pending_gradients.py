@@ -17,7 +17,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import composable_fsdp
-from composable_fsdp import CPUOffloadPolicy, LifecycleError, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from composable_fsdp.errors import LifecycleError
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS
 from tests.simulation import BACKEND, simulated_accelerator

@@ -83,7 +83,7 @@ def choose_no_group() -> None:
 
 def bound_unsharded_bytes() -> None:
     model = towers()
-    model.set_max_unsharded_bytes(0)
+    model.set_schedule(max_unsharded_bytes=0)
     events = record_backward(model)
     assert events.index("unshard 1") > max(i for i, event in enumerate(events) if event == "reduce 2")
 
@@ -91,8 +91,7 @@ def bound_unsharded_bytes() -> None:
 def bound_several() -> None:
     """Wait for gradient buckets with several groups. Each of these groups alone would fit into the bound."""
     model = towers(4)
-    model.set_prefetch_limit(3)
-    model.set_max_unsharded_bytes(2 * state_of(model[0]).group.plan.unsharded_bytes)
+    model.set_schedule(prefetch_limit=3, max_unsharded_bytes=2 * state_of(model[0]).group.plan.unsharded_bytes)
     loss = model(batch(1, dist.get_rank())).square().mean()
     with Recorder() as recorder:
         loss.backward()

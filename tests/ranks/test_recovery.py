@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from composable_fsdp import DivergenceError, LifecycleError, PeerError, find_nonfinite, fully_shard
+from composable_fsdp import DivergenceError, PeerError, find_nonfinite, fully_shard
+from composable_fsdp.errors import LifecycleError
 from tests._internals import (
     Collective,
     GlooCommunicator,

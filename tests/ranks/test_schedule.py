@@ -183,7 +183,7 @@ def free_the_root_last() -> None:
         fully_shard(layer)
     fully_shard(model)
     assert isinstance(model, FSDPModule)
-    model.set_max_fused_bytes(0)
+    model.set_schedule(max_fused_bytes=0)
     for skips, order in ((False, ["reshard root", "reduce root"]), (True, ["reduce root", "reshard root"])):
         model.skips = skips
         loss = model(torch.arange(8)).square().mean()
@@ -213,13 +213,12 @@ def bound_prefetch() -> None:
     count_peak_groups()  # records the order
     assert count_peak_groups() == 2
     for limit, expected in ((0, 1), (2 * layer_bytes - 1, 1), (2 * layer_bytes, 2), (None, 2)):
-        model.set_max_unsharded_bytes(limit)
+        model.set_schedule(max_unsharded_bytes=limit)
         assert count_peak_groups() == expected, limit
     for ahead, expected in ((0, 1), (2, 3), (8, 4), (1, 2)):
-        model.set_prefetch_limit(ahead)
+        model.set_schedule(prefetch_limit=ahead)
         assert count_peak_groups() == expected, ahead
-    model.set_prefetch_limit(3)
-    model.set_max_unsharded_bytes(3 * layer_bytes)
+    model.set_schedule(prefetch_limit=3, max_unsharded_bytes=3 * layer_bytes)
     assert count_peak_groups() == 3, "both limits apply"
 
 

@@ -17,17 +17,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.profiler import profile
 
-from composable_fsdp import (
-    AxisCosts,
-    CollectiveCost,
-    CommunicationPolicy,
-    CommunicationState,
-    Costs,
-    FSDPModule,
-    fully_shard,
-)
+from composable_fsdp import CommunicationPolicy, CommunicationState, FSDPModule, fully_shard
 from composable_fsdp.codecs import ErrorFeedback, Int8
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, DivergenceError
+from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import MessageSizes, state_of
 from tests.helpers.run_ranks import run_ranks
@@ -68,9 +61,9 @@ def train(tables: list[Costs | None], *, two_axes: bool = False) -> tuple[list[b
     optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)  # type: ignore[attr-defined]
     bits, choices = [], []
     for number, table in enumerate(tables):
-        model.set_costs(table)
+        model.set_schedule(costs=table)
         bits.append(step(model, optimizer, number).numpy().tobytes())
-        choice = model.schedule_choice()
+        choice = model.schedule().choice
         choices.append("" if choice is None else str(choice.settings))
     bits += [p.detach().to_local().numpy().tobytes() for p in model.parameters()]  # type: ignore[attr-defined]
     return bits, choices
@@ -105,14 +98,14 @@ def count_messages() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)  # type: ignore[attr-defined]
     counts = []
     for latency in (0.0, 5e-3):
-        model.set_costs(costs_of(latency))
+        model.set_schedule(costs=costs_of(latency))
         for number in range(2):
             step(model, optimizer, number)
         with Recorder() as recorder:
             step(model, optimizer, 2)
         counts.append(sum(event.operation is Operation.REDUCE for event in recorder))
     assert counts == [6, 3], "two gradient buckets in each of three groups, and one"
-    choice = model.schedule_choice()
+    choice = model.schedule().choice
     assert choice is not None
     assert choice.settings.grad_buckets == 1
 
@@ -126,11 +119,11 @@ def give_other_costs() -> None:
     model = build()
     with pytest.raises(
         DivergenceError,
-        match=r"^set_costs: rank 1 was given other costs than rank 0\. The first difference: \"latency\": 0\.002, in "
-        r"place of \"latency\": 0\.001,\. Ranks that choose by other costs launch other collectives\.",
+        match=r"^set_schedule: rank 1 was given other costs than rank 0\. The first difference: \"latency\": 0\.002, "
+        r"in place of \"latency\": 0\.001,\. Ranks that choose by other costs launch other collectives\.",
     ):
-        model.set_costs(costs_of(1e-3 * (1 + dist.get_rank())))
-    assert model.costs() is None
+        model.set_schedule(costs=costs_of(1e-3 * (1 + dist.get_rank())))
+    assert model.schedule().options.costs is None
 
 
 def test_a_rank_with_other_costs_is_named() -> None:
@@ -142,13 +135,13 @@ def read_a_file_on_one_rank(path: str) -> None:
     if dist.get_rank() == 0:
         costs_of(1e-3).save(path)
     with pytest.raises(
-        DivergenceError, match=r"^set_costs: rank 1 was given other costs than rank 0.*no costs: .*other"
+        DivergenceError, match=r"^set_schedule: rank 1 was given other costs than rank 0.*no costs: .*other"
     ):
-        model.set_costs(path if dist.get_rank() == 0 else f"{path} of other hosts")
+        model.set_schedule(costs=path if dist.get_rank() == 0 else f"{path} of other hosts")
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        model.set_costs("nowhere")
-    model.set_costs(path)
-    assert model.costs() == costs_of(1e-3)
+        model.set_schedule(costs="nowhere")
+    model.set_schedule(costs=path)
+    assert model.schedule().options.costs == costs_of(1e-3)
 
 
 def test_a_file_that_one_rank_lacks_is_an_error_on_all(tmp_path: Path) -> None:
@@ -164,8 +157,8 @@ def calibrate() -> None:
         if number == 1:
             model.calibrate()
         assert step(model, optimizer, number).equal(step(known, known_optimizer, number))
-        assert (model.costs() is None) == (number < 3)
-    costs = model.costs()
+        assert (model.schedule().options.costs is None) == (number < 3)
+    costs = model.schedule().options.costs
     assert costs is not None
     assert costs.source == "measured on this job of 2 ranks"
     assert set(costs.forward) == set(costs.backward) == set(LAYERS)
@@ -177,7 +170,7 @@ def calibrate() -> None:
     gathered: list[Costs | None] = [None, None]
     dist.all_gather_object(gathered, costs)
     assert gathered == [costs, costs]
-    assert model.schedule_choice() is not None
+    assert model.schedule().choice is not None
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
@@ -194,34 +187,36 @@ def refuse_no_steps() -> None:
         build().calibrate(steps=0)
 
 
-def set_costs_below_the_root() -> None:
+def give_costs_below_the_root() -> None:
     model = build()
-    model.set_costs(costs_of(1e-3))
+    model.set_schedule(costs=costs_of(1e-3))
     inner = sharded(model[0])  # type: ignore[index]
-    inner.set_costs(replace(costs_of(1e-3), forward={}, backward={}))
-    with pytest.raises(ConfigurationError, match=r"Call set_costs on the root\.$"):
+    inner.set_schedule(costs=replace(costs_of(1e-3), forward={}, backward={}))
+    with pytest.raises(ConfigurationError, match=r"Call set_schedule on the root\.$"):
         model(torch.randn(4, WIDTH))  # type: ignore[operator]
 
 
 def test_costs_are_those_of_the_root() -> None:
-    run_ranks(set_costs_below_the_root, 2, environment=SOCKETS)
+    run_ranks(give_costs_below_the_root, 2, environment=SOCKETS)
 
 
 def refuse_costs() -> None:
     model = build()
     with pytest.raises(ArgumentTypeError, match=r"^costs must be Costs, the path of a file or None, not dict\.$"):
-        model.set_costs({})  # type: ignore[arg-type]
+        model.set_schedule(costs={})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"have the mesh axes \['dp'\], but not 'shard'\. Add it"):
-        model.set_costs(replace(costs_of(1e-3), axes={"dp": costs_of(1e-3).axis("dp")}))
+        model.set_schedule(costs=replace(costs_of(1e-3), axes={"dp": costs_of(1e-3).axis("dp")}))
     with pytest.raises(
         ConfigurationError, match=r"mesh axes that the model does not have: 'dp'\. Its mesh axes are 'rep"
     ):
-        model.set_costs(replace(costs_of(1e-3), axes={name: costs_of(1e-3).axis("") for name in ("dp", "shard")}))
+        model.set_schedule(
+            costs=replace(costs_of(1e-3), axes={name: costs_of(1e-3).axis("") for name in ("dp", "shard")})
+        )
     with pytest.raises(ConfigurationError, match=r"groups that the model does not have: '3'\. Its groups are '0', '1'"):
-        model.set_costs(replace(costs_of(1e-3), backward={"2": 1e-3, "3": 1e-3}))
-    assert model.costs() is None
+        model.set_schedule(costs=replace(costs_of(1e-3), backward={"2": 1e-3, "3": 1e-3}))
+    assert model.schedule().options.costs is None
     times = dict.fromkeys(LAYERS if dist.get_rank() else reversed(LAYERS), 1e-2)
-    model.set_costs(replace(costs_of(1e-3), forward=times))
+    model.set_schedule(costs=replace(costs_of(1e-3), forward=times))
 
 
 def test_costs_that_do_not_fit_the_model_are_refused_when_given_and_their_order_is_free() -> None:
@@ -234,7 +229,7 @@ def calibrate_with_short_axes(shape: tuple[int, ...]) -> None:
     model.calibrate(steps=1)
     for number in range(3):
         step(model, optimizer, number)
-    choice, costs = model.schedule_choice(), model.costs()
+    choice, costs = model.schedule().choice, model.schedule().options.costs
     assert choice is not None
     assert costs is not None
     assert set(costs.axes) == ({"replicate"} if dist.get_world_size() > 1 else set())
@@ -254,12 +249,12 @@ def calibrate_two_meshes() -> None:
     model.calibrate(steps=1)
     for _ in range(3):
         model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
-    costs = model.costs()
+    costs = model.schedule().options.costs
     assert costs is not None
     assert set(costs.axes) == {"shard", "shard 2"}
-    model.set_costs(costs)
+    model.set_schedule(costs=costs)
     with pytest.raises(ConfigurationError, match=r"have the mesh axes \['shard'\], but not 'shard 2'"):
-        model.set_costs(replace(costs, axes={"shard": costs.axis("shard")}))
+        model.set_schedule(costs=replace(costs, axes={"shard": costs.axis("shard")}))
 
 
 def test_meshes_without_names_have_costs_of_their_own() -> None:
@@ -280,7 +275,7 @@ def calibrate_beside_other_work() -> None:
         step(model, optimizer, number)
         with torch.no_grad():
             model(torch.randn(4, WIDTH))  # type: ignore[operator]
-    costs = model.costs()
+    costs = model.schedule().options.costs
     assert costs is not None
     assert max([*costs.forward.values(), *costs.backward.values()]) < PAUSE
 
@@ -295,7 +290,7 @@ def count_choices(recorder: Recorder) -> int:
 
 def accumulate() -> None:
     model = build()
-    model.set_costs(costs_of(5e-3))
+    model.set_schedule(costs=costs_of(5e-3))
     counts = []
     with Recorder() as recorder:
         for number in range(8):
@@ -303,7 +298,7 @@ def accumulate() -> None:
             model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
             counts.append(count_choices(recorder))
     assert counts == [0, 0, *[1] * 6], "the first order is known, then gradients are held, then there is one choice"
-    choice = model.schedule_choice()
+    choice = model.schedule().choice
     assert choice is not None
     assert choice.settings.grad_buckets == 1, "as if the gradients were reduced"
 
@@ -326,10 +321,10 @@ class Alternating(nn.Sequential):
 def see_a_choice_in_traces() -> None:
     model = build()
     step(model, torch.optim.SGD(model.parameters(), 1e-4), 0)  # type: ignore[attr-defined]
-    model.set_costs(costs_of(5e-3))
+    model.set_schedule(costs=costs_of(5e-3))
     with Recorder() as recorder, profile() as profiled:
         model(torch.randn(4, WIDTH))  # type: ignore[operator]
-    choice = model.schedule_choice()
+    choice = model.schedule().choice
     assert choice is not None
     (event,) = (event for event in recorder if event.operation is Operation.CHOOSE)
     assert event.group == choice.summary
@@ -352,10 +347,10 @@ def measure_again() -> None:
             model.calibrate(steps=1)
         losses = [step(each, optimizer, number) for each, optimizer in zip((model, known), optimizers, strict=True)]
         assert losses[0].equal(losses[1])
-        costs = model.costs()
+        costs = model.schedule().options.costs
         if costs is not None and costs not in tables:
             tables.append(costs)
-    assert known.costs() is None, "nothing is measured before calibrate()"
+    assert known.schedule().options.costs is None, "nothing is measured before calibrate()"
     assert len(tables) == 3
     gathered: list[list[Costs]] = [[]] * 2
     dist.all_gather_object(gathered, tables)
@@ -387,7 +382,7 @@ def calibrate_beside_a_model_parallel_axis() -> None:
     for _ in range(3):
         model(torch.randn(4, WIDTH)).sum().backward()  # type: ignore[operator]
     gathered: list[Costs | None] = [None] * 4
-    dist.all_gather_object(gathered, model.costs())
+    dist.all_gather_object(gathered, model.schedule().options.costs)
     assert gathered[0] is not None
     assert gathered == [gathered[0]] * 4
     assert gathered[0].forward["0"] > 0.005, "a median of ranks that wait 0 to 30 ms"
@@ -408,7 +403,7 @@ def run_a_forward_on_one_rank() -> None:
         model(torch.randn(4, WIDTH))  # type: ignore[operator]
     for number in range(4):
         step(model, optimizer, number)
-    assert model.costs() is not None
+    assert model.schedule().options.costs is not None
 
 
 def test_forwards_of_one_rank_that_gather_nothing_measure_nothing() -> None:
@@ -417,7 +412,7 @@ def test_forwards_of_one_rank_that_gather_nothing_measure_nothing() -> None:
 
 def alternate() -> None:
     model = sharded(fully_shard(Alternating(*build())))  # type: ignore[misc]
-    model.set_costs(costs_of(5e-3))
+    model.set_schedule(costs=costs_of(5e-3))
     counts = []
     with Recorder() as recorder:
         for swaps in (False, False, True, False, True, False, True, True, True):
@@ -481,9 +476,9 @@ def choose_with_other_parameters() -> list[str]:
         model(torch.ones(2, 256, requires_grad=True)).sum().backward()
         cost = CollectiveCost(10 ** draws.uniform(-6, -2), 10 ** draws.uniform(8, 10.5))
         seconds = dict.fromkeys("012", 10 ** draws.uniform(-4.5, -1.5))
-        model.set_costs(Costs({"": AxisCosts(cost, cost, cost)}, seconds, seconds, copy_bandwidth=1e10))
+        model.set_schedule(costs=Costs({"": AxisCosts(cost, cost, cost)}, seconds, seconds, copy_bandwidth=1e10))
         model(torch.ones(2, 256, requires_grad=True)).sum().backward()
-        chosen.append(str(model.schedule_choice()))
+        chosen.append(str(model.schedule().choice))
     return chosen
 
 

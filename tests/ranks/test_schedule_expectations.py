@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -57,8 +57,9 @@ def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tup
     Planner.begin_forward, Planner.eager = begin_forward, eager_run  # type: ignore[method-assign]
     try:
         model = shard_layers(task.build(), fully_shard)
-        for name, value in options.items():
-            getattr(model, name)(value)
+        schedule, setters = dict(options), cast(Any, model)
+        setters.set_reshard_after_backward(schedule.pop("reshard_after_backward", True))
+        setters.set_schedule(**schedule)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         seen = []
         for step in range(STEPS):
@@ -89,9 +90,9 @@ def compare_expectations(task_name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("task", "options", "transport"),
     [
-        ("mlp", {"set_max_fused_bytes": 0}, "sockets"),
-        *(("transformer", {"set_prefetch_limit": 3}, transport) for transport in TRANSPORTS),
-        ("transformer", {"set_max_unsharded_bytes": 1000, "set_reshard_after_backward": False}, "in common"),
+        ("mlp", {"max_fused_bytes": 0}, "sockets"),
+        *(("transformer", {"prefetch_limit": 3}, transport) for transport in TRANSPORTS),
+        ("transformer", {"max_unsharded_bytes": 1000, "reshard_after_backward": False}, "in common"),
     ],
 )
 def test_results_do_not_depend_on_the_expected_order(task: str, options: dict[str, Any], transport: str) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composable_fsdp import FSDPModule, ParameterError, fully_shard
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.errors import ParameterError
 from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, assert_sharded, train_and_compare, values_of

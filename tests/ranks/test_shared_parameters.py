@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import LifecycleError, ParameterError, fully_shard
+from composable_fsdp import fully_shard
+from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
@@ -147,7 +148,7 @@ def trace_a_shared_parameter() -> None:
     """Check that the owner is unsharded with the user and that its gradient is reduced once, after both backwards."""
     task, rank = TASKS["tied"], dist.get_rank()
     model = shard_with_embedding_as_owner(tied_transformer())
-    model.set_max_fused_bytes(0)  # type: ignore[operator]
+    model.set_schedule(max_fused_bytes=0)  # type: ignore[operator]
     forward, backward = Recorder(), Recorder()
     for step in range(2):
         with forward if step else Recorder():

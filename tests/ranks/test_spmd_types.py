@@ -21,14 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import mse_loss
 from torch.testing import assert_close
 
-from composable_fsdp import (
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    ParameterError,
-    fully_shard,
-    no_sync,
-    unsharded_params,
-)
+from composable_fsdp import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, no_sync, unsharded_params
+from composable_fsdp.errors import ParameterError
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import full_value
 

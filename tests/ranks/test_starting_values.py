@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable_fsdp import DivergenceError, FSDPModule, ParameterError, fully_shard, initialize, sharded_rng
+from composable_fsdp import DivergenceError, FSDPModule, fully_shard, initialize, sharded_rng
+from composable_fsdp.errors import ParameterError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import Pairs, parallelize_pairs
 from tests.helpers.run_ranks import run_ranks

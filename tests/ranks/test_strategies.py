@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from composable_fsdp import ConfigurationError, MeshError, ShardingStrategy, clip_grad_norm_, fully_shard
+from composable_fsdp import ShardingStrategy, clip_grad_norm_, fully_shard
 from composable_fsdp.checkpoint import load, save
+from composable_fsdp.errors import ConfigurationError, MeshError
 from composable_fsdp.wrap import by_class
 from tests._internals import ParameterState, state_of
 from tests.helpers.models import TASKS, Block

@@ -57,7 +57,7 @@ def shard_towers(model: nn.Module, ahead: int = 1) -> None:
         assert len(state_of(tower).group.plan.grad_buckets) == 4
     fully_shard(model)
     assert isinstance(model, FSDPModule)
-    model.set_prefetch_limit(ahead)
+    model.set_schedule(prefetch_limit=ahead)
 
 
 def train(ahead: int) -> None:
@@ -171,8 +171,7 @@ def keep_for_backward() -> None:
             (2, nbytes, [2]),
             (2, 0, []),
         ):
-            model.set_prefetch_limit(ahead)
-            model.set_max_unsharded_bytes(most)
+            model.set_schedule(prefetch_limit=ahead, max_unsharded_bytes=most)
             assert kept() == expected, (ahead, most)
 
 

@@ -23,12 +23,12 @@ from composable_fsdp import (
     CommunicationPolicy,
     DataParallelMeshDims,
     Int8,
-    MeshError,
     MixedPrecisionPolicy,
     fully_shard,
     get_total_norm,
     no_sync,
 )
+from composable_fsdp.errors import MeshError
 from tests.helpers.model_parallel import (
     DECODER,
     PAIRS,

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shard, local_optimizer
+from composable_fsdp import MixedPrecisionPolicy, fully_shard, local_optimizer
 from composable_fsdp.checkpoint import load, save
+from composable_fsdp.errors import ConfigurationError
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import single_rank, values_of
 from tests.helpers.threads import run_in_threads

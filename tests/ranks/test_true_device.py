@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from composable_fsdp import (
     CPUOffloadPolicy,
-    DeviceError,
     MixedPrecisionPolicy,
     checkpoint,
     clip_grad_norm_,
@@ -26,6 +25,7 @@ from composable_fsdp import (
     initialize,
     unsharded_params,
 )
+from composable_fsdp.errors import DeviceError
 from tests.gpu import cases
 from tests.helpers import true_device
 from tests.helpers.models import TASKS, shard_layers

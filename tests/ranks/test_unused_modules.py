@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp import LifecycleError, MixedPrecisionPolicy, fully_shard
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp.errors import LifecycleError
 from tests._internals import state_of
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
@@ -300,7 +301,7 @@ def bound_memory_while_one_rank_skips() -> None:
         fully_shard(module)
     model.set_reduce_scatter_unused_params(True)
     nbytes = state_of(model.skippable).group.plan.unsharded_bytes
-    model.set_max_unsharded_bytes(3 * nbytes)  # the root, which stays, and two of the other three groups
+    model.set_schedule(max_unsharded_bytes=3 * nbytes)  # the root, which stays, and two of the other three groups
     for step in range(3):
         model(batch_of(step, dist.get_rank()), dist.get_rank() == 0).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

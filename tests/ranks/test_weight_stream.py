@@ -21,18 +21,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from composable_fsdp import (
-    ConfigurationError,
     DivergenceError,
-    JoinPart,
-    LifecycleError,
     MixedPrecisionPolicy,
-    ParameterError,
     PeerError,
     ShardPlacementResult,
     copy_params,
     fully_shard,
     stream_full_params,
 )
+from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
+from composable_fsdp.plugins.weight_stream import JoinPart
 from tests._internals import _BucketGather
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.experts import MIXTURE, place_experts

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, ErrorFeedback, Int8, LifecycleError, fully_shard
+from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, ErrorFeedback, Int8, fully_shard
+from composable_fsdp.errors import LifecycleError
 from composable_fsdp.plugins import Observer
 from tests._internals import CapturedPasses
 from tests.helpers.simulated_offload import simulated_offload

@@ -67,7 +67,7 @@ def test_a_changed_order_keeps_the_bound_on_unsharded_bytes(mesh: DeviceMesh) ->
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.set_max_unsharded_bytes(2 * LAYER_BYTES)  # type: ignore[operator]
+    model.set_schedule(max_unsharded_bytes=2 * LAYER_BYTES)  # type: ignore[operator]
     x = torch.ones(1, WIDTH)
     for order in (range(6), range(6), (0, 2, 4, 5), (1, 3, 0, 5, 2), (5, 0, 2), range(6)):
         assert peak_of(partial(train, model, x, order)) <= 2 * LAYER_BYTES, order
@@ -79,7 +79,7 @@ def test_a_group_counts_in_the_bound_between_its_modules(mesh: DeviceMesh) -> No
         fully_shard(layer, mesh=mesh)
     fully_shard([model.layers[0], model.layers[-1]], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.set_max_unsharded_bytes(3 * LAYER_BYTES)  # type: ignore[operator]
+    model.set_schedule(max_unsharded_bytes=3 * LAYER_BYTES)  # type: ignore[operator]
     for _ in range(3):
         assert peak_of(partial(train, model, torch.ones(1, WIDTH), range(6))) <= 3 * LAYER_BYTES
 
@@ -200,7 +200,7 @@ def test_a_backward_inside_the_forward_leaves_a_complete_plan(mesh: DeviceMesh) 
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.set_max_fused_bytes(0)  # type: ignore[operator]
+    model.set_schedule(max_fused_bytes=0)  # type: ignore[operator]
     for _ in range(2):
         train(model, torch.ones(1, WIDTH, requires_grad=True))
     found = unsharded_in(lambda: model(torch.ones(1, WIDTH, requires_grad=True)))
@@ -233,14 +233,14 @@ def test_accumulation_makes_its_plans_once(mesh: DeviceMesh, monkeypatch: pytest
     made.clear()
     accumulate(model, [False, True] * 2)
     assert not made, "the plans of both microbatches are kept"
-    model.set_prefetch_limit(0)  # type: ignore[operator]
+    model.set_schedule(prefetch_limit=0)  # type: ignore[operator]
     accumulate(model, [True, True])
     assert {limits.prefetch for limits in made} == {0}, "another option has a plan of its own"
     made.clear()
     accumulate(model, [True])
-    model.set_prefetch_limit(0)  # type: ignore[operator]
+    model.set_schedule(prefetch_limit=0)  # type: ignore[operator]
     accumulate(model, [True])
     assert not made, "a setting that keeps its value changes nothing"
-    model.set_prefetch_limit(1)  # type: ignore[operator]
+    model.set_schedule(prefetch_limit=1)  # type: ignore[operator]
     accumulate(model, [False, True] * 2)
     assert not made, "an earlier option has its plan again"

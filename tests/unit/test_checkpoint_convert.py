@@ -13,8 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from composable_fsdp import CheckpointError, ConfigurationError, sharded_ema
+from composable_fsdp import sharded_ema
 from composable_fsdp.checkpoint import load, optimizer_state_dict, save
+from composable_fsdp.errors import CheckpointError, ConfigurationError
 from tests._internals import Kind, convert, open_source
 from tests.helpers.fresh_process import run_program
 from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained

@@ -68,7 +68,7 @@ def test_a_partial_checkpoint_of_another_process_is_not_removed(tmp_path: Path) 
     writing = PartialCheckpoint(tmp_path, 1)
     script = (
         "import sys; from pathlib import Path\n"
-        "from composable_fsdp import CheckpointError\n"
+        "from composable_fsdp.errors import CheckpointError\n"
         "from tests._internals import PartialCheckpoint\n"
         "try: PartialCheckpoint(Path(sys.argv[1]), 2)\n"
         "except CheckpointError as error: print(error)\n"

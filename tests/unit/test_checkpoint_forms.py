@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import CheckpointError, ConfigurationError
 from composable_fsdp.checkpoint import (
     Full,
     Local,
@@ -21,6 +20,7 @@ from composable_fsdp.checkpoint import (
     state_dict,
     state_dict_form,
 )
+from composable_fsdp.errors import CheckpointError, ConfigurationError
 from tests._internals import lacking, plain_name, restored
 
 

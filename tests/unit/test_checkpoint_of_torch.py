@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from composable_fsdp import CheckpointError, fully_shard
+from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import load_state_dict, optimizer_state_dict, save
+from composable_fsdp.errors import CheckpointError
 from tests.helpers.sharding import single_rank
 from tests.helpers.single_rank_checkpoints import trained
 

@@ -18,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from composable_fsdp import ArgumentTypeError, CheckpointError, ConfigurationError
 from composable_fsdp.checkpoint import (
     latest,
     load,
@@ -27,6 +26,7 @@ from composable_fsdp.checkpoint import (
     save,
     save_safetensors,
 )
+from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from tests._internals import PartialCheckpoint, SavePlanner, directory, read_metadata
 from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import Cast, CommunicationPolicy, ConfigurationError, ErrorFeedback, Float8, Int4, Int8
+from composable_fsdp import Cast, CommunicationPolicy, ErrorFeedback, Float8, Int4, Int8
+from composable_fsdp.errors import ConfigurationError
 from tests._internals import Encoder, GradientCodec, _encoder
 
 EXACT = Cast(torch.float32)

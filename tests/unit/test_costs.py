@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import AxisCosts, CollectiveCost, Costs
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs
 from tests._internals import LoopbackCommunicator, measure_collective
 
 COST = CollectiveCost(2e-5, 5e10, per_rank=1e-7)

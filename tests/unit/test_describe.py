@@ -16,14 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composable_fsdp import (
-    ConfigurationError,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    describe,
-    fully_shard,
-    no_sync,
-)
+from composable_fsdp import MixedPrecisionPolicy, ShardingStrategy, describe, fully_shard, no_sync
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap import balanced, by_class
 from tests.helpers.models import Block, Chain, Transformer
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import MeshError, ParameterError, fully_shard
+from composable_fsdp import fully_shard
+from composable_fsdp.errors import MeshError, ParameterError
 from tests._internals import data_parallel_axes, like, meshes, on_other_accelerators, shard_over_axes
 from tests.helpers.sharding import single_rank
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp import ConfigurationError, PeerError, diagnostics, trace
+from composable_fsdp import PeerError, diagnostics, trace
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Position, TraceEvent
 from tests._internals import (
     ABSENT,

@@ -117,9 +117,9 @@ def build(drawn: Drawn) -> FSDPModule:
     model = Sequence([nn.Linear(WIDTH, WIDTH), *parts], (0, *(1 + index for index in drawn.order)))
     fully_shard(model, mesh=mesh)
     assert isinstance(model, FSDPModule)
-    model.set_prefetch_limit(drawn.limit)
-    model.set_max_unsharded_bytes(drawn.max_unsharded)
-    model.set_max_fused_bytes(drawn.max_fused)
+    model.set_schedule(
+        prefetch_limit=drawn.limit, max_unsharded_bytes=drawn.max_unsharded, max_fused_bytes=drawn.max_fused
+    )
     model.set_reshard_after_backward(not drawn.keeps_after_backward)
     model.set_requires_gradient_sync(drawn.is_synced)
     model.set_reduce_scatter_unused_params(drawn.reduces_unused)
@@ -295,13 +295,8 @@ def line_of(plan: events.Schedule, event: str) -> str:
 
 
 def chosen(**options: int | None) -> Callable[[Any], object]:
-    """Return the function that sets ``options`` of a root."""
-
-    def choose(model: Any) -> None:
-        for name, value in options.items():
-            getattr(model, f"set_{name}")(value)
-
-    return choose
+    """Return the function that sets ``options`` of the schedule of a root."""
+    return lambda model: model.set_schedule(**options)
 
 
 @pytest.fixture

@@ -19,22 +19,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_fsdp import (
-    ArgumentTypeError,
     CommunicationPolicy,
-    ConfigurationError,
     CPUOffloadPolicy,
     FSDPError,
     FSDPModule,
     Int8,
-    MeshError,
     MixedPrecisionPolicy,
-    ParameterError,
-    UnsupportedError,
     fully_shard,
     plugins,
     register_fsdp_forward_method,
     wrap,
 )
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, MeshError, ParameterError, UnsupportedError
 from tests._internals import default_mesh
 from tests.helpers.fresh_process import run_program
 from tests.helpers.refusals import assert_refused
@@ -92,7 +88,7 @@ import torch, composable_fsdp
 model = torch.nn.Linear(2, 2)
 try:
     composable_fsdp.fully_shard(model)
-except composable_fsdp.MeshError as error:
+except composable_fsdp.errors.MeshError as error:
     assert type(model) is torch.nn.Linear and type(model.weight) is torch.nn.Parameter
     assert isinstance(error, ValueError)
     print(error)
@@ -427,25 +423,6 @@ def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
     assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("set_max_extra_bytes", r"leave it out: .* set_prefetch_limit\(n\) spends memory on a shorter step"),
-        ("set_all_gather_layout", "leave it out, since large parameters are gathered into their place without copies"),
-        (
-            "set_all_gather_output_fn",
-            "leave it out: shards of dim 0 need no copy .* fsdp_post_all_gather of a tensor sub",
-        ),
-        ("set_reduce_scatter_input_fn", "leave it out, or change what is sent by comm_policy or by fsdp_pre_reduce"),
-        ("set_stable_storage", r"leave it out, and compile blocks with block.compile\(\): their graphs hold no coll"),
-    ],
-)
-def test_setters_that_are_not_supported_say_what_to_use_instead(name: str, remedy: str) -> None:
-    model = fully_shard(nn.Linear(3, 3))
-    with pytest.raises(UnsupportedError, match=f"^{name} is not supported in this version; {remedy}"):
-        getattr(model, name)(None)
-
-
 def test_symmetric_memory_is_said_to_have_no_effect_once(caplog: pytest.LogCaptureFixture) -> None:
     for backend in ((), ("NCCL",)):
         model = fully_shard(nn.Linear(3, 3))
@@ -503,9 +480,9 @@ def test_every_error_is_ours() -> None:
         ("process_group", r"Pass mesh=DeviceMesh.from_group\(process_group, device_type\)"),
         ("ignored_states", "Pass ignored_params= or ignored_modules="),
         ("use_orig_params", "Leave it out: optimizers always see one parameter for each of the module's"),
-        ("backward_prefetch", r"Leave it out: backward prefetches, and set_prefetch_limit\(n\) says how far"),
-        ("forward_prefetch", r"Leave it out: forward prefetches, and set_prefetch_limit\(n\) says how far"),
-        ("limit_all_gathers", r"Leave it out: set_prefetch_limit\(n\) limits them"),
+        ("backward_prefetch", r"Leave it out: backward prefetches, and set_schedule\(prefetch_limit=n\) says how far"),
+        ("forward_prefetch", r"Leave it out: forward prefetches, and set_schedule\(prefetch_limit=n\) says how far"),
+        ("limit_all_gathers", r"Leave it out: set_schedule\(prefetch_limit=n\) limits them"),
     ],
 )
 def test_an_argument_of_fsdp1_names_its_replacement(name: str, advice: str) -> None:

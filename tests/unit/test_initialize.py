@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import ConfigurationError, ParameterError, fully_shard, to_empty
+from composable_fsdp import fully_shard, to_empty
+from composable_fsdp.errors import ConfigurationError, ParameterError
 from tests._internals import entries_of
 from tests.helpers.sharding import single_rank
 

@@ -14,6 +14,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import composable_fsdp as ours
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.interop import patch_torch
 from tests.helpers.sharding import single_rank
 
@@ -103,7 +104,8 @@ def test_an_exception_inside_undoes_the_patch() -> None:
 def test_patching_is_refused_while_a_model_sharded_by_torch_is_alive() -> None:
     model = torch_fsdp.fully_shard(nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(
-        ours.ConfigurationError, match=r"sharded 1 modules that are still in use \(Sequential\).*Call patch_torch\(\)"
+        ConfigurationError,
+        match=r"sharded 1 modules that are still in use \(Sequential\).*Call patch_torch\(\)",
     ):
         patch_torch()
     assert current() == ORIGINAL
@@ -115,9 +117,9 @@ def test_patching_is_refused_while_a_model_sharded_by_torch_is_alive() -> None:
 def test_a_submodule_sharded_by_torch_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     torch_fsdp.fully_shard(model[0])
-    with pytest.raises(ours.ConfigurationError, match=r"torch's own fully_shard has sharded '0' of the Sequential"):
+    with pytest.raises(ConfigurationError, match=r"torch's own fully_shard has sharded '0' of the Sequential"):
         ours.fully_shard(model)
-    with pytest.raises(ours.ConfigurationError, match=r"has sharded 'FSDPLinear' of the Linear given to ours"):
+    with pytest.raises(ConfigurationError, match=r"has sharded 'FSDPLinear' of the Linear given to ours"):
         ours.fully_shard(model[0])
     del model
     gc.collect()

@@ -22,7 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
-from composable_fsdp import FSDPModule, UnsupportedError, fully_shard
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.errors import UnsupportedError
 from composable_fsdp.policies import ReshardKind
 from tests._internals import ClientState, ParameterState, state_of
 from tests.helpers.sharding import single_rank
@@ -315,7 +316,11 @@ def test_hooks_of_tensors_see_the_pass_for_which_they_gather() -> None:
     ("place", "name", "instead"),
     [
         ("State", "_states_to_forward_prefetch", "set_modules_to_forward_prefetch"),
-        ("State", "_states_to_backward_prefetch", r"set_modules_to_backward_prefetch.*set_prefetch_limit\(0\)"),
+        (
+            "State",
+            "_states_to_backward_prefetch",
+            r"set_modules_to_backward_prefetch.*\(prefetch_limit=0\)",
+        ),
         ("ParamGroup", "_all_gather_result", r"reshard\(\) of the module frees"),
         ("ParamGroup", "finalize_backward", r"finalize_backward\(\) of the model"),
         ("ParamGroup", "lazy_hsdp_allreduce", r"set_requires_all_reduce\(False\)"),

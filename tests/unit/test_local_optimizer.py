@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from composable_fsdp import ConfigurationError, LifecycleError, fully_shard, local_optimizer
+from composable_fsdp import fully_shard, local_optimizer
+from composable_fsdp.errors import ConfigurationError, LifecycleError
 from tests.helpers.sharding import full_value, single_rank
 
 

@@ -15,14 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.testing import assert_close
 
-from composable_fsdp import (
-    ArgumentTypeError,
-    ConfigurationError,
-    DataParallelMeshDims,
-    MeshError,
-    ParameterError,
-    fully_shard,
-)
+from composable_fsdp import DataParallelMeshDims, fully_shard
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, MeshError, ParameterError
 from tests._internals import ModelParallel, ShardPlacementResult, named_data_parallel_axes
 from tests.helpers.refusals import assert_refused
 from tests.helpers.sharding import single_rank

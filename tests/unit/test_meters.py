@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import ConfigurationError, fully_shard
+from composable_fsdp import fully_shard
 from composable_fsdp.diagnostics import Meter, Reading, meters
+from composable_fsdp.errors import ConfigurationError
 
 
 class Clock:

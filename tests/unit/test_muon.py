@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from composable_fsdp import ArgumentTypeError, ConfigurationError, LifecycleError, Muon, owner_step
+from composable_fsdp import Muon, owner_step
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 
-from composable_fsdp import ConfigurationError, CPUOffloadPolicy, LifecycleError, MixedPrecisionPolicy, fully_shard
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.errors import ConfigurationError, LifecycleError
 from composable_fsdp.plan import ACCELERATORS, Accelerator, Plan, plan, sweep
 from composable_fsdp.wrap import transformer_blocks
 from tests._internals import pinned_bytes, simulated_job

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import ConfigurationError, LifecycleError, fully_shard, no_sync
+from composable_fsdp import fully_shard, no_sync
+from composable_fsdp.errors import ConfigurationError, LifecycleError
 from tests._internals import _MOST_FORWARDS, state_of
 from tests.helpers.models import Chain
 from tests.helpers.sharding import sharded, single_rank
@@ -38,19 +39,19 @@ def onto_meta(layer: Any) -> None:
             "and one counts for all. Call set_order_check on the root.",
         ),
         (
-            lambda layer: layer.set_max_unsharded_bytes(0),
+            lambda layer: layer.set_schedule(max_unsharded_bytes=0),
             "the max_unsharded_bytes of 'layers.1' (Linear) is 0, but that of 'root' (Chain), which contains it, is "
-            "None, and one counts for all. Call set_max_unsharded_bytes on the root only.",
+            "None, and one counts for all. Call set_schedule on the root only.",
         ),
         (
-            lambda layer: layer.set_prefetch_limit(3),
+            lambda layer: layer.set_schedule(prefetch_limit=3),
             "the prefetch_limit of 'layers.1' (Linear) is 3, but that of 'root' (Chain), which contains it, is "
-            "None, and one counts for all. Call set_prefetch_limit on the root only.",
+            "None, and one counts for all. Call set_schedule on the root only.",
         ),
         (
-            lambda layer: layer.set_max_fused_bytes(7),
+            lambda layer: layer.set_schedule(max_fused_bytes=7),
             "the max_fused_bytes of 'layers.1' (Linear) is 7, but that of 'root' (Chain), which contains it, is "
-            "None, and one counts for all. Call set_max_fused_bytes on the root only.",
+            "None, and one counts for all. Call set_schedule on the root only.",
         ),
         (
             onto_meta,
@@ -68,16 +69,16 @@ def test_the_first_forward_names_both_modules_and_values(change: Callable[[Any],
 
 
 @pytest.mark.behaviour("B-04")
-@pytest.mark.parametrize("setter", ["set_prefetch_limit", "set_max_unsharded_bytes", "set_max_fused_bytes"])
-def test_inner_modules_refuse_root_settings_after_the_first_forward(setter: str) -> None:
+@pytest.mark.parametrize("choice", ["prefetch_limit", "max_unsharded_bytes", "max_fused_bytes"])
+def test_inner_modules_refuse_root_settings_after_the_first_forward(choice: str) -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     model(torch.ones(1, 8)).sum().backward()
-    choice = setter.removeprefix("set_")
     before = getattr(state_of(model.layers[1]).options, choice)
-    with pytest.raises(ConfigurationError, match=rf"the {choice} of 'layers\.1' .* is 7, .*Call {setter} on the root"):
-        getattr(model.layers[1], setter)(7)
+    given: dict[str, Any] = {choice: 7}
+    with pytest.raises(ConfigurationError, match=rf"the {choice} of 'layers\.1' .* is 7, .*Call set_schedule on"):
+        sharded(model.layers[1]).set_schedule(**given)
     assert getattr(state_of(model.layers[1]).options, choice) == before
-    getattr(model, setter)(7)
+    sharded(model).set_schedule(**given)
     model(torch.ones(1, 8)).sum().backward()
 
 
@@ -122,12 +123,11 @@ def test_root_settings_apply_to_all_groups_and_can_be_corrected() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     root, layer = sharded(model), sharded(model.layers[0])
     root.set_order_check("always")
-    root.set_max_unsharded_bytes(0)
-    root.set_max_fused_bytes(0)
-    layer.set_max_fused_bytes(5)
+    root.set_schedule(max_unsharded_bytes=0, max_fused_bytes=0)
+    layer.set_schedule(max_fused_bytes=5)
     with pytest.raises(ConfigurationError, match=r"the max_fused_bytes of 'layers\.0'"):
         model(torch.ones(1, 8))
-    layer.set_max_fused_bytes(0)
+    layer.set_schedule(max_fused_bytes=0)
     model(torch.ones(1, 8)).sum().backward()
 
 
@@ -151,7 +151,7 @@ def test_a_setter_replaces_the_options_of_a_state_if_it_changes_them() -> None:
     layer, state = model.layers[0], state_of(model.layers[0])
     before = state.options
     sharded(model).set_requires_gradient_sync(True)
-    sharded(layer).set_prefetch_limit(None)
+    sharded(layer).set_schedule(prefetch_limit=None)
     assert state.options is before, "nothing has changed"
     with no_sync(layer):
         sharded(layer).set_reshard_after_backward(False)

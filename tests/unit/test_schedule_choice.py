@@ -9,7 +9,7 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import AxisCosts, CollectiveCost, Costs
+from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs
 from tests._internals import (
     DEFAULT_SETTINGS,
     EXTRA_BYTES,

@@ -70,8 +70,8 @@ def stepper(model: Any, network: Any) -> Callable[[], float]:
 def test_nothing_is_measured_or_chosen_without_a_call(network: Any) -> None:
     model = build(network)
     times = [s() for s in [stepper(model, network)] * 12]
-    assert model.costs() is None
-    assert model.schedule_choice() is None
+    assert model.schedule().options.costs is None
+    assert model.schedule().choice is None
     assert times[2:] == [times[1]] * 10, "no step measures anything"
 
 
@@ -99,9 +99,9 @@ def check_costs(network: Any) -> None:
     model.calibrate()
     for number in range(2):
         step()
-        assert model.costs() is None, number
+        assert model.schedule().options.costs is None, number
     step()
-    costs = model.costs()
+    costs = model.schedule().options.costs
     assert costs is not None
     assert costs.source == f"measured on this job of {RANKS} ranks"
     (axis,) = costs.axes.values()
@@ -111,7 +111,7 @@ def check_costs(network: Any) -> None:
     flops = 2 * 2 * ROWS * WIDTH * 2 * WIDTH
     assert list(costs.forward) == [str(layer) for layer in range(LAYERS)], "the root has no parameters of its own"
     assert list(costs.forward.values()) == pytest.approx([flops / 450e12] * LAYERS, rel=0.05)
-    assert model.schedule_choice() is not None
+    assert model.schedule().choice is not None
 
 
 def allow_memory(patch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_network_that_changes_is_measured_again_by_another_call(
         model.calibrate()
         for _ in range(4):
             step()
-        return model.schedule_choice(), step()
+        return model.schedule().choice, step()
 
     before, _ = calibrated()
     network.latency = 5000.0
@@ -140,13 +140,13 @@ def test_a_network_that_changes_is_measured_again_by_another_call(
     assert after.settings.grad_buckets < before.settings.grad_buckets
     assert seconds < 0.8 * slow
     assert after.seconds == pytest.approx(seconds, rel=0.05)
-    costs = model.costs()
+    costs = model.schedule().options.costs
     assert costs is not None
     (axis,) = costs.axes.values()
     assert axis.all_gather.latency == pytest.approx(5e-3, rel=0.01)
 
 
-def test_set_costs_without_a_table_goes_back_to_the_default(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_table_of_costs_goes_back_to_the_default(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     allow_memory(monkeypatch)
     model = build(network)
     step = stepper(model, network)
@@ -156,20 +156,20 @@ def test_set_costs_without_a_table_goes_back_to_the_default(network: Any, monkey
     for _ in range(4):
         step()
     assert [state_of(block).group.plan for block in model] != plans, "a choice took effect"  # type: ignore[attr-defined]
-    model.set_costs(None)
+    model.set_schedule(costs=None)
     step()
-    assert model.schedule_choice() is None
+    assert model.schedule().choice is None
     assert [state_of(block).group.plan for block in model] == plans  # type: ignore[attr-defined]
     assert step() == times[1]
 
 
 def test_settings_of_the_user_are_kept(network: Any) -> None:
     model = build(network)
-    model.set_prefetch_limit(0)
+    model.set_schedule(prefetch_limit=0)
     model.calibrate()
     for _ in range(4):
         stepper(model, network)()
-    choice = model.schedule_choice()
+    choice = model.schedule().choice
     assert choice is not None
     assert choice.settings.prefetch_limit == 0
 

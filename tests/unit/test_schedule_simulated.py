@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp import AxisCosts, CollectiveCost, Costs
+from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs
 from tests._internals import GradientMemory, GroupSpec, fit_computation, schedule, simulate
 from tests._internals import events as s
 from tests.helpers.chain_schedule import HOST, STREAMS, chain_schedule

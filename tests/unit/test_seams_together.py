@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composable_fsdp import LifecycleError, UnsupportedError, fully_shard, sharded_rng, unsharded_params
+from composable_fsdp import fully_shard, sharded_rng, unsharded_params
+from composable_fsdp.errors import LifecycleError, UnsupportedError
 from tests._internals import ParameterState, root_of, state_of
 
 WIDTH = 8

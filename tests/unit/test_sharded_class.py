@@ -14,14 +14,8 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-from composable_fsdp import (
-    ConfigurationError,
-    FSDPModule,
-    UnshardHandle,
-    UnsupportedError,
-    fully_shard,
-    share_comm_ctx,
-)
+from composable_fsdp import FSDPModule, UnshardHandle, fully_shard, share_comm_ctx
+from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from tests._internals import CommStream, root_of, state_of
 from tests.helpers.sharding import single_rank
 

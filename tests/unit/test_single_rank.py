@@ -19,7 +19,8 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp import FSDPModule, LifecycleError, MixedPrecisionPolicy, ParameterError, fully_shard, no_sync
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
+from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import backend_capabilities
 from tests.helpers.models import Task, seeded, squared_error, vectors

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composable_fsdp import ConfigurationError, DataParallelMeshDims, MeshError, ShardingStrategy
+from composable_fsdp import DataParallelMeshDims, ShardingStrategy
+from composable_fsdp.errors import ConfigurationError, MeshError
 from composable_fsdp.plan import ACCELERATORS
 from tests._internals import KnownAccelerator, StrategyName, as_strategy, default_mesh, resolve_strategy
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_fsdp import AxisCosts, CollectiveCost, Costs, fully_shard
+from composable_fsdp import fully_shard
 from composable_fsdp.errors import ParameterError
+from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs
 from tests._internals import Pass, events, root_of, state_of
 
 WIDTH, NAMES = 16, "abc"
@@ -69,7 +70,7 @@ def events_of(model: Any) -> list[Any]:
 
 def give_costs(model: Any) -> None:
     cost, seconds = CollectiveCost(1.0, 1e10), dict.fromkeys(NAMES, 1e-2)
-    model.set_costs(Costs({"": AxisCosts(cost, cost, cost)}, seconds, seconds, copy_bandwidth=1e10))
+    model.set_schedule(costs=Costs({"": AxisCosts(cost, cost, cost)}, seconds, seconds, copy_bandwidth=1e10))
 
 
 def chosen_after(model: Any) -> Any:
@@ -79,7 +80,7 @@ def chosen_after(model: Any) -> Any:
         step(model)
         optimizer.step()
         optimizer.zero_grad()
-    return model.schedule_choice()
+    return model.schedule().choice
 
 
 def is_as(choice: Any, other: Any) -> bool:

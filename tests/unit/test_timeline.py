@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import CommunicationReport, CommunicationRow, ConfigurationError, fully_shard, trace
-from composable_fsdp.diagnostics import write_timeline
+from composable_fsdp import fully_shard, trace
+from composable_fsdp.diagnostics import CommunicationReport, CommunicationRow, write_timeline
 from composable_fsdp.diagnostics.timeline import Lanes, performed
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Position, TraceEvent
 from tests._internals import events as s
 from tests._internals import (

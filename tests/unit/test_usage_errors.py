@@ -16,14 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import (
-    ArgumentTypeError,
-    ConfigurationError,
     CPUOffloadPolicy,
-    LifecycleError,
-    LowPrecisionWarning,
     MixedPrecisionPolicy,
-    OffloadBackendWarning,
-    ParameterError,
     fully_shard,
     local_optimizer,
     no_sync,
@@ -33,6 +27,14 @@ from composable_fsdp import (
     unsharded_params,
 )
 from composable_fsdp.checkpoint import Full, save, state_dict, state_dict_form
+from composable_fsdp.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    LifecycleError,
+    LowPrecisionWarning,
+    OffloadBackendWarning,
+    ParameterError,
+)
 from tests._internals import data_parallel_axes, explanation_of, warn_without_cpu_backend
 from tests.helpers.fresh_process import run_program
 from tests.helpers.sharding import single_rank
@@ -506,7 +508,7 @@ def test_operations_without_unsharding_work_inside_unsharded_params() -> None:
         assert not any(isinstance(value, DTensor) for value in model.state_dict().values())
         model.reshard()
         model.zero_grad()
-        model.set_prefetch_limit(3)
+        model.set_schedule(prefetch_limit=3)
         assert all(type(p) is nn.Parameter for p in model.parameters())
     assert all(isinstance(p, DTensor) for p in model.parameters())
     model(X).sum().backward()
@@ -606,7 +608,7 @@ def test_one_warning_tells_of_an_optimizer_that_updates_parameters_of_low_precis
             step(*case)
     match = (
         rf"SGD updates 2 sharded parameters in {name}, such as 'weight', and keeps no copy in fp32.*"
-        rf"MixedPrecisionPolicy\(param_dtype=torch\.{name}\)\).*filter this composable_fsdp\.LowPrecisionWarning"
+        rf"MixedPrecisionPolicy\(param_dtype=torch\.{name}\)\).*filter this composable_fsdp\.errors\.LowPrecision"
     )
     with pytest.warns(LowPrecisionWarning, match=match) as found:
         step(fully_shard(nn.Linear(4, 4, dtype=dtype)), torch.optim.SGD, dtype)

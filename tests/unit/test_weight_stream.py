@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_fsdp import JoinPart, PackedLayout, PackedTensor
+from composable_fsdp.plugins.weight_stream import JoinPart, PackedLayout, PackedTensor
 from composable_fsdp.plugins.weight_stream.packed_layout import (
     HEADER_BYTES,
     Distribution,

@@ -21,7 +21,8 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import ConfigurationError, FSDPModule, describe, fully_shard, tie_groups
+from composable_fsdp import FSDPModule, describe, fully_shard, tie_groups
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap import balanced, by_class, by_size, every_module, transformer_blocks
 from tests._internals import Group, Scope, as_wrap_policy, plan_groups, state_of
 from tests.helpers.models import Block as TransformerBlock

@@ -14,12 +14,9 @@ import torch.distributed as dist
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._core.events import RunningPass
 from composable_fsdp._core.seams import ObservedRoot, Observer
+from composable_fsdp.errors import ExecutionOrderWarning
 
-__all__ = ["ExecutionOrderWarning", "ForwardOrder"]
-
-
-class ExecutionOrderWarning(UserWarning):
-    """This rank's forward ran its modules in another order than in the first iteration."""
+__all__ = ["ForwardOrder"]
 
 
 class ForwardOrder(Observer):

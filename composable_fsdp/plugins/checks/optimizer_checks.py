@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp._core.hooks import sharded_parameters
 from composable_fsdp._core.params import find_parameter, find_replaced, find_unsharded
 from composable_fsdp._core.seams import Observer
-from composable_fsdp.errors import ConfigurationError, LifecycleError
+from composable_fsdp.errors import ConfigurationError, LifecycleError, LowPrecisionWarning
 
-__all__ = ["LowPrecisionWarning", "OptimizerChecks"]
+__all__ = ["OptimizerChecks"]
 
 _has_warned_of_low_precision = False
 _CHECKED_ATTRIBUTE = "_composable_fsdp_checked"
@@ -67,10 +67,6 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-class LowPrecisionWarning(UserWarning):
-    """An optimizer updates sharded parameters in bf16 or fp16 and keeps no fp32 copy of them."""
-
-
 def _warn_of_low_precision(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     """Warn once per process of low-precision updates by a class of ``torch.optim``.
 
@@ -93,7 +89,7 @@ def _warn_of_low_precision(optimizer: torch.optim.Optimizer, parameters: Sequenc
         f"{type(optimizer).__name__} updates {len(low)} sharded parameters in {dtype}, such as {first.name!r}, and "
         "keeps no copy in fp32: updates smaller than the rounding of a parameter are lost. Leave parameters in fp32 "
         f"and compute in {dtype} with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype})). If "
-        "it is meant so, filter this composable_fsdp.LowPrecisionWarning.",
+        "it is meant so, filter this composable_fsdp.errors.LowPrecisionWarning.",
         LowPrecisionWarning,
         stacklevel=6,
     )

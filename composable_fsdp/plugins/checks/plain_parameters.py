@@ -16,18 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._core.state import FSDPState, find_state
+from composable_fsdp.errors import PlainParameterWarning
 
-__all__ = ["PlainParameterWarning", "PlainParameters"]
+__all__ = ["PlainParameters"]
 
 _SHOWN = 5
 
 
 _Places: TypeAlias = WeakKeyDictionary[nn.Module, set[str]]
 """The attributes of plain parameters, by module."""
-
-
-class PlainParameterWarning(UserWarning):
-    """Trainable parameters were added to a sharded model."""
 
 
 class PlainParameters(Observer):

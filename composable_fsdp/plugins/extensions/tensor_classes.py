@@ -13,15 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.memory import contiguous_strides
 from composable_fsdp._core.params import first_supported
-from composable_fsdp.errors import ExtensionError
+from composable_fsdp.errors import ExtensionError, LostExtensionWarning
 
 GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 GRADIENT_HOOKS = ("fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter")
 VIEW_HOOK = "fsdp_get_unsharded_view"
-
-
-class LostExtensionWarning(UserWarning):
-    """A tensor's all-gather or reduce-scatter hooks were lost, so its parameter is communicated like a plain one."""
 
 
 def hooks_of(tensor: torch.Tensor) -> frozenset[str]:

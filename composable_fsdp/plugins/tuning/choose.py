@@ -9,9 +9,10 @@ from html import escape
 from typing import Any
 
 from composable_fsdp._core.schedule import ScheduleSettings
+from composable_fsdp.plugins.tuning.costs import Costs
 from composable_fsdp.plugins.tuning.simulate import Timeline
 
-__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "choose"]
+__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "ScheduleOptions", "choose"]
 
 
 DEFAULT_SETTINGS = ScheduleSettings()
@@ -37,6 +38,23 @@ _CHANGE = 0.1
 
 _PRECISION = 0.005
 """The part of a step by which predictions are often wrong, as ``benchmarks/schedule_sweep.py`` prints."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOptions:
+    """The options of a schedule, each ``None`` for the default. ``FSDPModule.set_schedule`` says what they do.
+
+    Args:
+        prefetch_limit: the number of groups that are prefetched.
+        max_unsharded_bytes: the bound of the bytes of unsharded parameters on this rank.
+        max_fused_bytes: the bytes of full parameters up to which small groups share messages.
+        costs: the table by which the settings that are ``None`` are chosen, given or measured.
+    """
+
+    prefetch_limit: int | None = None
+    max_unsharded_bytes: int | None = None
+    max_fused_bytes: int | None = None
+    costs: Costs | None = None
 
 
 @dataclass(frozen=True, slots=True)

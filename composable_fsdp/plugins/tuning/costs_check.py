@@ -37,7 +37,7 @@ def check_costs(states: Mapping[str, FSDPState], costs: Costs | Exception | None
         own = json.dumps(costs and asdict(costs), indent=1, sort_keys=True)
     meshes = dict.fromkeys(pgs.axes for state in states.values() for pgs in state.group.process_groups)
     for axes in meshes:
-        texts = gather_texts(own, (axes.shard, axes.replicate), axes.device, "the costs given to set_costs")
+        texts = gather_texts(own, (axes.shard, axes.replicate), axes.device, "the costs given to set_schedule")
         ranks: dict[tuple[str, ...], list[int]] = {}
         for rank, text in sorted(texts.items()):
             ranks.setdefault(tuple(text.splitlines()), []).append(rank)
@@ -46,7 +46,7 @@ def check_costs(states: Mapping[str, FSDPState], costs: Costs | Exception | None
         usual, other = sorted(ranks, key=lambda text: -len(ranks[text]))[:2]
         one, another = next(pair for pair in zip_longest(usual, other, fillvalue="nothing") if pair[0] != pair[1])
         raise DivergenceError(
-            f"set_costs: {ranks_text(ranks[other], SHOWN_RANKS)} was given other costs than "
+            f"set_schedule: {ranks_text(ranks[other], SHOWN_RANKS)} was given other costs than "
             f"{ranks_text(ranks[usual], SHOWN_RANKS)}. The first difference: {another.strip()} in place of "
             f"{one.strip()}. Ranks that choose by other costs launch other collectives. Load one table on all "
             "of them, or send that of one rank with torch.distributed.broadcast_object_list."
@@ -75,7 +75,7 @@ def _check_names(
             raise ConfigurationError(
                 f"these costs ({costs.source}) have {what} that the model does not have: {_shown(unknown)}. Its "
                 f"{what} are {_shown(sorted(found))}. Take them out, or measure this model with calibrate(). "
-                "Call set_costs on the root."
+                "Call set_schedule on the root."
             )
 
 

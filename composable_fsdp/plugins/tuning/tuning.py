@@ -18,13 +18,13 @@ from composable_fsdp._core.schedule import ScheduleSettings, set_by_user
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.plugins.tuning.calibration import Calibration, StepObserver
-from composable_fsdp.plugins.tuning.choose import Choice, choose
+from composable_fsdp.plugins.tuning.choose import Choice, ScheduleOptions, choose
 from composable_fsdp.plugins.tuning.clock import Clock
 from composable_fsdp.plugins.tuning.costs import Costs
 from composable_fsdp.plugins.tuning.predict import schedule_for, specs_for
 from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
 
-__all__ = ["Tuning", "choice_of", "tuning_of"]
+__all__ = ["Tuning", "choice_of", "options_of", "tuning_of"]
 
 _log = logging.getLogger("torch.distributed.fsdp.fully_shard")
 
@@ -171,6 +171,12 @@ def tuning_of(root: ObservedRoot) -> Tuning:
     if known is None:
         root.observers.add(known := Tuning())
     return known
+
+
+def options_of(root: ObservedRoot) -> ScheduleOptions:
+    """Return the options of the schedule of ``root``."""
+    given = root.root_state.options
+    return ScheduleOptions(given.prefetch_limit, given.max_unsharded_bytes, given.max_fused_bytes, _costs_of(root))
 
 
 def choice_of(root: ObservedRoot) -> Choice | None:

@@ -1,0 +1,137 @@
+"""The names at the top of the package, and the methods of sharded modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+import composable_fsdp
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.errors import MissingNameError, UnsupportedError
+from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs, ScheduleOptions
+from tests.helpers.sharding import sharded, single_rank
+
+MOST_NAMES = 46
+MOST_METHODS = 32
+"""Those that modules have without sharding, such as ``zero_grad``, do not count."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def methods_of(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
+
+
+def test_few_names_are_at_the_top_and_few_methods_beside_those_of_torch() -> None:
+    assert len(composable_fsdp.__all__) <= MOST_NAMES
+    assert all(hasattr(composable_fsdp, name) for name in composable_fsdp.__all__)
+    assert methods_of(torch_fsdp.FSDPModule) <= methods_of(FSDPModule)
+    assert len(methods_of(FSDPModule) - set(dir(nn.Module))) <= MOST_METHODS
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("MeshError", "errors"),
+        ("LowPrecisionWarning", "errors"),
+        ("Costs", "plugins.tuning"),
+        ("JoinPart", "plugins.weight_stream"),
+        ("ModelDescription", "diagnostics"),
+    ],
+)
+def test_importing_a_class_from_the_top_says_where_it_is(name: str, home: str) -> None:
+    text = rf"^{name} is in composable_fsdp\.{home}: from composable_fsdp\.{home} import {name}$"
+    with pytest.raises(ImportError, match=text):
+        getattr(composable_fsdp, name)
+    with pytest.raises(ImportError, match=text):
+        exec(f"from composable_fsdp import {name}")
+    with pytest.raises(AttributeError, match=r"^module 'composable_fsdp' has no attribute 'Shard'$"):
+        composable_fsdp.Shard  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("set_prefetch_limit", r"set_prefetch_limit is now model\.set_schedule\(prefetch_limit=\.\.\.\)\."),
+        ("set_max_unsharded_bytes", r".* is now model\.set_schedule\(max_unsharded_bytes=\.\.\.\)\."),
+        ("set_max_fused_bytes", r".* is now model\.set_schedule\(max_fused_bytes=\.\.\.\)\."),
+        ("set_costs", r"set_costs is now model\.set_schedule\(costs=\.\.\.\)\."),
+        ("costs", r"costs is now model\.schedule\(\)\.options\.costs\."),
+        ("schedule_choice", r"schedule_choice is now model\.schedule\(\)\.choice\."),
+        (
+            "set_max_extra_bytes",
+            r".* leave it out: .* set_schedule\(prefetch_limit=n\) spends memory on a shorter step",
+        ),
+        ("set_all_gather_layout", r".* leave it out, since large parameters are gathered into their place without cop"),
+        ("set_all_gather_output_fn", r".* leave it out: shards of dim 0 need no copy .* fsdp_post_all_gather of a ten"),
+        ("set_reduce_scatter_input_fn", r".* leave it out, or change what is sent by comm_policy or by fsdp_pre_reduc"),
+        (
+            "set_stable_storage",
+            r".* leave it out, and compile blocks with block.compile\(\): their graphs hold no coll",
+        ),
+    ],
+)
+def test_a_method_that_is_gone_says_what_to_use_and_is_no_attribute(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for later in (False, True):
+        if later:  # of torch, that has such a method
+            monkeypatch.setattr(torch_fsdp.FSDPModule, name, lambda self: None, raising=False)
+        model = fully_shard(type("Layer", (nn.Linear,), {})(3, 3))
+        assert not hasattr(model, name)
+        with pytest.raises(MissingNameError, match=f"^{text}") as caught:
+            getattr(model, name)
+        assert isinstance(caught.value, AttributeError)
+        assert isinstance(caught.value, UnsupportedError)
+
+
+def test_other_attributes_are_those_of_the_module() -> None:
+    class Named(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.costs = nn.Identity()
+            self.register_buffer("seen", torch.zeros(1))
+
+    model: Any = fully_shard(Named())
+    assert model.weight is dict(model.named_parameters())["weight"]
+    assert (model.seen, model.costs) == (dict(model.named_buffers())["seen"], dict(model.named_children())["costs"])
+    with pytest.raises(AttributeError, match=r"^'FSDPNamed' object has no attribute 'absent'$") as caught:
+        model.absent  # noqa: B018
+    assert type(caught.value) is AttributeError
+    assert not hasattr(nn.Module.__new__(type(model)), "absent"), "nor before nn.Module.__init__"
+
+
+def test_a_module_that_looks_attributes_up_itself_goes_on_to() -> None:
+    class Delegating(nn.Linear):
+        def __getattr__(self, name: str) -> Any:
+            return "its own" if name == "costs" else super().__getattr__(name)
+
+    model: Any = fully_shard(Delegating(3, 3))
+    assert model.costs == "its own"
+    assert model.weight is dict(model.named_parameters())["weight"]
+
+
+def test_options_of_the_schedule_are_set_one_by_one_and_read_together() -> None:
+    cost = CollectiveCost(1e-3, 1e10)
+    costs = Costs({"": AxisCosts(cost, cost, cost)})
+    model = sharded(fully_shard(nn.Linear(3, 3)))
+    assert model.schedule().options == ScheduleOptions()
+    model.set_schedule(prefetch_limit=3, costs=costs)
+    model.set_schedule(max_unsharded_bytes=8, max_fused_bytes=0)
+    assert model.schedule().options == ScheduleOptions(3, 8, 0, costs)
+    with pytest.raises(
+        composable_fsdp.errors.ConfigurationError, match=r"^max_fused_bytes must be an int of at least 0"
+    ):
+        model.set_schedule(prefetch_limit=2, max_fused_bytes=-1)
+    assert model.schedule().options == ScheduleOptions(3, 8, 0, costs), "all or nothing"
+    model.set_schedule(prefetch_limit=None, costs=None)
+    assert model.schedule().options == ScheduleOptions(None, 8, 0)
