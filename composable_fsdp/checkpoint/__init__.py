@@ -18,8 +18,6 @@ from composable_fsdp.checkpoint._state_dict.model import (
 from composable_fsdp.checkpoint._state_dict.optimizer import (
     load_optimizer_state_dict,
     optimizer_state_dict,
-    rekey_optimizer,
-    rekey_optimizer_state_dict,
 )
 
 __all__ = [
@@ -33,8 +31,6 @@ __all__ = [
     "load_safetensors",
     "load_state_dict",
     "optimizer_state_dict",
-    "rekey_optimizer",
-    "rekey_optimizer_state_dict",
     "save",
     "save_safetensors",
     "state_dict",

@@ -217,7 +217,7 @@ def _flatten(value: Any, path: ContentsPath = ()) -> Iterator[tuple[ContentsPath
     if path == ("optimizer",) and any(isinstance(key, int) for key in value.get("state", ())):
         raise CheckpointError(
             "the optimizer's state is by number, and only the model says which parameters these are. Save the model's "
-            "state dict alone, or load the file and save what rekey_optimizer_state_dict makes of the state."
+            "state dict alone, or with what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns."
         )
     inside = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     if path and inside:

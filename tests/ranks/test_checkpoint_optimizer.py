@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -27,8 +28,6 @@ from composable_fsdp.checkpoint import (
     load,
     load_optimizer_state_dict,
     optimizer_state_dict,
-    rekey_optimizer,
-    rekey_optimizer_state_dict,
     save,
 )
 from composable_fsdp.errors import ParameterError
@@ -43,7 +42,6 @@ from tests.helpers.state_dicts import (
     SAFE,
     LocalMomentum,
     build,
-    full_state_of,
     message,
     same_values,
     shard,
@@ -173,7 +171,7 @@ def everything_else() -> list[str]:
     return [
         *mismatches(model, optimizer, before),
         *from_rank_0(model, optimizer, before),
-        *numbered(model, optimizer, before),
+        numbered(model, optimizer, before),
         saved_to_disk(model, optimizer, before),
         hooked(model, optimizer, before),
     ]
@@ -229,36 +227,20 @@ def fresh_of(model: nn.Module) -> Optimizer:
     return adamw(groups_of(model))
 
 
-def numbered(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> list[str]:
-    """Convert state dicts of plain optimizers to names and back."""
+def numbered(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
+    """Exchange state with plain optimizers, which number their parameters, through torch's names."""
     plain = build()
     theirs = adamw(groups_of(plain))
     train(plain, theirs)
-    named = rekey_optimizer_state_dict(theirs.state_dict(), plain, optimizer=theirs)
-    same_state(named["state"], named_state(plain, theirs))
+    named = get_optimizer_state_dict(plain, theirs)
     load_optimizer_state_dict(model, optimizer, named)
-    same_state(optimizer_state_dict(model, optimizer, Full())["state"], named["state"])
+    same_state(optimizer_state_dict(model, optimizer, Full())["state"], named_state(plain, theirs))
     again = adamw(groups_of(plain, backwards=True))
-    full = optimizer_state_dict(model, optimizer, Full())
-    again.load_state_dict(rekey_optimizer_state_dict(full, plain, "ids", optimizer=again))
-    same_state(named_state(plain, again), named["state"])
+    set_optimizer_state_dict(plain, again, optimizer_state_dict(model, optimizer, Full()))
+    same_state(named_state(plain, again), named_state(plain, theirs))
     assert [g["lr"] for g in again.param_groups] == [0.02, 0.01]
     load_optimizer_state_dict(model, optimizer, before)
-    one, with_names = sgd(plain.parameters()), sgd(plain.named_parameters())
-    train(plain, one)
-    train(plain, with_names)
-    for state in (one.state_dict(), with_names.state_dict()):
-        names = rekey_optimizer_state_dict(state, plain)
-        assert names["param_groups"][0]["params"] == [name for name, _ in plain.named_parameters()]
-        ids = rekey_optimizer_state_dict(names, plain, "ids")
-        assert ids["param_groups"][0]["params"] == list(range(len(names["param_groups"][0]["params"])))
-        assert set(ids["state"]) == set(state["state"])
-    some = sgd([plain.get_parameter("flag")])
-    return [
-        message(lambda: rekey_optimizer_state_dict(theirs.state_dict(), plain)),
-        message(lambda: rekey_optimizer_state_dict(some.state_dict(), plain)),
-        message(lambda: rekey_optimizer_state_dict({"state": {}, "param_groups": [{"params": ["no"]}]}, plain, "ids")),
-    ]
+    return ""
 
 
 def saved_to_disk(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
@@ -291,7 +273,7 @@ def hooked(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> st
 def test_mismatches_are_named_and_numbers_and_files_are_read() -> None:
     first, second = run_ranks(everything_else, 2)
     assert first == second
-    wrong, fresh, fewer, local, full, one_less, numbers, empty, strange, rank0, groups, some, unknown, _, seen = first
+    wrong, fresh, fewer, local, full, one_less, numbers, empty, strange, rank0, _, _, seen = first
     assert wrong.splitlines() == [
         "the state dict does not fit AdamW. Nothing was loaded.",
         "  unexpected (2):",
@@ -307,64 +289,44 @@ def test_mismatches_are_named_and_numbers_and_files_are_read() -> None:
     assert "    layers.0.weight.exp_avg: (4, 5), expected (7, 5) (on rank 0)" in local
     assert "    layers.0.weight.exp_avg: (7, 5), expected (4, 5) as this rank's part (on rank 0)" in full
     assert one_less.endswith("ranks were given state of different parameters")
-    assert "parameters have numbers for names: use rekey_optimizer_state_dict(state, model)" in numbers
+    assert "parameters have numbers for names: pass what get_optimizer_state_dict of torch returns" in numbers
     assert "a state dict of an optimizer has 'state' and 'param_groups'; this one has not" in empty
     assert strange.startswith("this AdamW holds parameters that are not the model's, of shapes [(1,), (3,), (7, 5)")
     assert "  0 parameter groups, expected 2 (on rank 0)" in rank0
-    assert groups.startswith("the state dict has 2 parameter groups, so its numbers do not follow model.parameters().")
-    assert some.startswith("the state dict has 1 parameters, expected 11: ['flag', 'frozen',")
-    assert unknown == "the state dict has parameters that the model or optimizer has not: ['no']."
     assert seen == "in 5"
 
 
 def made_before_sharding() -> list[str]:
-    model, reference = build(), build()
-    optimizer, other = adamw(groups_of(model)), adamw(groups_of(reference))
-    for trained, it in ((model, optimizer), (reference, other)):
-        train(trained, it)
-        it.zero_grad(set_to_none=True)
+    model = build()
+    optimizer = adamw(groups_of(model))
+    train(model, optimizer)
     shard(model)
-    texts = [message(lambda: optimizer_state_dict(model, optimizer))]
-    texts.append(message(lambda: load_optimizer_state_dict(model, optimizer, {})))
-    texts.append(message(lambda: rekey_optimizer(optimizer, build()), ParameterError))
-    groups = [id(group) for group in optimizer.param_groups]
-    rekey_optimizer(optimizer, model)
-    rekey_optimizer(optimizer, model)  # nothing is left to do
-    assert [id(group) for group in optimizer.param_groups] == groups
-    assert {p for g in optimizer.param_groups for p in g["params"]} < set(model.parameters())
-    same_state(optimizer_state_dict(model, optimizer, Full())["state"], named_state(reference, other))
-    for trained, it in ((model, optimizer), (reference, other)):
-        train(trained, it, range(2, 5))
-    for name, value in full_state_of(model).items():
-        expected: Any = reference.state_dict()[name]
-        assert_close(value, expected, msg=partial("{}: {}".format, name))
-    return texts
+    return [
+        message(lambda: optimizer_state_dict(model, optimizer)),
+        message(lambda: load_optimizer_state_dict(model, optimizer, {})),
+    ]
 
 
 @pytest.mark.behaviour("F-09")
-def test_an_optimizer_made_before_sharding_is_rekeyed() -> None:
+def test_the_state_of_an_optimizer_made_before_sharding_is_refused() -> None:
     first, second = run_ranks(made_before_sharding, 2)
     assert first == second
-    saved, loaded, unknown = first
+    saved, loaded = first
     assert saved.startswith("this AdamW was made before fully_shard, and holds what these parameters were then: [")
-    assert saved.endswith("Call rekey_optimizer(optimizer, model), or make the optimizer after fully_shard.")
+    assert saved.endswith("]. Make the optimizer after fully_shard.")
     assert loaded == saved
-    assert "that are neither the model's nor were before fully_shard" in unknown
 
 
 def uneven_tensor_parallel() -> None:
     mesh, task = named_mesh(dp=2, tp=2), PAIRS
 
-    def parallel(make: Make | None = None) -> tuple[nn.Module, Optimizer]:
+    def parallel() -> tuple[nn.Module, Optimizer]:
         model = task.build()
         parallelize_pairs(model, mesh["tp"])
-        early = make(model.parameters()) if make is not None else None
         for layer in model.get_submodule("layers").children():
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        if early is not None:
-            rekey_optimizer(early, model)
-        return model, early or local_optimizer(adamw(model.parameters()))
+        return model, local_optimizer(adamw(model.parameters()))
 
     model, optimizer = parallel()
     reference = task.build()
@@ -378,7 +340,7 @@ def uneven_tensor_parallel() -> None:
         if form == Full():
             same_state(found["state"], expected, exact=False)
         assert not (isinstance(form, Full) and form.rank0_only and dist.get_rank()) or found == {}
-        another, fresh = parallel(adamw if form == Local() else None)
+        another, fresh = parallel()
         load_optimizer_state_dict(another, fresh, found, form)
         same_state(
             optimizer_state_dict(another, fresh, Full())["state"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import checkpoint, fully_shard, rekey_optimizer, sharded_ema
+from composable_fsdp import checkpoint, fully_shard, sharded_ema
 from tests._internals import FSDPState
 from tests.helpers.sharding import single_rank
 
@@ -44,8 +44,6 @@ def test_a_public_operation_prepares_the_model_once(tmp_path: Path, monkeypatch:
         "load_state_dict": lambda: checkpoint.load_state_dict(model, state),
         "optimizer_state_dict": lambda: checkpoint.optimizer_state_dict(model, optimizer),
         "load_optimizer_state_dict": lambda: checkpoint.load_optimizer_state_dict(model, optimizer, of_optimizer),
-        "rekey_optimizer": lambda: rekey_optimizer(optimizer, model),
-        "rekey_optimizer_state_dict": lambda: checkpoint.rekey_optimizer_state_dict(optimizer.state_dict(), model),
         "save": lambda: checkpoint.save(tmp_path / "run", model, optimizer, averages=averages),
         "load": lambda: checkpoint.load(tmp_path / "run", model, optimizer, averages=averages),
         "save_safetensors": lambda: checkpoint.save_safetensors(model, tmp_path / "files"),

@@ -16,7 +16,6 @@ from composable_fsdp.checkpoint import (
     load_optimizer_state_dict,
     load_state_dict,
     optimizer_state_dict,
-    rekey_optimizer_state_dict,
     state_dict,
     state_dict_form,
 )
@@ -78,10 +77,8 @@ def test_optimizers_of_a_module_that_is_not_sharded() -> None:
     found = optimizer_state_dict(model, optimizer)
     assert found["param_groups"][0]["params"] == ["weight", "bias"]
     assert list(found["state"]) == ["weight", "bias"]
-    ids = rekey_optimizer_state_dict(found, model, "ids")
-    assert ids["state"].keys() == optimizer.state_dict()["state"].keys()
     fresh = torch.optim.SGD([model.bias, model.weight], lr=1.0, momentum=0.9)
-    load_optimizer_state_dict(model, fresh, rekey_optimizer_state_dict(ids, model))
+    load_optimizer_state_dict(model, fresh, found)
     assert fresh.param_groups[0]["lr"] == 0.1
     assert torch.equal(fresh.state[model.weight]["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
     with pytest.raises(CheckpointError, match="holds parameters that are not the model's, of shapes"):

@@ -6,18 +6,18 @@ same on every rank. Only the local form has plain tensors that are this rank's s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from composable_fsdp._api.extents import Cut, ShardExtent, like, plain_name, shardings_of, states_below
+from composable_fsdp._api.extents import like, plain_name, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding, as_dtensor
-from composable_fsdp._core.params import ShardedParameter, find_replaced, local_part
+from composable_fsdp._core.params import find_replaced, local_part
 from composable_fsdp.checkpoint._coordination import Mismatch
 from composable_fsdp.checkpoint._state_dict.model import (
     SHARDED,
@@ -38,7 +38,7 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
     parameter_names,
     prepare_for_access,
 )
-from composable_fsdp.errors import CheckpointError, ParameterError
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
 
 
@@ -71,7 +71,7 @@ class OptimizerParams:
         if taken:
             raise CheckpointError(
                 f"this {type(optimizer).__name__} was made before fully_shard, and holds what these parameters were "
-                f"then: {taken}. Call rekey_optimizer(optimizer, model), or make the optimizer after fully_shard."
+                f"then: {taken}. Make the optimizer after fully_shard."
             )
         if unmanaged:
             shapes = [tuple(parameter.shape) for parameter in unmanaged]
@@ -261,7 +261,8 @@ def load_optimizer_state_dict(
     Args:
         model: a module, sharded or not.
         optimizer: an optimizer of parameters of ``model``, with the same parameters in each group as when saved.
-        state: the state by names; :func:`rekey_optimizer_state_dict` converts a plain optimizer's own.
+        state: the state by names, as ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` returns it of
+            an unsharded model too.
         form: the form of the values. By default a DTensor is sharded and a plain tensor full; :class:`Local` must be
             passed.
         broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``, and broadcasts it
@@ -310,7 +311,7 @@ class _Load:
             others.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
             return
         if any(isinstance(name, int) for name in state["state"]):
-            others.append("parameters have numbers for names: use rekey_optimizer_state_dict(state, model)")
+            others.append("parameters have numbers for names: pass what get_optimizer_state_dict of torch returns")
             return
         entries = {plain_name(str(name)): dict(entry) for name, entry in state["state"].items()}
         if owners.provides():
@@ -387,137 +388,3 @@ def _described(value: Any) -> Any:
     """Return what is sent of a value with the report: of a tensor that is not a scalar, only shape and dtype."""
     is_sent_later = isinstance(value, torch.Tensor) and value.ndim > 0
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_sent_later else on_host(value)
-
-
-# -- optimizers made before fully_shard
-
-
-@torch.no_grad()
-def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Replace the original parameters of an optimizer made before ``fully_shard`` with the sharded ones, in place.
-
-    Groups and their options are kept. State tensors of a parameter's shape are sharded like the parameter. Without this
-    the optimizer would step parameters that nothing uses. Parameters that are still the model's are unchanged.
-
-    Raises:
-        ParameterError: some parameters are neither the model's nor its original ones. Nothing has changed then.
-    """
-    prepare_for_access(model)
-    names = parameter_names(model)
-    replaced, unmanaged = _replaced_by(optimizer, names)
-    if unmanaged:
-        shapes = [tuple(parameter.shape) for parameter in unmanaged]
-        raise ParameterError(
-            f"this {type(optimizer).__name__} holds parameters of shapes {shapes} that are neither the model's nor "
-            "were before fully_shard. Pass the model whose parameters() the optimizer was made of."
-        )
-    for group in optimizer.param_groups:
-        group["params"] = [replaced[p].sharded if p in replaced else p for p in group["params"]]
-    for original, sharded in replaced.items():
-        if original in optimizer.state:
-            entry = optimizer.state.pop(original)
-            optimizer.state[sharded.sharded] = {k: _shard_state(v, original, sharded) for k, v in entry.items()}
-
-
-def _replaced_by(
-    optimizer: Optimizer, names: Mapping[int, str]
-) -> tuple[dict[torch.Tensor, ShardedParameter], list[torch.Tensor]]:
-    """Return the model's parameters for the original ones that ``optimizer`` holds, and what it holds of neither.
-
-    ``names`` are those of the model's parameters by ``id``.
-    """
-    replaced: dict[torch.Tensor, ShardedParameter] = {}
-    unmanaged = []
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
-        sharded = None if (found := find_replaced(parameter)) is None else found.parameter()
-        if sharded is None or id(sharded.sharded) not in names:
-            unmanaged.append(parameter)
-        else:
-            replaced[parameter] = sharded
-    return replaced, unmanaged
-
-
-def _shard_state(value: Any, original: torch.Tensor, parameter: ShardedParameter) -> Any:
-    """Return a copy of this rank's shard of a tensor of the parameter's shape; return anything else unchanged."""
-    if not isinstance(value, torch.Tensor) or value.shape != original.shape or not value.ndim:
-        return value
-    shard, full = parameter.sharding.axes.shard, local_part(value)
-    piece = ShardExtent.after(tuple(full.shape), [Cut(parameter.dim, shard.size, shard.rank)]).take(full)
-    return like(parameter.sharded, _copied(piece, parameter.local.device))
-
-
-# -- an optimizer's own state dict
-
-
-def rekey_optimizer_state_dict(
-    state: Mapping[str, Any],
-    model: nn.Module,
-    to: Literal["names", "ids"] = "names",
-    *,
-    optimizer: Optimizer | None = None,
-) -> dict[str, Any]:
-    """Convert an optimizer's state dict from parameter numbers to names, or from names to numbers.
-
-    ``"names"`` converts a plain ``optimizer.state_dict()`` to what :func:`load_optimizer_state_dict` takes; ``"ids"``
-    does the reverse. Tensors are unchanged. In torch's FSDP1 this is ``rekey_optim_state_dict``.
-
-    Args:
-        state: a dict with ``"state"`` and ``"param_groups"``, of an optimizer over parameters of ``model``.
-        model: a module, sharded or not.
-        to: ``"names"`` or ``"ids"``.
-        optimizer: the optimizer whose parameters the numbers count. The default is all of ``model.parameters()`` in one
-            group, or the names in the groups if the optimizer was made with ``named_parameters()``.
-
-    Raises:
-        CheckpointError: the number of parameters differs, or some are not the model's; or there are several groups and
-            no ``optimizer`` to tell the order of their parameters.
-    """
-    prepare_for_access(model)
-    order = _order_of(model, optimizer)
-    if to == "names":
-        new_keys: dict[Any, Any] = dict(_numbered(state, order, optimizer is not None))
-        groups = [dict(group) for group in state["param_groups"]]
-    else:
-        position = {name: i for i, name in enumerate(order)}
-        groups = [{**g, "params": [plain_name(n) for n in g["params"]]} for g in state["param_groups"]]
-        unknown = [name for group in groups for name in group["params"] if name not in position]
-        if unknown:
-            raise CheckpointError(f"the state dict has parameters that the model or optimizer has not: {unknown}.")
-        groups = [{**g, "params": sorted(g["params"], key=position.__getitem__)} for g in groups]
-        groups.sort(key=lambda group: min((position[name] for name in group["params"]), default=len(position)))
-        new_keys = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
-    for group in groups:
-        group["params"] = [new_keys[each] for each in group["params"]]
-    entries = {plain_name(k) if isinstance(k, str) else k: entry for k, entry in state["state"].items()}
-    return {**state, "state": {new_keys.get(k, k): v for k, v in entries.items()}, "param_groups": groups}
-
-
-def _order_of(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Return the names of parameters in the order in which the optimizer counts them."""
-    names = parameter_names(model)
-    if optimizer is None:
-        return list(names.values())
-    replaced, unmanaged = _replaced_by(optimizer, names)
-    if unmanaged:
-        raise CheckpointError(f"this {type(optimizer).__name__} holds parameters that are not the model's.")
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return [names[id(replaced[p].sharded if p in replaced else p)] for p in parameters]
-
-
-def _numbered(state: Mapping[str, Any], order: Sequence[str], is_known: bool) -> Iterator[tuple[Any, str]]:
-    """Return the number and the name of each parameter in ``state``."""
-    groups = state["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
-    if all("param_names" in group for group in groups):
-        order = [plain_name(name) for group in groups for name in group["param_names"]]
-    elif len(groups) > 1 and not is_known:
-        raise CheckpointError(
-            f"the state dict has {len(groups)} parameter groups, so its numbers do not follow model.parameters(). Pass "
-            "optimizer=, one with parameters of the model in the same groups."
-        )
-    if len(numbers) != len(order):
-        raise CheckpointError(
-            f"the state dict has {len(numbers)} parameters, expected {len(order)}: {list(order)}. If the optimizer "
-            "that it is of has some of them only, pass optimizer=, one with these of the model."
-        )
-    return zip(numbers, order, strict=True)

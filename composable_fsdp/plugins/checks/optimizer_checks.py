@@ -39,8 +39,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(
             f"{type(optimizer).__name__} was built before fully_shard: {len(stale)} of its {len(parameters)} "
             f"parameters have been replaced by sharded ones, such as {stale[0]}, so that its step would change "
-            "nothing. Build the optimizer after the last fully_shard call, or give this one the sharded parameters: "
-            "composable_fsdp.rekey_optimizer(optimizer, model)."
+            "nothing. Build the optimizer after the last fully_shard call."
         )
     unsharded = find_unsharded(parameters)
     if unsharded is not None:
