@@ -50,7 +50,6 @@ from composable_fsdp.wrap.tied_weights import tie_groups
 
 if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA, sharded_ema
-    from composable_fsdp.init.shard_from_rank0 import shard_from_rank0
     from composable_fsdp.plugins.weight_stream.stream import copy_params, stream_full_params
 
 __all__ = [
@@ -89,7 +88,6 @@ __all__ = [
     "owner_step",
     "register_fsdp_forward_method",
     "set_wait_warning",
-    "shard_from_rank0",
     "sharded_ema",
     "sharded_rng",
     "share_comm_ctx",
@@ -112,7 +110,6 @@ _attributes.groups = lambda model: list(describe(model).groups)
 _ON_FIRST_USE = {
     "ShardedEMA": "checkpoint._state_dict.ema",
     "copy_params": "plugins.weight_stream.stream",
-    "shard_from_rank0": "init.shard_from_rank0",
     "sharded_ema": "checkpoint._state_dict.ema",
     "stream_full_params": "plugins.weight_stream.stream",
 }

@@ -18,7 +18,6 @@ from composable_fsdp import (
     Int8,
     MixedPrecisionPolicy,
     fully_shard,
-    shard_from_rank0,
     unsharded_params,
 )
 from composable_fsdp.testing import RanksError
@@ -520,11 +519,6 @@ def keep_packed(storage: torch.dtype) -> None:
         copied = copy.deepcopy(model)
         copied.unshard()
         assert_kept(copied)
-    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
-        model = Unpacking(storage)
-    shard_from_rank0(model, mp_policy=policy)
-    model.unshard()
-    assert_kept(model)
 
 
 @pytest.mark.behaviour("A-16", "D-01")

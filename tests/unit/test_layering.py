@@ -36,7 +36,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("init",),
     ("checkpoint._state_dict", "diagnostics"),
     ("_api", "checkpoint._safetensors"),
-    ("checkpoint._dcp", "init.shard_from_rank0"),
+    ("checkpoint._dcp",),
     ("checkpoint._tools",),
     ("checkpoint",),
     (PACKAGE,),
