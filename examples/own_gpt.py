@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from composable_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, initialize, no_sync, shutdown
 from composable_fsdp.checkpoint import latest, load, save
-from composable_fsdp.diagnostics import Meter, Reading
+from composable_fsdp.diagnostics import Meter
 from composable_fsdp.wrap import by_class
 
 SEQUENCE, BATCH, MICROBATCHES = 64, 4, 2
@@ -137,10 +137,7 @@ def main() -> None:
     # [train]
     text, rank, ranks = read_text(), dist.get_rank(), dist.get_world_size()
 
-    def report(reading: Reading) -> None:
-        print(f"training {reading.step}/{arguments.steps}  {reading}")
-
-    meter = Meter(model, tokens=ranks * MICROBATCHES * BATCH * SEQUENCE, every=10, writers=[report])
+    meter = Meter(model, tokens=ranks * MICROBATCHES * BATCH * SEQUENCE, every=10)
     meter.start(begin)
     for step in range(begin + 1, arguments.steps + 1):
         keys = [(step * MICROBATCHES + index) * ranks + rank for index in range(MICROBATCHES)]
@@ -154,7 +151,9 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        meter(step, loss=loss)
+        reading = meter(step, loss=loss)
+        if reading and rank == 0:
+            print(f"training {step}/{arguments.steps}  {reading}")
         if step % arguments.save_every == 0 or step == arguments.steps:
             with meter.paused():
                 extra = {"step": step, "schedule": schedule.state_dict()}

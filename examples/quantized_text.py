@@ -165,12 +165,12 @@ def train(bench: Bench, variant: str, seed: int) -> Run:
     trainer = Trainer(model, make_optimizer(model, options), options, bench.device)
     line = bench.reporter.progress(f"{variant}, seed {seed}:", options.steps)
     validation = {0: trainer.validate(bench.corpus.validation)}
-    meter = Meter(model, options.batch * options.seq * dist.get_world_size(), writers=[line])
+    meter = Meter(model, options.batch * options.seq * dist.get_world_size())
     speeds: list[float] = []
 
     def on_report(step: int, loss: float, seconds: float) -> None:
         speeds.append(seconds)
-        meter.read(step + 1, loss=loss)
+        line(meter.read(step + 1, loss=loss))
 
     def after_step(done: int) -> None:
         line.show(done)

@@ -106,12 +106,12 @@ def train(job: Run, trainer: Trainer) -> History:
     options = job.options
     steps = range(job.start, options.steps)
     line = job.reporter.progress("training", options.steps)
-    meter = Meter(trainer.model, options.batch * options.seq * dist.get_world_size(), writers=[line])
+    meter = Meter(trainer.model, options.batch * options.seq * dist.get_world_size())
     meter.start(job.start)
     memory = StepMemory()
 
     def on_report(step: int, loss: float, seconds: float) -> None:
-        meter.read(step + 1, loss=loss)
+        line(meter.read(step + 1, loss=loss))
 
     def after_step(done: int) -> None:
         line.show(done)

@@ -1,10 +1,10 @@
-"""Meters of training: speed, MFU, memory and exposed communication, for a log, TensorBoard and W&B."""
+"""Meters of training: speed, MFU, memory and exposed communication."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,19 +54,17 @@ class Reading:
 
 
 class Meter:
-    """Measures training steps on this rank. Call it after each optimizer step, as a callback.
+    """Measures training steps on this rank. Call it after each optimizer step, and print or log what it returns.
 
     Args:
         model: the root of the sharded modules.
         tokens: the tokens, or samples, of one step on all ranks.
         every: the steps from one reading to the next.
-        writers: receivers of the readings of rank 0: functions such as ``print``; objects with
-            ``add_scalar``, such as TensorBoard's ``SummaryWriter``; or with ``log``, such as a run of W&B.
         peak_flops: the FLOP/s of one device in the dtype of the computation, for the MFU.
         flops_per_token: the FLOPs of forward and backward per token. The default is six per parameter.
 
     Raises:
-        ConfigurationError: no module of ``model`` is sharded, a number is not positive, or a writer is of no such kind.
+        ConfigurationError: no module of ``model`` is sharded, or a number is not positive.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class Meter:
         tokens: float,
         *,
         every: int = 1,
-        writers: Sequence[Any] = (),
         peak_flops: float | None = None,
         flops_per_token: float | None = None,
     ) -> None:
@@ -86,9 +83,7 @@ class Meter:
         self._device = next(model.parameters()).device
         self._tokens, self._every, self._peak_flops = tokens, every, peak_flops
         self._flops = flops_per_token or _FLOPS_PER_PARAMETER * sum(p.numel() for p in model.parameters())
-        is_first, self._ranks = (dist.get_rank() == 0, dist.get_world_size()) if dist.is_initialized() else (True, 1)
-        writes = [_write_function(writer) for writer in writers]
-        self._writers = writes if is_first else []
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.start(0)
 
     def __call__(self, step: int, **values: Any) -> Reading | None:
@@ -101,7 +96,7 @@ class Meter:
         return self.read(step, **values) if step - self._step >= self._every else None
 
     def read(self, step: int, **values: Any) -> Reading:
-        """Read the meters of the steps since the last reading, and pass them to the writers."""
+        """Read the meters of the steps since the last reading."""
         now, waited = time.perf_counter(), self._seconds_waited()
         total, steps = max(now - self._began, 1e-9), max(step - self._step, 1)
         speed = self._tokens * steps / total
@@ -112,11 +107,8 @@ class Meter:
             scalars["mfu"] = self._flops * speed / (self._peak_flops * self._ranks)
         if waited is not None:
             scalars["exposed_share"] = (waited - self._waited) / total
-        reading = Reading(step, scalars)
-        for write in self._writers:
-            write(reading)
         self.start(step)
-        return reading
+        return Reading(step, scalars)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -133,18 +125,6 @@ class Meter:
     def _seconds_waited(self) -> float | None:
         streams = root_of(self._root).streams
         return None if streams.device.has_streams else streams.seconds_waited
-
-
-def _write_function(writer: Any) -> Callable[[Reading], object]:
-    """Return the function that passes a reading to ``writer``, by its methods."""
-    if hasattr(writer, "add_scalar"):
-        return lambda reading: [writer.add_scalar(name, value, reading.step) for name, value in reading.scalars.items()]
-    if hasattr(writer, "log"):
-        return lambda reading: writer.log(reading.scalars, step=reading.step)
-    if callable(writer):
-        return lambda reading: writer(reading)
-    kind = type(writer).__name__
-    raise ConfigurationError(f"Meter: {kind} is no writer, which is a function of a Reading or has add_scalar or log.")
 
 
 def _memory_in_use(device: torch.device) -> int:

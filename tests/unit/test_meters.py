@@ -1,4 +1,4 @@
-"""Meters of training, and their writers."""
+"""Meters of training."""
 
 from __future__ import annotations
 
@@ -37,29 +37,6 @@ def model() -> Iterator[nn.Module]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield fully_shard(nn.Linear(9, 10))
     dist.destroy_process_group()
-
-
-class Board:
-    """A writer like TensorBoard's."""
-
-    def __init__(self) -> None:
-        self.scalars: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars.append((name, value, step))
-
-
-class WandbRun:
-    """A writer like a run of W&B."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[dict[str, float], int]] = []
-
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        self.logged.append((scalars, step))
-
-    def __call__(self) -> None:
-        raise AssertionError("log is the method to call")
 
 
 def test_speed_and_utilization_are_those_of_the_steps_since_the_last_reading(clock: Clock, model: nn.Module) -> None:
@@ -104,21 +81,6 @@ def test_waits_for_collectives_are_the_exposed_share(
     waited[0] = None  # type: ignore[call-overload]
     meter.start(1)
     assert "exposed_share" not in meter.read(2).scalars
-
-
-def test_writers_are_used_by_what_they_can_do(clock: Clock, model: nn.Module) -> None:
-    board, run, readings = Board(), WandbRun(), list[Reading]()
-    meter = Meter(model, tokens=8, writers=[board, run, readings.append])
-    clock.now += 2.0
-    meter(4, loss=1.5)
-    assert [reading.step for reading in readings] == [4]
-    ((logged, step),) = run.logged
-    assert step == 4
-    assert logged == {name: value for name, value, _ in board.scalars} == readings[0].scalars
-    assert list(logged) == ["loss", "seconds_per_step", "tokens_per_second", "memory_bytes", "exposed_share"]
-    assert logged["tokens_per_second"] == 16.0
-    with pytest.raises(ConfigurationError, match=r"^Meter: int is no writer, which is a function of a Reading or has"):
-        Meter(model, tokens=8, writers=[3])
 
 
 @pytest.mark.parametrize("options", [{"tokens": 0}, {"tokens": 8, "every": 0}, {"tokens": 8, "peak_flops": -1.0}])
