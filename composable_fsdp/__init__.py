@@ -49,7 +49,6 @@ from composable_fsdp.policies import (
 from composable_fsdp.wrap.tied_weights import tie_groups
 
 if TYPE_CHECKING:
-    from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA, sharded_ema
     from composable_fsdp.plugins.weight_stream.stream import copy_params, stream_full_params
 
 __all__ = [
@@ -70,7 +69,6 @@ __all__ = [
     "OffloadPolicy",
     "PeerError",
     "ShardPlacementResult",
-    "ShardedEMA",
     "ShardingStrategy",
     "UnshardHandle",
     "apply_to_full_params",
@@ -88,7 +86,6 @@ __all__ = [
     "owner_step",
     "register_fsdp_forward_method",
     "set_wait_warning",
-    "sharded_ema",
     "sharded_rng",
     "share_comm_ctx",
     "shutdown",
@@ -108,9 +105,7 @@ _attributes.groups = lambda model: list(describe(model).groups)
 
 # Imported on first use: those of checkpoints because they import torch.distributed.checkpoint, which is slow.
 _ON_FIRST_USE = {
-    "ShardedEMA": "checkpoint._state_dict.ema",
     "copy_params": "plugins.weight_stream.stream",
-    "sharded_ema": "checkpoint._state_dict.ema",
     "stream_full_params": "plugins.weight_stream.stream",
 }
 _HOMES = ("errors", "diagnostics", "plugins.tuning", "plugins.weight_stream")

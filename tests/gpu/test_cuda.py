@@ -53,7 +53,7 @@ def test_a_model_built_on_cpu_moves_to_the_devices_of_the_mesh(world_size: int) 
 
 @pytest.mark.behaviour("A-18")
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_averages_are_kept_on_the_device_or_in_host_memory(world_size: int) -> None:
+def test_averages_are_kept_on_the_device(world_size: int) -> None:
     run_ranks(cases.average_weights, world_size, "cuda", timeout=180)
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from composable_fsdp import CommunicationPolicy, CommunicationState, ErrorFeedback, Int8, fully_shard, sharded_ema
+from composable_fsdp import CommunicationPolicy, CommunicationState, ErrorFeedback, Int8, fully_shard
 from composable_fsdp.checkpoint import (
     Full,
     Local,
@@ -73,8 +74,8 @@ def with_feedback() -> nn.Module:
 
 def write_world(name: str, folder: Path) -> None:
     model, optimizer = filled(STORED[name][1]())
-    averages = sharded_ema(model, 0.5)
-    averages.update()
+    averages = averages_of(model)
+    averages.update_parameters(model)
     save(folder / name, model, optimizer, {"rank": dist.get_rank()}, step=7, averages=averages)
 
 
@@ -134,12 +135,12 @@ def read(folder: Path) -> None:
     """Read what any number of ranks can read, on two ranks or without process groups."""
     for name in ("unsharded", *STORED):
         model, optimizer = blank()
-        averages = None if name == "unsharded" else sharded_ema(model, 0.5)
+        averages = None if name == "unsharded" else averages_of(model)
         assert load(folder / name, model, optimizer, averages=averages)["rank"] in (0, 1)
         assert_holds(model, optimizer)
         if averages is not None:
-            assert averages.steps == 1
-            holds_averages(model, averages.averages)
+            assert int(averages.n_averaged) == 1
+            holds_averages(model, averages.module)
     model, optimizer = blank()
     stored: dict[str, Any] = torch.load(folder / "full-0.pt", weights_only=True)
     load_state_dict(model, stored["model"])
@@ -155,9 +156,18 @@ def read(folder: Path) -> None:
     holds_classes(subclasses, momenta)
 
 
-def holds_averages(model: Everything, averages: dict[str, torch.Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        assert torch.equal(local(averages[name]), local(parameter).float()), name
+def averages_of(model: Everything) -> AveragedModel:
+    """Return averages in float32, as the stored ones are."""
+    averages = AveragedModel(model)
+    averages.module.float()
+    return averages
+
+
+def holds_averages(model: Everything, averages: nn.Module) -> None:
+    averaged = dict((*averages.named_parameters(), *averages.named_buffers()))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        wanted = local(tensor).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(local(averaged[name]), wanted), name
 
 
 def holds_classes(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

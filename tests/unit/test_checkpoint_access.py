@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import checkpoint, fully_shard, sharded_ema
+from composable_fsdp import checkpoint, fully_shard
 from tests._internals import FSDPState
 from tests.helpers.sharding import single_rank
 
@@ -35,7 +35,6 @@ def count_preparations(monkeypatch: pytest.MonkeyPatch, operation: Callable[[], 
 def test_a_public_operation_prepares_the_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fully_shard(nn.Linear(3, 3), reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    averages = sharded_ema(model, 0.5)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     state, of_optimizer = checkpoint.state_dict(model), checkpoint.optimizer_state_dict(model, optimizer)
@@ -44,27 +43,11 @@ def test_a_public_operation_prepares_the_model_once(tmp_path: Path, monkeypatch:
         "load_state_dict": lambda: checkpoint.load_state_dict(model, state),
         "optimizer_state_dict": lambda: checkpoint.optimizer_state_dict(model, optimizer),
         "load_optimizer_state_dict": lambda: checkpoint.load_optimizer_state_dict(model, optimizer, of_optimizer),
-        "save": lambda: checkpoint.save(tmp_path / "run", model, optimizer, averages=averages),
-        "load": lambda: checkpoint.load(tmp_path / "run", model, optimizer, averages=averages),
+        "save": lambda: checkpoint.save(tmp_path / "run", model, optimizer),
+        "load": lambda: checkpoint.load(tmp_path / "run", model, optimizer),
         "save_safetensors": lambda: checkpoint.save_safetensors(model, tmp_path / "files"),
         "load_safetensors": lambda: checkpoint.load_safetensors(model, tmp_path / "files"),
-        "sharded_ema": lambda: sharded_ema(model, 0.5),
-        "update": averages.update,
-        "load averages": lambda: averages.load_state_dict(averages.state_dict()),
     }
     found = {name: count_preparations(monkeypatch, operation) for name, operation in operations.items()}
     assert found.pop("load_state_dict") == 2, "the library and the method of the model each prepare once"
     assert set(found.values()) == {1}, found
-
-
-def test_swapping_averages_prepares_the_model_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fully_shard(nn.Linear(3, 3), reshard_after_forward=False)
-    averages = sharded_ema(model, 0.5)
-
-    def evaluate() -> None:
-        with averages.swapped():
-            model(torch.ones(2, 3))
-
-    before = model.weight.detach().clone()
-    assert count_preparations(monkeypatch, evaluate) == 2
-    assert torch.equal(model.weight, before)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.optim.swa_utils import AveragedModel
 
-from composable_fsdp import sharded_ema
 from composable_fsdp.checkpoint import load, optimizer_state_dict, save
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 from tests._internals import Kind, convert, open_source
@@ -63,21 +63,22 @@ def test_tensors_without_elements_are_converted(tmp_path: Path, to: Kind) -> Non
 
 def test_averages_round_trip_through_a_torch_file(tmp_path: Path) -> None:
     model, _ = trained()
-    averages = sharded_ema(model, 0.5)
+    averages = AveragedModel(model)
+    averages.update_parameters(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    averages.update()
+    averages.update_parameters(model)
     path = save(tmp_path / "run", model, averages=averages).path
     convert(path, tmp_path / "all.pt", Kind.TORCH)
     file = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert file["averages"]["steps"] == 1
-    assert_same(file["averages"]["values"], averages.averages)
+    assert file["averages"]["steps"] == 2
+    assert_same(file["averages"]["values"], averages.module.state_dict())
     convert(tmp_path / "all.pt", tmp_path / "new", Kind.DCP)
-    fresh = sharded_ema(model, 0.5)
+    fresh = AveragedModel(model)
     load(tmp_path / "new", model, averages=fresh)
-    assert fresh.steps == 1
-    assert_same(fresh.averages, averages.averages)
+    assert int(fresh.n_averaged) == 2
+    assert_same(fresh.module.state_dict(), averages.module.state_dict())
 
 
 def test_a_plain_state_dict_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:

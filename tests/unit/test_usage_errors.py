@@ -22,7 +22,6 @@ from composable_fsdp import (
     local_optimizer,
     no_sync,
     register_fsdp_forward_method,
-    sharded_ema,
     unsharded_params,
 )
 from composable_fsdp.checkpoint import Full, save, state_dict, state_dict_form
@@ -693,6 +692,3 @@ def test_arguments_that_are_words_classes_or_text_are_refused_by_name() -> None:
         ArgumentTypeError, match=r"^local_optimizer takes an optimizer, such as .*, not <class '.*SGD'>"
     ):
         local_optimizer(kind)
-    text: Any = "0.9"
-    with pytest.raises(ConfigurationError, match=r"^the decay of an average must be from 0 to 1, but is '0\.9'\.$"):
-        sharded_ema(model, text)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._api.extents import like, plain_name
@@ -51,7 +52,6 @@ from composable_fsdp.checkpoint._dcp.save import (
     key_of,
     set_random_state,
 )
-from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, replicated
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, prepare_for_access
@@ -65,7 +65,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    averages: ShardedEMA | None = None,
+    averages: AveragedModel | None = None,
     strict: bool = True,
     verify: bool = True,
     fallback: bool = False,
@@ -91,7 +91,7 @@ def load(
             cannot be verified, which is logged.
         model: sharded or not.
         optimizer: over parameters of ``model``. Its groups may be in another order than when they were saved.
-        averages: moving averages of ``model`` to load. Default: those of the checkpoint are ignored.
+        averages: torch's ``AveragedModel`` of ``model``, to load. Default: those of the checkpoint are ignored.
         strict: raise on any difference between the checkpoint and the state to load, including optimizer settings that
             have defaults and are missing in the checkpoint. Otherwise what both have is loaded, converted to the
             model's dtypes, and the differences are logged; a different shape or tensor class is always an error.
@@ -113,7 +113,7 @@ def load(
             missing; or an earlier asynchronous save failed. All ranks raise the same error, which names the file or
             lists the differences.
     """
-    check_arguments("load(path, model, optimizer)", path, model, optimizer)
+    check_arguments("load(path, model, optimizer)", path, model, optimizer, averages)
     ranks = meet(f"load({os.fspath(path)!r})", timeout)
     what = f"loading {path}"
     folder, manifest = _choose(ranks, what, Path(path), verify, fallback)
@@ -263,7 +263,7 @@ class _Restore:
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
-        averages: ShardedEMA | None,
+        averages: AveragedModel | None,
         metadata: Metadata,
         objects: Mapping[str, Any],
     ) -> None:
@@ -279,6 +279,8 @@ class _Restore:
         """The optimizer's state by parameter name. Its new tensors are empty until they are read."""
         self._by_module: dict[str, Any] = {}
         """Values that modules load through ``load_state_dict``, by plain name."""
+        self._not_averaged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors of which an earlier version saved no average, such as frozen ones, with those of the model."""
         self._params: OptimizerParams | None = None
         self._groups: list[Mapping[str, Any] | None] = []
         self.mismatch = Mismatch()
@@ -317,8 +319,11 @@ class _Restore:
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
         if self._params is not None:
             self._params.load(self._groups, self._state, {})
-        if self._averages is not None:
-            self._averages.steps = self.objects.get("averages.steps", self._averages.steps)
+        with torch.no_grad():
+            for average, own in self._not_averaged:
+                average.copy_(own)
+        if self._averages is not None and (steps := self.objects.get("averages.steps")) is not None:
+            self._averages.n_averaged.fill_(steps)
         if communication and self._communication:
             CommunicationState(self._model).load_state_dict(self._communication)
 
@@ -329,6 +334,10 @@ class _Restore:
             names[path].append(alias)
         for path, part in contents.parts.items():
             key = next((k for k in map(key_of, names[path]) if k in self._saved or k in self._records), key_of(path))
+            own = contents.parts.get(("model", path[-1]))
+            if path[0] == "averages" and key not in self._saved and key not in self._records and own is not None:
+                self._not_averaged.append((local_part(part.value), local_part(own.value)))
+                continue
             is_made = path[0] == "model" and id(part.value) not in registered  # created by a state dict hook
             if is_made:
                 part = LocalShard(part.value.detach().clone())

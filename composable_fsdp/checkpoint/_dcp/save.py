@@ -4,7 +4,7 @@
 ``model.<name>``                          parameters, buffers, extra states of modules
 ``optimizer.state.<name>.<key>``          optimizer state of the parameter of that name
 ``optimizer.param_groups``                list of dicts, with parameter names in ``params``
-``averages.values.<name>``                moving averages; ``averages.steps`` is the number of updates
+``averages.values.<name>``                averages of parameters; ``averages.steps`` is the number of updates
 ``communication.<name>.residual``         state of codecs with error feedback; ``.rounds`` beside it
 ``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
 ``classes.<key>``                         ``Record`` (``inner_tensors.py``) of a tensor subclass that is saved as inner
@@ -32,7 +32,7 @@ import pickle
 import random
 import sys
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.serialization import config as serialization_config
 
 from composable_fsdp._api.communication_state import CommunicationState
@@ -56,9 +57,9 @@ from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, complete
 from composable_fsdp.checkpoint._state_dict import inner_tensors
-from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParams, check_replicated, is_plain, on_host
 from composable_fsdp.checkpoint._state_dict.tensors import (
+    Entry,
     LocalShard,
     check_parts,
     checksum,
@@ -162,18 +163,22 @@ class Contents:
                 self.aliases |= {(*alias[:-1], alias[-1] + suffix): own for alias in aliases}
 
 
-def contents_of(model: nn.Module, averages: ShardedEMA | None) -> Contents:
-    """Return the tensors and extra states of ``model``, which is prepared, and ``averages``. Nothing is copied."""
+def contents_of(model: nn.Module, averages: AveragedModel | None) -> Contents:
+    """Return the tensors and extra states of ``model``, which is prepared, and of ``averages``. Nothing is copied."""
     contents = Contents()
+
+    def add(tensors: Iterable[Sequence[Entry]], *path: str) -> None:
+        for first, *shared in tensors:
+            contents.parts[(*path, first.name)] = LocalShard(first.value, first.sharding)
+            contents.aliases |= {(*path, entry.name): (*path, first.name) for entry in shared}
+
     tensors, others = tensors_of(model)
-    for first, *shared in tensors:
-        contents.parts["model", first.name] = LocalShard(first.value, first.sharding)
-        contents.aliases |= {("model", entry.name): ("model", first.name) for entry in shared}
+    add(tensors, "model")
     contents.objects = {("model", entry.name): entry.value for entry in others}
     if averages is not None:
-        for entry in averages.entries():
-            contents.parts["averages", "values", entry.name] = LocalShard(entry.value, entry.sharding)
-        contents.objects["averages", "steps"] = averages.steps
+        prepare_for_access(averages.module)
+        add(tensors_of(averages.module)[0], "averages", "values")
+        contents.objects["averages", "steps"] = int(averages.n_averaged)
     return contents
 
 
@@ -375,7 +380,7 @@ def save(
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
-    averages: ShardedEMA | None = None,
+    averages: AveragedModel | None = None,
     step: int | None = None,
     keep_last: int | None = None,
     asynchronous: bool = False,
@@ -397,7 +402,7 @@ def save(
         optimizer: over parameters of ``model``.
         extra: further state of this rank, such as the position in the data or the state of a scheduler. Use numbers,
             strings, lists, dicts and tensors; for other classes ``load`` needs ``weights_only=False``.
-        averages: moving averages of ``model``, from :func:`~composable_fsdp.sharded_ema`.
+        averages: averages of ``model``, by torch's ``AveragedModel`` of the sharded model.
         step: step of the checkpoint. Default: ``extra["step"]`` if that is an int, else one more than the newest step.
         keep_last: number of checkpoints to keep. Once this one is complete, all but the highest steps are deleted; this
             one is always kept.
@@ -413,7 +418,7 @@ def save(
             state of a DTensor differs between ranks. All ranks raise the same error.
         ConfigurationError: an argument is invalid.
     """
-    check_arguments("save(path, model, optimizer, extra)", path, model, optimizer)
+    check_arguments("save(path, model, optimizer, extra)", path, model, optimizer, averages)
     if extra is not None and not isinstance(extra, Mapping):
         raise ArgumentTypeError(
             f"extra must be a dict, not {type(extra).__name__}. Call save(path, model, optimizer, extra)."
@@ -453,7 +458,7 @@ class _Save:
         self._partial_checkpoint: PartialCheckpoint | None = None
 
     def plan(
-        self, model: nn.Module, optimizer: Optimizer | None, averages: ShardedEMA | None, extra: Mapping[str, Any]
+        self, model: nn.Module, optimizer: Optimizer | None, averages: AveragedModel | None, extra: Mapping[str, Any]
     ) -> None:
         """Plan which rank writes what, and create the directory."""
 

@@ -1,0 +1,206 @@
+"""torch's ``AveragedModel`` of a sharded model averages as that of the unsharded model, and is part of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+from composable_fsdp import CheckpointError, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.checkpoint import Full, load, load_state_dict, save, state_dict
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.sharding import adamw, assert_exact, full_value, values_of
+from tests.helpers.transports import TRANSPORTS
+
+
+def averages_of(model: nn.Module) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+
+
+def train_both(model: nn.Module, reference: nn.Module, task: str, after: Callable[[], None], steps: int = 3) -> None:
+    """Train both on the same batch, so that the reference needs no averaging over ranks."""
+    ours, theirs = adamw(model.parameters()), adamw(reference.parameters())
+    for step in range(steps):
+        for module, optimizer in ((model, ours), (reference, theirs)):
+            TASKS[task].loss(module, TASKS[task].batch_of(step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after()
+
+
+def averages_alike(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    reference, batch = TASKS[task].build(), TASKS[task].batch_of(7, 0)
+    model = shard_layers(TASKS[task].build(), fully_shard, mesh=mesh, **options)
+    found, expected = averages_of(model), averages_of(reference)
+
+    def after() -> None:
+        with counted_collectives() as counts:
+            found.update_parameters(model)
+        assert not counts
+        expected.update_parameters(reference)
+
+    train_both(model, reference, task, after)
+    with torch.no_grad():
+        torch.testing.assert_close(TASKS[task].loss(found.module, batch), TASKS[task].loss(expected.module, batch))
+    found.module.reshard()
+    train_both(model, reference, task, after)
+    assert int(found.n_averaged) == 6
+    wanted = dict(expected.module.named_parameters())
+    assert [name for name, _ in found.module.named_parameters()] == list(wanted)
+    for name, average in found.module.named_parameters():
+        parameter = model.get_parameter(name)
+        assert isinstance(average, DTensor)
+        assert isinstance(parameter, DTensor)
+        assert (average.placements, average.device_mesh) == (parameter.placements, parameter.device_mesh)
+        torch.testing.assert_close(full_value(average), wanted[name].detach())
+
+
+@pytest.mark.parametrize(
+    ("task", "shape", "options"),
+    [
+        ("mlp", (2,), {"reshard_after_forward": False}),
+        ("tied", (2,), {"offload_policy": CPUOffloadPolicy()}),
+        ("transformer", (2, 2), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.behaviour("A-18")
+def test_averages_are_those_of_the_unsharded_model(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    run_ranks(averages_alike, prod(shape), task, shape, options)
+
+
+def computes_with_averages(options: dict[str, Any]) -> None:
+    """Check that gathered or cast parameters kept between passes follow an update."""
+    task = TASKS["transformer"]
+    batch = task.batch_of(0, dist.get_rank())
+    model, other = (shard_layers(task.build(), fully_shard, **options) for _ in range(2))
+    optimizer, averaged = adamw(model.parameters()), averages_of(model)
+    for _ in range(3):
+        task.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(model)
+        load_state_dict(other, state_dict(averaged.module, Full()))
+        with torch.no_grad():
+            torch.testing.assert_close(task.loss(averaged.module, batch), task.loss(other, batch), rtol=0, atol=0)
+        averaged.module.reshard()
+
+
+@pytest.mark.behaviour("A-18", "D-01")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_averaged_model_computes_with_the_averages(transport: str) -> None:
+    run_ranks(computes_with_each_policy, 2, environment=TRANSPORTS[transport])
+
+
+def computes_with_each_policy() -> None:
+    for dtype in (None, torch.bfloat16):
+        for reshard in (True, False):
+            policy = MixedPrecisionPolicy(param_dtype=dtype)
+            computes_with_averages({"mp_policy": policy, "reshard_after_forward": reshard})
+
+
+class Normed(nn.Module):
+    """Has statistics and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.frozen(self.norm(self.linear(x)))
+        return out
+
+
+def buffers_and_dtypes(folder: str) -> None:
+    model = fully_shard(Normed())
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    averaged.update_parameters(model)
+    model(torch.randn(8, 4))
+    model.reshard()
+    averaged.update_parameters(model)
+    mean = model.norm.get_buffer("running_mean") / 2
+    torch.testing.assert_close(averaged.module.norm.get_buffer("running_mean"), mean)
+
+    low = fully_shard(Normed().bfloat16())
+    wide = AveragedModel(low, avg_fn=get_ema_avg_fn(0.999))
+    wide.module.float()
+    wide.update_parameters(low)
+    with torch.no_grad():
+        low.linear.bias.fill_(1.0)
+    before = full_value(wide.module.linear.bias)
+    wide.update_parameters(low)
+    torch.testing.assert_close(full_value(wide.module.linear.bias), before * 0.999 + 0.001)
+    save(folder, low, averages=wide)
+    fresh = AveragedModel(low)
+    fresh.module.float()
+    load(folder, low, averages=fresh)
+    assert int(fresh.n_averaged) == 2
+    for name, value in state_dict(fresh.module, Full()).items():
+        assert_exact(value, state_dict(wide.module, Full())[name], name)
+
+
+@pytest.mark.behaviour("A-18")
+def test_averages_of_buffers_and_of_narrow_parameters(tmp_path: Path) -> None:
+    run_ranks(buffers_and_dtypes, 2, str(tmp_path))
+
+
+def pairs(size: int) -> nn.Module:
+    """Return tensor-parallel pairs with uneven sizes on 4 ranks; placements alone do not describe their shards."""
+    model = PAIRS.build()
+    mesh = named_mesh(dp=size // 2, tp=2) if size == 4 else named_mesh(dp=size)
+    if size == 4:
+        parallelize_pairs(model, mesh["tp"])
+    return shard_layers(model, fully_shard, mesh=mesh["dp"])
+
+
+def save_averages(folder: str) -> dict[str, torch.Tensor]:
+    model = pairs(dist.get_world_size())
+    optimizer, averaged = adamw(model.parameters()), averages_of(model)
+    for step in range(2):
+        PAIRS.loss(model, PAIRS.batch_of(step, 0)).backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    save(folder, model, optimizer, averages=averaged)
+    save(f"{folder}/without", model)
+    return state_dict(averaged.module, Full())
+
+
+def load_averages(folder: str, expected: dict[str, torch.Tensor]) -> None:
+    model = pairs(dist.get_world_size())
+    averaged = averages_of(model)
+    load(folder, model, adamw(model.parameters()), averages=averaged)
+    assert int(averaged.n_averaged) == 2
+    for name, value in state_dict(averaged.module, Full()).items():
+        assert_exact(value, expected[name], name)
+    own = values_of(model)
+    assert any(not torch.equal(value, own[name]) for name, value in expected.items() if name in own)
+    load(folder, model, adamw(model.parameters()))  # without the averages
+
+    wider = averages_of(model)
+    wider.module.double()
+    with pytest.raises(CheckpointError, match=r"average of head\.bias: float32, expected float64"):
+        load(folder, model, averages=wider)
+    with pytest.raises(CheckpointError, match=r"the checkpoint has no averages\."):
+        load(f"{folder}/without", model, averages=averaged)
+
+
+@pytest.mark.behaviour("A-18", "F-07")
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2), (2, 1)])
+def test_averages_are_in_the_checkpoint_for_any_number_of_ranks(tmp_path: Path, saved: int, loaded: int) -> None:
+    expected, *_ = run_ranks(save_averages, saved, str(tmp_path))
+    run_ranks(load_averages, loaded, str(tmp_path), expected)
