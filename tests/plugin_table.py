@@ -103,7 +103,7 @@ _OF_ERRORS_INSTEAD_OF_HANGS = (
     ),
     *("tests/ranks/test_soak.py", "tests/ranks/test_root_cause.py", "tests/ranks/test_recovery.py"),
     *("tests/ranks/test_schedule_reset.py", "tests/ranks/test_evaluation.py", "tests/ranks/test_end_of_program.py"),
-    *("tests/ranks/test_cli.py::test_an_interrupted", "tests/ranks/test_launch.py::test_two_hosts"),
+    "tests/ranks/test_launch.py::test_two_hosts",
     *(
         "tests/ranks/test_fused_groups.py::test_ranks_may_use",
         *_in("tests/ranks/test_checkpoint_store.py", "test_a_save_on", "test_training_resumes_bitwise"),

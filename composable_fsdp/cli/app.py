@@ -19,7 +19,6 @@ from typer.core import TyperGroup
 
 from composable_fsdp._api.fsdp_module import has_sharded
 from composable_fsdp.cli import checkpoint_commands, diagnostics_commands
-from composable_fsdp.cli.calibrate import calibrate
 from composable_fsdp.cli.doctor import doctor
 from composable_fsdp.cli.plan_command import plan_model
 from composable_fsdp.cli.printing import print_error
@@ -102,7 +101,6 @@ app = typer.Typer(
 app.add_typer(checkpoint_commands.app, name="checkpoint")
 app.add_typer(diagnostics_commands.app, name="diagnostics")
 app.command("doctor")(doctor)
-app.command("calibrate")(calibrate)
 app.command("timeline")(diagnostics_commands.timeline)
 app.command("plan")(plan_model)
 app.command(

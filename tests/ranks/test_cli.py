@@ -1,4 +1,4 @@
-"""The console command on several ranks: ``doctor``, ``calibrate`` and ``run``."""
+"""The console command on several ranks: ``doctor`` and ``run``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from tests.helpers.torchrun import ROOT, finished, torchrun
 
 pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
 
-from composable_fsdp.cli.calibrate import measure_costs
 from composable_fsdp.cli.doctor import Finding, examine_ranks
 
 COMMAND = ("-m", "composable_fsdp")
@@ -92,90 +91,6 @@ def test_doctor_runs_under_torchrun() -> None:
     assert {"launch", "hosts", "all-reduce"} <= checks.keys()
     assert checks["all-reduce"]["text"].startswith("2 ranks over gloo, ")
     assert done.returncode == int(any(each["severity"] == "error" for each in found))
-
-
-# -- calibrate
-
-
-def one_table(*shape: int) -> None:
-    names = ("outer", "inner")[-len(shape) :]
-    costs = measure_costs(init_device_mesh("cpu", shape), names, rounds=2)
-    assert set(costs.axes) == set(names)
-    tables: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, costs)
-    assert tables == tables[:1] * len(tables)
-    model: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
-    with TemporaryDirectory() as folder:
-        costs.save(Path(folder, "costs.json"))
-        model.set_schedule(costs=Path(folder, "costs.json"))
-    assert model.schedule().options.costs.axes == costs.axes
-
-
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
-def test_all_ranks_measure_one_table_that_a_model_accepts(shape: tuple[int, ...]) -> None:
-    run_ranks(one_table, math.prod(shape), *shape)
-
-
-def test_calibrate_writes_the_table_that_it_prints(tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    output = torchrun(*COMMAND, "calibrate", "--mesh", "1x2", "--names", "r,s", "--rounds", "1", "--out", str(path))
-    found = Costs.load(path)
-    assert (list(found.axes), found.source) == (["s"], "composable-fsdp calibrate on a mesh of 1x2 ranks on cpu")
-    row = next(line for line in output.splitlines() if "reduce-scatter" in line)
-    latency = f"{1e6 * found.axes['s'].reduce_scatter.latency:,.2f}"
-    assert [cell.strip() for cell in row.split("│")[1:5]] == ["s", "2", "reduce-scatter", latency]
-
-
-INTERRUPTED = """
-import os, sys
-from unittest import mock
-import torch.distributed as dist
-from composable_fsdp.cli import main
-from composable_fsdp.cli import calibrate
-real, calls = calibrate.measure_collective, []
-
-
-def measure(*arguments):
-    calls.append(arguments)
-    if len(calls) == 2 and os.environ["RANK"] == "1":
-        raise KeyboardInterrupt
-    return real(*arguments)
-
-
-with mock.patch.object(calibrate, "measure_collective", measure):
-    main()
-"""
-
-
-def test_an_interrupted_rank_ends_the_measurement_on_all(tmp_path: Path) -> None:
-    program, path = tmp_path / "program.py", tmp_path / "costs.json"
-    program.write_text(INTERRUPTED)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), "calibrate", "--out", str(path)],
-            env={**os.environ, **variables, "RANK": str(rank), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [each.communicate(timeout=60) for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-    assert ranks[0].returncode == 1
-    assert ranks[1].returncode != 0
-    *warnings, error = outputs[0][1].splitlines()  # builds of torch for CUDA log that they miss triton
-    assert not any("error" in line for line in warnings), warnings
-    assert re.fullmatch(r"error: measurement of costs .* cannot be done: rank 1 .*", error), error
-    assert not any("Traceback" in text for output in outputs for text in output)
-    assert not path.exists()
 
 
 # -- run

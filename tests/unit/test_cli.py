@@ -62,7 +62,6 @@ def test_a_missing_package_is_named(absent: str) -> None:
 def test_every_command_has_help_with_an_example() -> None:
     for words in (
         "doctor",
-        "calibrate",
         "timeline",
         "run",
         "checkpoint inspect",
@@ -102,33 +101,6 @@ def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Pat
 def test_invalid_commands_have_exit_code_2(arguments: list[str], message: str) -> None:
     done = run(*arguments)
     assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
-
-
-# -- calibrate
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--mesh", "2x"], "mesh must be a number of ranks, or replicas x shards such as '8x64', not '2x'."),
-        (["--mesh", "2x4"], "--mesh 2x4 has 8 ranks, but the job has 2."),
-        (["--names", "a,b"], "--names must have a name for each of 1 axes, not a,b."),
-        (["--mesh", "1x2", "--names", "a,a"], "--names must have a name for each of 2 axes, not a,a."),
-        (["--out", "/no/such/file"], "--out /no/such/file: there is no directory /no/such."),
-    ],
-)
-def test_an_invalid_mesh_or_file_is_refused_before_ranks_meet(options: list[str], message: str) -> None:
-    done = run("calibrate", *options, environment={"RANK": "0", "WORLD_SIZE": "2"})
-    assert (done.exit_code, done.stderr) == (2, f"error: {message}\n")
-
-
-def test_one_process_has_nothing_to_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    done = run("calibrate")
-    assert done.exit_code == 2
-    assert done.stderr == (
-        "error: calibrate measures between ranks: torchrun --nproc-per-node N -m composable_fsdp calibrate.\n"
-    )
 
 
 # -- run
