@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from composable_fsdp import CheckpointError, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, load, load_state_dict, save, state_dict
+from composable_fsdp.errors import CheckpointError
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
@@ -55,7 +56,7 @@ def averages_alike(task: str, shape: tuple[int, ...], options: dict[str, Any]) -
     train_both(model, reference, task, after)
     with torch.no_grad():
         torch.testing.assert_close(TASKS[task].loss(found.module, batch), TASKS[task].loss(expected.module, batch))
-    found.module.reshard()
+    cast(FSDPModule, found.module).reshard()
     train_both(model, reference, task, after)
     assert int(found.n_averaged) == 6
     wanted = dict(expected.module.named_parameters())
@@ -96,7 +97,7 @@ def computes_with_averages(options: dict[str, Any]) -> None:
         load_state_dict(other, state_dict(averaged.module, Full()))
         with torch.no_grad():
             torch.testing.assert_close(task.loss(averaged.module, batch), task.loss(other, batch), rtol=0, atol=0)
-        averaged.module.reshard()
+        cast(FSDPModule, averaged.module).reshard()
 
 
 @pytest.mark.behaviour("A-18", "D-01")
@@ -128,7 +129,7 @@ class Normed(nn.Module):
 
 def buffers_and_dtypes(folder: str) -> None:
     model = fully_shard(Normed())
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    averaged: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
     averaged.update_parameters(model)
     model(torch.randn(8, 4))
     model.reshard()
@@ -137,7 +138,7 @@ def buffers_and_dtypes(folder: str) -> None:
     torch.testing.assert_close(averaged.module.norm.get_buffer("running_mean"), mean)
 
     low = fully_shard(Normed().bfloat16())
-    wide = AveragedModel(low, avg_fn=get_ema_avg_fn(0.999))
+    wide: Any = AveragedModel(low, avg_fn=get_ema_avg_fn(0.999))
     wide.module.float()
     wide.update_parameters(low)
     with torch.no_grad():

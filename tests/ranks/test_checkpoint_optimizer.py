@@ -30,7 +30,6 @@ from composable_fsdp.checkpoint import (
     optimizer_state_dict,
     save,
 )
-from composable_fsdp.errors import ParameterError
 from tests._internals import Form, parameter_names
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs

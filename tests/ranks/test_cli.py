@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-import os
-import re
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import fully_shard
-from composable_fsdp.plugins.tuning import Costs
 from tests.helpers.run_ranks import run_ranks
-from tests.helpers.torchrun import ROOT, finished, torchrun
+from tests.helpers.torchrun import finished, torchrun
 
 pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
 
