@@ -132,7 +132,7 @@ def buffers_and_dtypes(folder: str) -> None:
     averaged: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
     averaged.update_parameters(model)
     model(torch.randn(8, 4))
-    model.reshard()
+    cast(FSDPModule, model).reshard()
     averaged.update_parameters(model)
     mean = model.norm.get_buffer("running_mean") / 2
     torch.testing.assert_close(averaged.module.norm.get_buffer("running_mean"), mean)
