@@ -1,9 +1,10 @@
 """``run_ranks`` with processes that are kept for the next call, which makes the suite fast.
 
 It does what ``composable_fsdp.testing.run_ranks`` does, but only the first call of a world size and environment starts
-processes. They are forked from processes that have imported torch, so only the first one pays for the import; libraries
-that read the environment at import read it then. Before every call, the default dtype, device and grad mode are reset,
-process groups made by earlier functions are destroyed, and failed steps forgotten. Module globals are kept.
+processes. They are forked from processes that have imported torch, so only the first one pays for the import; other
+libraries read the environment at import, so other variables of theirs need other such processes. Before every call, the
+default dtype, device and grad mode are reset, process groups made by earlier functions are destroyed, and failed steps
+forgotten. Module globals are kept.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ T = TypeVar("T")
 
 TEMPLATES = 2
 """Templates per environment. Adjacent ranks then differ in per-process randomness, such as hashes of ``str``."""
+
+READ_LATE = "COMPOSABLE_FSDP_"
+"""The begin of the variables that this library reads, none of them at import: they need no template of their own."""
 
 BOOT = (
     "import json, sys; requests = int(sys.argv.pop()); sys.path[:] = json.loads(sys.argv.pop()); "
@@ -135,7 +139,7 @@ _pools: dict[tuple[int, frozenset[tuple[str, str]]], RankPool] = {}
 """Pools by world size and environment, that of the last call last."""
 
 _templates: dict[tuple[int, frozenset[tuple[str, str]]], Template] = {}
-"""Templates by number, and by the variables that their processes have in addition to this process's environment."""
+"""Templates by number, and by the variables of others that their processes have in addition to this process's."""
 
 _lock = threading.RLock()
 
@@ -146,9 +150,10 @@ def _shut_down_at_exit() -> None:
 
 
 def _template(number: int, extra: Mapping[str, str], environment: Mapping[str, str]) -> Template:
-    key = (number, frozenset(extra.items()))
+    key = (number, frozenset((name, value) for name, value in extra.items() if not name.startswith(READ_LATE)))
     if key in _templates and not _templates[key].alive:
         _templates.pop(key).end()
     if key not in _templates:
-        _templates[key] = Template(BOOT, environment, START_TIMEOUT)
+        early = {name: value for name, value in environment.items() if not name.startswith(READ_LATE)}
+        _templates[key] = Template(BOOT, early, START_TIMEOUT)
     return _templates[key]
