@@ -39,11 +39,14 @@ def run_program(program: str, *arguments: str | Path) -> subprocess.CompletedPro
         return subprocess.CompletedProcess(program, code, *(path.read_text() for path in outputs))
 
 
-def run_script_on_ranks(script: str | Path, *arguments: str, ranks: int = 2, timeout: float = 200.0) -> str:
+def run_script_on_ranks(
+    script: str | Path, *arguments: str, ranks: int = 2, timeout: float = 200.0, fails: bool = False
+) -> str:
     """Run a script on ``ranks`` processes with the variables of torchrun, and return their stdout and stderr.
 
     It saves the launcher, and the import of torch in each process, which take most of the time of a short example. The
-    exit codes must be 0. If one is not, or after ``timeout`` seconds, the other processes are killed.
+    exit codes must be 0. If one is not, or after ``timeout`` seconds, the other processes are killed. With ``fails``,
+    one must not be, and the others end by themselves.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the agent of torchrun has it
     path = ROOT / script
@@ -59,9 +62,9 @@ def run_script_on_ranks(script: str | Path, *arguments: str, ranks: int = 2, tim
     ]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
-        codes = _run(program, arguments, [output, output], environments, timeout)
+        codes = _run(program, arguments, [output, output], environments, timeout, waits=fails)
         said = output.read_text()
-    assert codes == [0] * ranks, said
+    assert any(codes) == fails, said
     return said
 
 
@@ -71,8 +74,13 @@ def _run(
     outputs: Sequence[Path],
     environments: Sequence[Mapping[str, str]],
     seconds: float,
+    *,
+    waits: bool = False,
 ) -> list[int]:
-    """Run a program in a process for each of ``environments``, and return the exit codes."""
+    """Run a program in a process for each of ``environments``, and return the exit codes.
+
+    With ``waits``, the failure of one does not kill the others.
+    """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -82,6 +90,7 @@ def _run(
         "outputs": list(map(str, outputs)),
         "environments": environments,
         "seconds": seconds,
+        "waits": waits,
     }
     server.stdin.write(f"{json.dumps(request)}\n")
     server.stdin.flush()
@@ -109,19 +118,19 @@ def serve() -> str:
                 sys.argv = ["-c", *request["arguments"]]
                 program: str = request["program"]
                 return program
-        print(json.dumps(_exit_codes(children, request["seconds"])), flush=True)  # noqa: T201
+        print(json.dumps(_exit_codes(children, request["seconds"], request["waits"])), flush=True)  # noqa: T201
     sys.exit()
 
 
-def _exit_codes(children: Sequence[int], seconds: float) -> list[int]:
-    """Wait for ``children``, and kill those that run when one has failed, or after ``seconds``."""
+def _exit_codes(children: Sequence[int], seconds: float, waits: bool) -> list[int]:
+    """Wait for ``children``, and kill those that run when one has failed, unless ``waits``, or after ``seconds``."""
     codes: dict[int, int] = {}
     end = time.monotonic() + seconds
     while len(codes) < len(children):
         child, status = os.waitpid(-1, os.WNOHANG)
         if child:
             codes[child] = os.waitstatus_to_exitcode(status)
-        if any(codes.values()) or time.monotonic() > end:
+        if (any(codes.values()) and not waits) or time.monotonic() > end:
             for running in set(children) - codes.keys():
                 os.kill(running, signal.SIGKILL)
         if not child:

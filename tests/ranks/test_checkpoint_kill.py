@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.fresh_process import run_module
+
 
 @pytest.mark.behaviour("F-12", "H-05")
 def test_killed_saves_leave_the_previous_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.kill_saver", str(tmp_path), "30", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = run_module("tests.helpers.kill_saver", tmp_path, "30", "1")
     assert done.returncode == 0, done.stderr
     kills, saves, unfinished = (int(word) for word in done.stdout.replace(",", "").split() if word.isdecimal())
     assert kills == 30

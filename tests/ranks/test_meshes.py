@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.errors import MeshError
 from composable_fsdp.interop import patch_torch
+from tests.helpers.fresh_process import run_script_on_ranks
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_sharded, train_and_compare, values_of
-from tests.helpers.torchrun import torchrun
 
 
 def _check_the_default_mesh() -> None:
@@ -70,10 +70,10 @@ dist.destroy_process_group()
 
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("A-03")
-def test_under_torchrun_the_default_process_group_is_started_from_the_environment(tmp_path: Path) -> None:
+def test_the_default_process_group_is_started_from_the_environment_of_torchrun(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(WITHOUT_A_PROCESS_GROUP)
-    assert torchrun(program).count("ranks [0, 1] rows 2") == 2
+    assert run_script_on_ranks(program).count("ranks [0, 1] rows 2") == 2
 
 
 def _check_parity(task: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fresh_process import run_script_on_ranks
-from tests.helpers.torchrun import finished
 
 PROGRAM = "examples/train_text.py"
 SMALL = ["--batch", "2", "--seq", "32", "--layers", "1", "--dim", "32", "--heads", "2", "--hidden", "64"]
@@ -32,9 +31,8 @@ def test_the_text_example_trains_verifies_and_resumes(tmp_path: Path) -> None:
     assert "sharded against unsharded: ok" in said
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000007"]
 
-    refused = finished(PROGRAM, *flags(tmp_path, "--steps", "9"))
-    assert refused.returncode != 0
-    assert f"{tmp_path} already holds step-00000007: pass --resume to go on from there" in refused.stdout
+    refused = run_script_on_ranks(PROGRAM, *flags(tmp_path, "--steps", "9"), fails=True)
+    assert f"{tmp_path} already holds step-00000007: pass --resume to go on from there" in refused
 
     (tmp_path / "step-00000007" / "manifest.json").unlink()  # as if the checkpoint had not been finished
     said = run_script_on_ranks(PROGRAM, *flags(tmp_path, "--steps", "9", "--resume"))

@@ -11,12 +11,10 @@ import ast
 import doctest
 import importlib
 import io
-import os
 import pkgutil
 import re
 import runpy
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,8 +24,7 @@ import torch.distributed as dist
 import composable_fsdp
 import tests.simulation
 from tests.helpers.comparison.page import PAGE, render
-from tests.helpers.fresh_process import run_script_on_ranks
-from tests.helpers.torchrun import finished, torchrun
+from tests.helpers.fresh_process import run_program, run_script_on_ranks
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -220,10 +217,8 @@ def test_the_readme_has_at_most_90_lines() -> None:
 
 
 def test_the_first_program_says_under_plain_python_how_to_start_it() -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "examples/first.py"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    path = str(ROOT / "examples" / "first.py")
+    done = run_program(f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
     assert done.returncode == 1
     assert "Start one process per device with `torchrun --nproc-per-node N script.py`" in done.stderr
 
@@ -232,7 +227,7 @@ def test_the_first_program_says_under_plain_python_how_to_start_it() -> None:
 def test_the_first_program_trains_on_two_ranks_and_its_schedule_is_that_of_the_readme(tmp_path: Path) -> None:
     program = tmp_path / "first.py"
     program.write_text(first_program().replace("shutdown()  #", "    print(model.schedule())\nshutdown()  #"))
-    said = torchrun(program)
+    said = run_script_on_ranks(program)
     losses = [float(loss) for loss in re.findall(r"rank 0 step \d loss ([\d.]+)", said)]
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 0.1
@@ -244,7 +239,7 @@ def test_the_readme_shows_the_error_of_the_other_rank(tmp_path: Path) -> None:
     program, line = tmp_path / "first.py", 'if rank == 1 and step == 3: raise ValueError("a bad batch")'
     assert f"`{line}`" in README.read_text()
     program.write_text(first_program().replace("    loss.backward()", f"    {line}\n    loss.backward()"))
-    said = finished(program).stdout
+    said = run_script_on_ranks(program, fails=True)
     own, *other = shown_by("torchrun --standalone --nproc-per-node 2 first.py 2>&1 | grep")
     assert f"[rank1]: {own}" in said
     shown = re.escape(" ".join(other)).replace("58", r"\d+")
@@ -254,9 +249,8 @@ def test_the_readme_shows_the_error_of_the_other_rank(tmp_path: Path) -> None:
 def test_the_plan_of_the_readme_is_made_by_its_command() -> None:
     command = re.search(r"^\$ composable-fsdp (plan .*?) \| sed", README.read_text(), re.MULTILINE)
     assert command is not None
-    done = subprocess.run(
-        [sys.executable, "-m", "composable_fsdp", *command[1].split()], cwd=ROOT, capture_output=True, text=True
-    )
+    program = f"import os; os.chdir({str(ROOT)!r}); from composable_fsdp.cli import main; main()"
+    done = run_program(program, *command[1].split())
     assert done.stdout.splitlines()[3:7] == shown_by("composable-fsdp plan"), done.stdout + done.stderr
 
 

@@ -363,9 +363,7 @@ while True:
 
 
 def test_stacks_can_be_read_while_threads_enter_python_and_garbage_is_collected() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", READ_STACKS], capture_output=True, text=True, timeout=60, check=False
-    )
+    result = run_program(READ_STACKS)
     assert result.returncode == 0, result.stderr
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from itertools import pairwise, product, zip_longest
 from math import prod
 
@@ -23,6 +21,7 @@ from composable_fsdp.plugins.weight_stream.packed_layout import (
     placed,
 )
 from composable_fsdp.plugins.weight_stream.weight_names import Named, Unit, units_of
+from tests.helpers.fresh_process import run_program
 
 DTYPES = st.sampled_from([torch.int8, torch.float16, torch.float32, torch.int64, torch.complex128])
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -187,4 +186,5 @@ def test_the_package_imports_streams_on_first_use() -> None:
         "import sys, composable_fsdp; assert not any('weight_stream' in name for name in sys.modules); "
         "composable_fsdp.stream_full_params; assert 'composable_fsdp.plugins.weight_stream.stream' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = run_program(program)
+    assert done.returncode == 0, done.stderr
