@@ -48,6 +48,12 @@ CLIENTS = (
     Client("transformers Trainer", "transformers_trainer.py", "transformers", note=ON_CPU),
     Client("transformers from_pretrained", "transformers_from_pretrained.py", "transformers"),
     Client("transformers from_pretrained, tied", "transformers_from_pretrained.py --tied", "transformers"),
+    *(
+        Client(
+            f"transformers experts, tp {tp}, ep {ep}", f"transformers_experts.py --tp {tp} --ep {ep}", "transformers", 4
+        )
+        for tp, ep in ((1, 2), (2, 2), (2, 4))
+    ),
     Client("Lightning Fabric", "fabric_loop.py", "lightning"),
     Client("Lightning Trainer", "lightning_trainer.py", "lightning"),
     Client("peft, then sharded", "peft_lora.py", "peft"),

@@ -155,6 +155,18 @@ def test_the_program_of_the_context_parallel_page_has_the_gradients_of_whole_seq
 
 
 @pytest.mark.multiprocess
+def test_the_program_of_the_experts_page_trains_as_one_process_and_resumes_on_other_meshes(tmp_path: Path) -> None:
+    for options, ranks, steps in (
+        (("--tp", "2", "--ep", "2", "--steps", "4"), 4, "1 to 4"),
+        (("--ep", "2", "--resume", "--steps", "6"), 2, "5 to 6"),
+    ):
+        said = run_script_on_ranks("examples/experts.py", "--out", str(tmp_path), *options, ranks=ranks)
+        differences = re.findall(rf"steps {steps}, loss \S+; parameters (\S+) from those of one process", said)
+        assert len(differences) == ranks, said
+        assert all(float(difference) < 1e-6 for difference in differences), said
+
+
+@pytest.mark.multiprocess
 def test_the_program_of_the_profiler_page_writes_profiles_with_labels_of_groups() -> None:
     assert re.search(r"FSDP::all_gather \(0\) +\d+ times", run_script_on_ranks("examples/profiled.py"))
     assert (ROOT / "runs" / "profile" / "rank-1.json").exists()
