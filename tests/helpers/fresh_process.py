@@ -20,15 +20,18 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-__all__ = ["run_module", "run_program", "run_script_on_ranks"]
+__all__ = ["Program", "run_module", "run_program", "run_script_on_ranks"]
 
 ROOT = Path(__file__).parents[2]
 
 
 def run_module(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a module as ``python -m`` does."""
-    program = f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
-    return run_program(program, *arguments)
+    return run_program(_of_module(name), *arguments)
+
+
+def _of_module(name: str) -> str:
+    return f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
 
 
 def run_program(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -37,6 +40,32 @@ def run_program(program: str, *arguments: str | Path) -> subprocess.CompletedPro
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         (code,) = _run(program, arguments, outputs, [{}], 600.0)
         return subprocess.CompletedProcess(program, code, *(path.read_text() for path in outputs))
+
+
+class Program:
+    """A module that runs as ``python -m`` does, until it ends or a signal ends it.
+
+    Args:
+        outputs: the files that its stdout and stderr are appended to.
+        environment: variables in addition to those of this process when it first ran a program.
+    """
+
+    def __init__(
+        self, name: str, *arguments: str | Path, outputs: tuple[Path, Path], environment: Mapping[str, str]
+    ) -> None:
+        self._code: int | None = None
+        (self.pid,) = _ask(_request(_of_module(name), arguments, outputs, [environment]) | {"starts": True})
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the program is known to have ended."""
+        if self._code is None:
+            os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 300.0) -> int:
+        """Wait for the end, and return the exit code, negative for a signal. Kills the program after ``seconds``."""
+        if self._code is None:
+            (self._code,) = _ask({"collects": self.pid, "seconds": seconds})
+        return self._code
 
 
 def run_script_on_ranks(
@@ -81,21 +110,25 @@ def _run(
 
     With ``waits``, the failure of one does not kill the others.
     """
+    return _ask(_request(program, arguments, outputs, environments) | {"seconds": seconds, "waits": waits})
+
+
+def _request(
+    program: str, arguments: Sequence[str | Path], outputs: Sequence[Path], environments: Sequence[Mapping[str, str]]
+) -> dict[str, object]:
+    texts = {"arguments": list(map(str, arguments)), "outputs": list(map(str, outputs))}
+    return {"program": program, "environments": list(map(dict, environments)), **texts}
+
+
+def _ask(request: Mapping[str, object]) -> list[int]:
+    """Send a request to the server, and return the exit codes, or the process ids if it starts programs."""
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    request = {
-        "program": program,
-        "arguments": list(map(str, arguments)),
-        "outputs": list(map(str, outputs)),
-        "environments": environments,
-        "seconds": seconds,
-        "waits": waits,
-    }
     server.stdin.write(f"{json.dumps(request)}\n")
     server.stdin.flush()
-    codes: list[int] = json.loads(server.stdout.readline())
-    return codes
+    found: list[int] = json.loads(server.stdout.readline())
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -108,8 +141,8 @@ def serve() -> str:
     """Fork for every request. The server ends here at the end of its input; a child returns with its program."""
     while line := sys.stdin.readline():
         request = json.loads(line)
-        children = []
-        for environment in request["environments"]:
+        children = [request["collects"]] if "collects" in request else []
+        for environment in request.get("environments", ()):
             children.append(os.fork())
             if not children[-1]:
                 os.environ.update(environment)
@@ -118,7 +151,9 @@ def serve() -> str:
                 sys.argv = ["-c", *request["arguments"]]
                 program: str = request["program"]
                 return program
-        print(json.dumps(_exit_codes(children, request["seconds"], request["waits"])), flush=True)  # noqa: T201
+        starts = request.get("starts", False)
+        found = children if starts else _exit_codes(children, request["seconds"], request.get("waits", False))
+        print(json.dumps(found), flush=True)  # noqa: T201
     sys.exit()
 
 
@@ -127,14 +162,14 @@ def _exit_codes(children: Sequence[int], seconds: float, waits: bool) -> list[in
     codes: dict[int, int] = {}
     end = time.monotonic() + seconds
     while len(codes) < len(children):
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child:
-            codes[child] = os.waitstatus_to_exitcode(status)
+        for running in set(children) - codes.keys():
+            ended, status = os.waitpid(running, os.WNOHANG)
+            if ended:
+                codes[ended] = os.waitstatus_to_exitcode(status)
         if (any(codes.values()) and not waits) or time.monotonic() > end:
             for running in set(children) - codes.keys():
                 os.kill(running, signal.SIGKILL)
-        if not child:
-            time.sleep(0.005)
+        time.sleep(0.005)
     return [codes[child] for child in children]
 
 

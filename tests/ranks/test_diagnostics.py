@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,13 +25,12 @@ from tests._internals import (
     read,
     sequences,
 )
-from tests.helpers.fresh_process import run_module
+from tests.helpers.fresh_process import Program, run_module
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 from tests.helpers.two_layers import FAULTS, build, sgd, step
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 5.0
 OVER = pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 
@@ -58,10 +54,10 @@ def fail(fault: str, folder: str) -> str:
     return str(caught.value)
 
 
-def await_file(path: Path) -> None:
-    """Wait for the file of an abandoned backward, which a thread writes soon."""
-    end = time.monotonic() + SECONDS * slack()
-    while not path.exists():
+def await_file(path: Path, text: str = "", seconds: float = SECONDS) -> None:
+    """Wait for a file with ``text``, such as that of an abandoned backward, which a thread writes soon."""
+    end = time.monotonic() + seconds * slack()
+    while not path.exists() or text not in path.read_text():
         assert time.monotonic() < end, f"no {path}"
         time.sleep(0.02)
 
@@ -157,38 +153,31 @@ def test_collectives_of_any_backend_are_recorded_with_their_position() -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start two ranks that train; one pauses after a few steps."""
-    environment = {**os.environ, **SOCKETS, "COMPOSABLE_FSDP_DIAGNOSTICS": str(tmp_path / "out"), "WORLD_SIZE": "2"}
+def job(tmp_path: Path) -> Iterator[list[Program]]:
+    """Start two ranks that train; one pauses after a few steps. Returns once it does, and the other waits in gloo."""
+    environment = {**SOCKETS, "COMPOSABLE_FSDP_DIAGNOSTICS": str(tmp_path / "out"), "WORLD_SIZE": "2"}
+    pausing = [tmp_path / f"stdout {rank}" for rank in range(2)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.paused_rank", str(tmp_path / "store")],
-            cwd=ROOT,
-            env={**environment, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        Program(
+            "tests.helpers.paused_rank",
+            tmp_path / "store",
+            outputs=(pausing[rank], tmp_path / f"stderr {rank}"),
+            environment={**environment, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in range(2)
     ]
+    for path in pausing:
+        await_file(path, "pausing\n", 60.0)
+    time.sleep(1.5)  # so that the other rank waits in gloo, where no Python code runs
     yield ranks
     for rank in ranks:
-        rank.kill()
-        rank.communicate()
-
-
-def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = rank.communicate(timeout=300)
-    return rank.returncode, errors
+        rank.send_signal(signal.SIGKILL)
+        rank.wait()
 
 
 @pytest.mark.behaviour("H-03", "H-05")
-def test_all_ranks_write_records_when_one_is_terminated(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_all_ranks_write_records_when_one_is_terminated(job: list[Program], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for rank in job:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "pausing\n"
-    time.sleep(1.5)  # so that the other rank waits in gloo, where no Python code runs
     job[0].send_signal(signal.SIGUSR1)
     await_file(out / file_name(0))
     waiting = read(out)
@@ -198,9 +187,9 @@ def test_all_ranks_write_records_when_one_is_terminated(job: list[subprocess.Pop
 
     begin = time.time()
     job[1].send_signal(signal.SIGTERM)
-    assert ended(job[1])[0] == -signal.SIGTERM
-    code, errors = ended(job[0])
-    assert code == 1
+    assert job[1].wait() == -signal.SIGTERM
+    assert job[0].wait() == 1
+    errors = (tmp_path / "stderr 0").read_text()
     assert "rank 1 is gone" in errors
     assert f"{out / file_name(0)} has what this rank did until then" in errors
     files = read(out)
@@ -213,14 +202,10 @@ def test_all_ranks_write_records_when_one_is_terminated(job: list[subprocess.Pop
     assert "rank 1 is gone" in shown(out)
 
 
-def test_a_waiting_rank_ends_on_a_signal(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_waiting_rank_ends_on_a_signal(job: list[Program], tmp_path: Path) -> None:
     """Its main thread is in gloo, and would run a handler of Python much later."""
-    for rank in job:
-        assert rank.stdout is not None
-        rank.stdout.readline()
-    time.sleep(1.5)
     job[0].send_signal(signal.SIGTERM)
-    assert ended(job[0])[0] == -signal.SIGTERM
+    assert job[0].wait() == -signal.SIGTERM
     files: Files = read(tmp_path / "out")
     assert files.dumps[0]["reason"] == "SIGTERM"
 

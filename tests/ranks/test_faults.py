@@ -6,11 +6,8 @@ The texts are in ``tests/helpers/fault_texts.txt``. ``test_recovery.py`` tests t
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,11 +17,11 @@ import pytest
 
 from tests.helpers.fault_texts import assert_golden
 from tests.helpers.faults import LONG_TIMEOUT, SHORT_TIMEOUT, STRAGGLER_DELAY, RaisedError, error_after
+from tests.helpers.fresh_process import Program
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
-ROOT = Path(__file__).parents[2]
 LIMIT, LIMIT_OF_LOSS = 5.0, 3.0
 """Seconds until all ranks know that a rank is in another operation, and until they know that a rank is gone."""
 
@@ -123,29 +120,23 @@ class Programs:
 
     def __init__(self, fault: str, folder: Path, environment: Environment) -> None:
         self.folder = folder
-        surroundings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        self.outputs = [folder / f"output {rank}" for rank in range(2)]
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.faults", fault, str(rank), str(folder)],
-                env=surroundings,
-                cwd=ROOT,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
+            Program("tests.helpers.faults", fault, str(rank), folder, outputs=(out, out), environment=environment)
+            for rank, out in enumerate(self.outputs)
         ]
 
     def read_report(self, rank: int) -> RaisedError:
         """Return the error that a rank received before its program ended."""
-        _, errors = self.processes[rank].communicate(timeout=300)
+        self.processes[rank].wait()
         path = self.folder / f"error {rank}"
-        assert path.exists(), errors
+        assert path.exists(), self.outputs[rank].read_text()
         return RaisedError(**json.loads(path.read_text()))
 
     def end(self) -> None:
         for process in self.processes:
-            process.kill()
-            process.communicate()
+            process.send_signal(signal.SIGKILL)
+            process.wait()
 
 
 @pytest.fixture
@@ -178,7 +169,7 @@ def test_a_rank_whose_program_ended_is_named_with_what_ended_it(
     check(f"{fault} and ends, {transport}", error, LIMIT_OF_LOSS)
     assert error.kind == "PeerError"
     assert f"cannot be done: rank 1 {ENDINGS[fault]}" in error.text
-    programs.processes[1].communicate(timeout=300)
+    programs.processes[1].wait()
 
 
 @pytest.mark.behaviour("H-06")

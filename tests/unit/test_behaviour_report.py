@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.behaviour_report import Behaviour, Case, Result, Status, check_ids, load_sections, render
+from tests.helpers.fresh_process import run_module
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = {"A. First": {"A-01": "starts", "A-02": "stops"}, "B. Second": {"B-01": "waits"}}
@@ -67,9 +67,7 @@ def run_pytest(tmp_path: Path, source: str) -> subprocess.CompletedProcess[str]:
     """Run pytest on one file outside the repository, with our conftest as a plugin."""
     (tmp_path / "test_it.py").write_text(source)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = behaviour(*ids): as in the repository\n")
-    pytest_with_conftest = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--behaviours"]
-    command = [*pytest_with_conftest, f"--rootdir={tmp_path}", str(tmp_path)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return run_module("pytest", "-p", "tests.conftest", "--behaviours", f"--rootdir={tmp_path}", tmp_path)
 
 
 @pytest.mark.multiprocess
