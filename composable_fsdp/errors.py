@@ -5,6 +5,7 @@ Each also derives from the builtin that fits, so ``except ValueError`` written f
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 __all__ = [
@@ -41,7 +42,14 @@ class ConfigurationError(FSDPError, ValueError):
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
-    """An argument of ``fully_shard`` or of one of its setters has a wrong type."""
+    """An argument of ``fully_shard`` or of one of its setters has a wrong type, or an unknown name."""
+
+    @staticmethod
+    def of_keyword(call: str, name: str, known: Iterable[str]) -> ArgumentTypeError:
+        """Return the error for the unknown keyword ``name``. It says which one of ``known`` is the most similar."""
+        meant = difflib.get_close_matches(name, known, 1)
+        advice = f" Did you mean {meant[0]!r}?" if meant else ""
+        return ArgumentTypeError(f"{call}() got an unexpected keyword argument {name!r}.{advice}")
 
 
 class ConflictError(ConfigurationError, AssertionError):

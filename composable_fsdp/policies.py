@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,14 +25,31 @@ __all__ = [
     "OffloadPolicy",
     "Reshard",
     "ReshardKind",
+    "checks_keywords",
     "cpu_offload_by_budget",
 ]
 
 logger = logging.getLogger(__name__)
 _REDUCES_IN_GRADIENT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 """True if FSDP2 of the installed torch takes ``reduce_dtype=None`` for the dtype of the sharded gradient."""
+_Class = TypeVar("_Class", bound="type[Any]")
 
 
+def checks_keywords(cls: _Class) -> _Class:
+    """Decorate a dataclass: the error for an unknown keyword names the most similar field."""
+    initialize, names = cls.__init__, [each.name for each in fields(cls)]
+
+    @functools.wraps(initialize)  # keeps the signature
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        for name in given.keys() - names:
+            raise ArgumentTypeError.of_keyword(cls.__name__, name, names)
+        initialize(self, *args, **given)
+
+    cls.__init__ = checked
+    return cls
+
+
+@checks_keywords
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """The dtypes of a group's communication, computation, gradient reduction and outputs.
@@ -135,6 +153,7 @@ class OffloadPolicy:
     """A policy without offload: shards are kept on the mesh's device."""
 
 
+@checks_keywords
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
     """A policy that keeps shards, their gradients and so the optimizer state in host memory.
@@ -178,6 +197,7 @@ def cpu_offload_by_budget(
     return chosen
 
 
+@checks_keywords
 @dataclass(frozen=True)
 class DataParallelMeshDims:
     """The names of the data-parallel dims of a full mesh, for parameters that are DTensors on that mesh.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
@@ -248,8 +249,11 @@ _FSDP1_ARGUMENTS = {
 
 
 def _unknown_argument(name: str) -> ArgumentTypeError:
-    advice = f": it is FSDP1's. {_FSDP1_ARGUMENTS[name]}" if name in _FSDP1_ARGUMENTS else ""
-    return ArgumentTypeError(f"fully_shard() got an unexpected keyword argument {name!r}{advice}.")
+    if name not in _FSDP1_ARGUMENTS:
+        return ArgumentTypeError.of_keyword("fully_shard", name, inspect.signature(fully_shard).parameters)
+    return ArgumentTypeError(
+        f"fully_shard() got an unexpected keyword argument {name!r}: it is FSDP1's. {_FSDP1_ARGUMENTS[name]}."
+    )
 
 
 def _policy_of_module(policies: Mapping[str, MixedPrecisionPolicy]) -> MixedPrecisionPolicy:

@@ -173,13 +173,15 @@ class PendingSave(os.PathLike[str]):
         self.path = path
         self.step = step
         self._error: BaseException | None = None
+        self._failed = False
         self._thread: threading.Thread | None = None
 
     def __fspath__(self) -> str:
         return str(self.path)
 
     def __repr__(self) -> str:
-        return f"PendingSave({str(self.path)!r}, {'done' if self.done() else 'under way'})"
+        state = ("not saved" if self._failed else "saved") if self.done() else "save under way"
+        return f"<checkpoint {str(self.path)!r}: {state}>"
 
     def done(self) -> bool:
         """Return True if the save has ended, successfully or not."""
@@ -210,7 +212,7 @@ class PendingSave(os.PathLike[str]):
                 action()
             except BaseException as error:
                 logger.error("the checkpoint %s was not saved: %s", self.path, error)
-                self._error = error
+                self._error, self._failed = error, True
 
         self._thread = threading.Thread(target=run, name=f"save {self.path.name}")
         _latest = self

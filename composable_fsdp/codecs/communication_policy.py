@@ -11,10 +11,12 @@ from composable_fsdp.codecs._encoder import GradientCodec
 from composable_fsdp.codecs.error_feedback import ErrorFeedback, without_feedback
 from composable_fsdp.codecs.protocol import Codec, check_codec
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
+from composable_fsdp.policies import checks_keywords
 
 __all__ = ["CommunicationFunction", "CommunicationPolicy", "communication_of"]
 
 
+@checks_keywords
 @dataclass(frozen=True)
 class CommunicationPolicy:
     """Codecs for the floating-point parameters of a group, and for their gradients.

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "composable_fsdp"
 PAGE = ROOT / "docs" / "errors.md"
 
 SECTIONS = {
-    "Sharding a model": ("_api", "_core/mesh.py", "init", "policies.py", "wrap", "interop"),
+    "Sharding a model": ("_api", "_core/mesh.py", "errors.py", "init", "policies.py", "wrap", "interop"),
     "Running and training it": ("_core", "plugins", "optim"),
     "Between ranks": ("_core/comm.py", "_consistency", "plugins/gloo", "plugins/shared_memory", "plugins/watchdog"),
     "State dicts and checkpoints": ("checkpoint",),

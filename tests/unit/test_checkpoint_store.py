@@ -403,9 +403,10 @@ def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path, monkeyp
     optimizer.step()
     assert not pending.done()
     assert latest(tmp_path) is None
-    assert repr(pending) == f"PendingSave('{tmp_path}/step-00000001', under way)"
+    assert repr(pending) == f"<checkpoint '{tmp_path}/step-00000001': save under way>"
     go.set()
     assert pending.wait().path == latest(tmp_path)
+    assert repr(pending) == f"<checkpoint '{tmp_path}/step-00000001': saved>"
     load(pending, model, optimizer)
     assert_same(state_of(model), before)
     assert optimizer.state[model.first.weight]["step"] == 1

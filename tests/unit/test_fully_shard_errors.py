@@ -6,6 +6,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -21,6 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from composable_fsdp import (
     CommunicationPolicy,
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPError,
     FSDPModule,
     Int8,
@@ -495,6 +497,24 @@ def test_an_argument_of_fsdp1_names_its_replacement(name: str, advice: str) -> N
         assert type(model[0]) is nn.Linear
     assert name not in inspect.signature(fully_shard).parameters
     assert name in inspect.signature(FullyShardedDataParallel).parameters
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "meant"),
+    [
+        (partial(fully_shard, nn.Linear(3, 3)), "reshard_after_fwd", "reshard_after_forward"),
+        (MixedPrecisionPolicy, "param_dtyp", "param_dtype"),
+        (CPUOffloadPolicy, "pinmemory", "pin_memory"),
+        (CommunicationPolicy, "allgather", "all_gather"),
+        (DataParallelMeshDims, "shards", "shard"),
+    ],
+)
+def test_an_unknown_keyword_names_the_one_that_was_meant(call: Callable[..., Any], name: str, meant: str) -> None:
+    text = rf"\(\) got an unexpected keyword argument '{name}'\. Did you mean '{meant}'\?$"
+    with pytest.raises(ArgumentTypeError, match=text):
+        call(**{name: None})
+    assert meant in inspect.signature(call).parameters
+    assert name not in inspect.signature(call).parameters
 
 
 def test_an_unknown_argument_is_a_type_error_as_for_any_function() -> None:
