@@ -34,7 +34,7 @@ help: ## list the targets
 # torch comes first, by itself, so that no later package can have another torch installed. The demo needs less than the
 # rest: with $(READY) it is there already.
 $(READY): EXTRAS = dev,clients
-$(DEMO_READY): EXTRAS = cli,plot
+$(DEMO_READY): EXTRAS = demo
 $(READY) $(DEMO_READY): pyproject.toml constraints.txt
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PY=/path/to/python")'
 	@echo "installing into $(VENV); the first time this takes some minutes"

@@ -2,7 +2,7 @@
 
     python examples/plan_text.py --ranks 2 --out runs/demo --layers 4
 
-It runs in one process, without the model's memory, and writes the plan as ``plan.html`` beside the loss curve.
+It runs in one process, without the model's memory, and writes the plan as ``plan.txt`` beside the loss curve.
 """
 
 from __future__ import annotations
@@ -42,14 +42,12 @@ def main() -> int:
         reshard_after_forward=options.reshard,
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.bf16 else MixedPrecisionPolicy(),
     )
-    made.save(options.out / "plan.html")
+    (options.out / "plan.txt").write_text(f"{made}\n")
     print(f"loss curve: {options.out / 'loss.png'}")
     measured = options.out / "memory.json"
     peak = json.loads(measured.read_text())["peak_bytes"] if measured.exists() else None
     text = "not measured" if peak is None else f"{peak / 1e6:.1f} MB measured, {made.peak_bytes / peak:.2f} of it"
-    print(
-        f"peak of a rank in a step: {made.peak_bytes / 1e6:.1f} MB planned, {text}; plan: {options.out / 'plan.html'}"
-    )
+    print(f"peak of a rank in a step: {made.peak_bytes / 1e6:.1f} MB planned, {text}; plan: {options.out / 'plan.txt'}")
     return 0
 
 

@@ -191,7 +191,8 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
     from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names
-    from composable_fsdp.checkpoint._tools import Kind, convert, open_source, verify
+    from composable_fsdp.checkpoint._tools import Kind, convert, open_source
+    from composable_fsdp.checkpoint._tools import describe as describe_checkpoint
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec
     from composable_fsdp.codecs.blockwise import hadamard_
@@ -217,7 +218,7 @@ if TYPE_CHECKING:
         newton_schulz_cost,
         replicas_together,
     )
-    from composable_fsdp.plan.known_accelerators import KnownAccelerator
+    from composable_fsdp.plan.known_accelerators import KnownAccelerator, as_accelerator
     from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses

@@ -357,7 +357,7 @@ def opened(path: Path) -> Any:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise CheckpointError(
-            f"{path} cannot be read without the safetensors library: pip install 'composable-fsdp[checkpoint]'"
+            f"{path} cannot be read without the safetensors library: pip install safetensors"
         ) from error
     if not path.is_file():
         raise CheckpointError(f"{path} is missing.")

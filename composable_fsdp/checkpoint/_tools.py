@@ -260,7 +260,7 @@ def _open_safetensors(path: Path) -> Source:
     return Source(path, Kind.SAFETENSORS, tensors, aliases, (), read)
 
 
-# -- inspect and verify
+# -- inspect
 
 
 @dataclass(frozen=True)
@@ -296,10 +296,15 @@ def describe(path: Path, *, verify: bool = False) -> Description:
     """Return a summary of the checkpoint at ``path``. Without ``verify`` only sizes of files are compared.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged; or ``verify``, and its kind has no manifest.
     """
     source = open_source(path)
     manifest = source.manifest
+    if verify and source.kind is not Kind.DCP:
+        raise CheckpointError(
+            f"{path} has no manifest of checksums. 'python -m zipfile -t {path}' tests a file of torch.save; "
+            "safetensors have no checksums."
+        )
     saved = {} if manifest is None else {k: getattr(manifest, k) for k in ("step", "ranks", "library", "torch")}
     tensors = [_tensor(source, at) for at in (*source.tensors, *source.aliases) if at[0] == "model"]
     others = {at[0]: 0 for at in (*source.tensors, *source.objects) if at[0] != "model"}
@@ -315,7 +320,7 @@ def describe(path: Path, *, verify: bool = False) -> Description:
         optimizer=len(stateful),
         others=others,
         nbytes=sum(spec.nbytes for spec in source.tensors.values()),
-        problems=() if manifest is None else tuple(directory.problems_of(source.path, contents=verify)),
+        problems=tuple(directory.problems_of(source.path, contents=verify)) if manifest or verify else (),
     )
 
 
@@ -364,37 +369,6 @@ def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:
     names = {row.name for row in rows}
     left = [name for name in directory.leftovers(path) if name not in names]
     return FolderDescription(str(path), tuple(rows), rows[-1].name, intact[-1] if intact else None, tuple(left))
-
-
-# -- integrity
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """The number and bytes of the files that manifests list, and a sentence for each that is missing or damaged."""
-
-    problems: tuple[str, ...]
-    files: int
-    nbytes: int
-
-
-def verify(path: Path) -> VerifyResult:
-    """Compare the checkpoint of ``save`` at ``path``, or all in the folder ``path``, with their manifests.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is one without a manifest.
-    """
-    kind = kind_of(path)
-    if kind in (Kind.TORCH, Kind.SAFETENSORS):
-        raise CheckpointError(
-            f"{path} has no manifest of checksums. 'python -m zipfile -t {path}' tests a file of torch.save; "
-            "safetensors have no checksums."
-        )
-    paths = list(directory.candidates(path).values()) if kind is Kind.FOLDER else [path]
-    found = [_examine(each, True) for each in paths]
-    files = [record for manifest, _ in found if manifest is not None for record in manifest.files.values()]
-    problems = tuple(problem for _, of_one in found for problem in of_one)
-    return VerifyResult(problems, len(files), sum(record.bytes for record in files))
 
 
 def _examine(checkpoint: Path, contents: bool) -> tuple[Manifest | None, list[str]]:

@@ -1,10 +1,12 @@
 """Shard models with FSDP, check the machines that run them, and manage their checkpoints.
 
-Exit codes: 0 on success; 1 if something is missing, damaged, different or has failed; 2 if the command is invalid.
+Exit codes: 0 on success; 1 if a model does not fit, or something is missing, damaged, different or has failed; 2 if the
+command is invalid.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import os
 import runpy
@@ -12,43 +14,69 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import NoReturn
 
-import typer
-from typer.core import TyperGroup
+import torch
 
+import composable_fsdp
 from composable_fsdp._api.fsdp_module import has_sharded
-from composable_fsdp.cli import checkpoint_commands, diagnostics_commands
-from composable_fsdp.cli.doctor import doctor
-from composable_fsdp.cli.plan_command import plan_model
-from composable_fsdp.cli.printing import print_error
+from composable_fsdp.cli import checkpoint_commands, diagnostics_commands, doctor, plan_command, printing
 from composable_fsdp.errors import ConfigurationError, FSDPError
 from composable_fsdp.interop import patch_torch
 
-__all__ = ["app", "command"]
+__all__ = ["main"]
 
 
-class _Commands(TyperGroup):
-    """Prints errors of commands as one line on stderr, and sets the exit code."""
+def main(name: str = "composable-fsdp", arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
 
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (typer.Exit, typer.Abort, BrokenPipeError):
+    Args:
+        name: the name of the command in its help.
+        arguments: the arguments of the command. ``None``: those of the process.
+    """
+    options = vars(_parser(name).parse_args((sys.argv[1:] if arguments is None else arguments) or ["--help"]))
+    command, traceback = options.pop("command"), options.pop("traceback")
+    try:
+        code = command(**options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        printing.show_error("interrupted")
+        code = 1
+    except BrokenPipeError:  # whoever read stdout has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again when it ends
+        code = 1
+    except (FSDPError, RuntimeError, OSError) as error:
+        if traceback:
             raise
-        except (FSDPError, RuntimeError, OSError) as error:
-            if ctx.params["traceback"]:
-                raise
-            print_error(f"error: {error}")
-            raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
+        printing.show_error(f"error: {error}")
+        code = 2 if isinstance(error, ConfigurationError) else 1
+    # A program runs after the command line: Python handles its exceptions and its exit code as ever.
+    sys.exit(code() if callable(code) else code)
 
 
-def run(
-    context: typer.Context,
-    program: Annotated[
-        str, typer.Argument(help="a script, or -m and the name of a module; its arguments follow", show_default=False)
-    ],
-) -> None:
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    version = f"composable-fsdp {composable_fsdp.__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument(
+        "--traceback",
+        action="store_true",
+        default=os.environ.get("COMPOSABLE_FSDP_TRACEBACK", "0") not in ("", "0"),
+        help="show the tracebacks of errors, as COMPOSABLE_FSDP_TRACEBACK=1 does",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for each in (doctor, plan_command, checkpoint_commands, diagnostics_commands):
+        each.add_commands(commands)
+    program = printing.add_command(commands, "run", run)
+    program.usage = "%(prog)s [-h] PROGRAM ... | -m MODULE ..."
+    program.add_argument("-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE", help="a module")
+    program.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a script; its arguments follow")
+    return parser
+
+
+def run(module: Sequence[str] | None, program: Sequence[str]) -> Callable[[], None]:
     """Run a program written for torch's FSDP2 on this library.
 
     Torch's fully_shard, register_fsdp_forward_method and share_comm_ctx are replaced by ours. The exit code is that of
@@ -56,20 +84,17 @@ def run(
 
     Examples:
 
-    composable-fsdp run train.py --lr 1e-4
+      composable-fsdp run train.py --lr 1e-4
 
-    torchrun --nproc-per-node 8 -m composable_fsdp run train.py --lr 1e-4
+      torchrun --nproc-per-node 8 -m composable_fsdp run train.py --lr 1e-4
 
-    torchrun --nproc-per-node 8 -m composable_fsdp run -m package.train --lr 1e-4
+      torchrun --nproc-per-node 8 -m composable_fsdp run -m package.train --lr 1e-4
     """
-    programs: list[Callable[[], None]] = context.obj
-    arguments = [program, *context.args]
-    as_module = program == "-m"
-    if as_module and len(arguments) == 1:
-        raise ConfigurationError("-m needs the name of a module.")
-    if not as_module and not Path(program).exists():
-        raise ConfigurationError(f"there is no program {program}.")
-    programs.append(partial(_run, arguments[as_module:], as_module=as_module))
+    if not module and (module is not None or not program):
+        raise ConfigurationError("run needs a program, or -m and the name of a module.")
+    if not module and not Path(program[0]).exists():
+        raise ConfigurationError(f"there is no program {program[0]}.")
+    return partial(_run, [*(module or ()), *program], as_module=bool(module))  # what follows -- is not in module
 
 
 def _run(arguments: Sequence[str], *, as_module: bool) -> None:
@@ -88,36 +113,8 @@ def _run(arguments: Sequence[str], *, as_module: bool) -> None:
 def _report_unused() -> None:
     """Say on the first rank if nothing was sharded: the program then did not run on this library."""
     if not has_sharded() and os.environ.get("RANK", "0") == "0":
-        print_error(
+        printing.show_error(
             "composable-fsdp run: this process sharded nothing. Its program did not call fully_shard of "
             "torch.distributed.fsdp. FSDP1's FullyShardedDataParallel stays torch's; in processes that the program "
             "spawns, call composable_fsdp.interop.patch_torch()."
         )
-
-
-app = typer.Typer(
-    cls=_Commands, help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
-app.add_typer(checkpoint_commands.app, name="checkpoint")
-app.add_typer(diagnostics_commands.app, name="diagnostics")
-app.command("doctor")(doctor)
-app.command("timeline")(diagnostics_commands.timeline)
-app.command("plan")(plan_model)
-app.command(
-    "run",
-    context_settings={"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True},
-)(run)
-
-
-@app.callback()
-def _options(
-    traceback: Annotated[
-        bool,
-        typer.Option("--traceback", envvar="COMPOSABLE_FSDP_TRACEBACK", help="show the tracebacks of errors"),
-    ] = False,
-) -> None:
-    pass
-
-
-command = typer.main.get_command(app)
-"""The command line. Unlike ``app``, a call of it leaves ``sys.excepthook`` unchanged."""

@@ -9,24 +9,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
-from rich.table import Table
-from rich.text import Text
 
 from composable_fsdp._consistency.rank_report import format_ranks
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
-from composable_fsdp.cli.printing import Json, console, count, first_line, print_json
+from composable_fsdp.cli import printing
 from composable_fsdp.diagnostics.fault_file import versions
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plugins.shared_memory.connect import host_identity
 
-__all__ = ["Finding", "check_launch", "check_ranks", "check_versions", "doctor", "examine_ranks"]
+__all__ = ["Finding", "add_commands", "check_launch", "check_ranks", "check_versions", "examine_ranks"]
 
 _LEAVE_SECONDS = 5.0
-_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMEL = 1 << 20
 
@@ -42,10 +39,12 @@ class Finding:
     ranks: tuple[int, ...] = ()
 
 
-def doctor(
-    timeout: Annotated[float, typer.Option(min=1, help="seconds to wait for other ranks")] = 30.0,
-    as_json: Json = False,
-) -> None:
+def add_commands(commands: printing.Commands) -> None:
+    parser = printing.add_command(commands, "doctor", doctor, has_json=True)
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for other ranks (%(default)s)")
+
+
+def doctor(timeout: float, as_json: bool) -> int:
     """Check versions and the variables of torchrun.
 
     Under torchrun also: which ranks are on which host, and whether all of them reach the store and take part in an
@@ -53,10 +52,12 @@ def doctor(
 
     Examples:
 
-    composable-fsdp doctor
+      composable-fsdp doctor
 
-    torchrun --nproc-per-node 8 -m composable_fsdp doctor --json
+      torchrun --nproc-per-node 8 -m composable_fsdp doctor --json
     """
+    if not timeout >= 1:
+        raise ConfigurationError(f"--timeout must be at least 1 second, not {timeout:g}.")
     launch = list(check_launch(os.environ))
     rank, ranks = _number(os.environ, "RANK", 0), _number(os.environ, "WORLD_SIZE", 1)
     if ranks == 1 or any(each.severity == "error" for each in launch):
@@ -66,10 +67,10 @@ def doctor(
     found = launch + found
     if rank == speaker:
         if as_json:
-            print_json(list(map(asdict, found)))
+            printing.show_json(list(map(asdict, found)))
         else:
             _show(found)
-    raise typer.Exit(int(any(each.severity == "error" for each in found)))
+    return int(any(each.severity == "error" for each in found))
 
 
 def _meet(rank: int, ranks: int, seconds: float) -> tuple[int, list[Finding]]:
@@ -81,7 +82,7 @@ def _meet(rank: int, ranks: int, seconds: float) -> tuple[int, list[Finding]]:
     try:
         base = dist.TCPStore(address, port, ranks, hosts_store, limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
-        text = f"rank {rank} does not reach the store at {address}:{port}: {first_line(str(error))}"
+        text = f"rank {rank} does not reach the store at {address}:{port}: {printing.first_line(str(error))}"
         remedy = "start rank 0, open its port in the firewall, and give MASTER_ADDR as other hosts know it"
         return rank, [Finding("error", "network", text, remedy, (rank,))]
     store = dist.PrefixStore(f"composable_fsdp doctor {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
@@ -121,7 +122,7 @@ def _all_reduce(store: dist.Store, rank: int, ranks: int, seconds: float) -> tup
         group.allreduce([ones]).wait()
         taken = time.perf_counter() - begin
     except RuntimeError as error:
-        return first_line(str(error)) or type(error).__name__, 0.0
+        return printing.first_line(str(error)) or type(error).__name__, 0.0
     if not ones.eq(ranks).all():
         return f"the sum of ones over {ranks} ranks is {ones.min():g} to {ones.max():g}", taken
     return "", taken
@@ -191,13 +192,11 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _show(found: Sequence[Finding]) -> None:
-    table = Table("", "check", "ranks", "found")
-    table.columns[-1].overflow = "fold"
+    rows = []
     for each in found:
         ranks = format_ranks(each.ranks).partition(" ")[2] if each.ranks else "all"
-        text = f"{each.text}\n→ {each.remedy}" if each.remedy else each.text
-        table.add_row(Text(each.severity, _STYLES[each.severity]), each.check, ranks, text)
-    out = console()
-    out.print(table)
+        rows.append((each.severity, each.check, ranks, each.text))
+        rows += [("", "", "", f"→ {each.remedy}")] if each.remedy else []
+    printing.show(printing.text_table(("", "check", "ranks", "found"), rows, ()))
     errors, warnings = (sum(each.severity == kind for each in found) for kind in ("error", "warning"))
-    out.print(f"{count(errors, 'error')}, {count(warnings, 'warning')}")
+    printing.show(f"{printing.count(errors, 'error')}, {printing.count(warnings, 'warning')}")

@@ -1,98 +1,193 @@
-"""``plan``: whether a model fits on its accelerators and how fast it trains, before a run."""
+"""``plan``: whether a model fits on its accelerators and how fast it trains, before a run.
+
+``composable_fsdp.plan`` is imported when the command runs: some builds of torch log that they miss triton when it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+import logging
+import runpy
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
-import typer
-from rich.table import Table
+from torch import nn
 
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable_fsdp.cli.printing import DTYPES, Json, console, print_json, table_of
-from composable_fsdp.plan import Plan, sweep
-from composable_fsdp.plan.known_accelerators import as_accelerator
-from composable_fsdp.plan.model_inputs import builder_of
-from composable_fsdp.plan.plan_values import size_text, time_text
+from composable_fsdp.cli import printing
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap import every_module, transformer_blocks
 
-__all__ = ["plan_model"]
+if TYPE_CHECKING:
+    from composable_fsdp.plan import Plan
+
+__all__ = ["add_commands", "builder_of"]
 
 _POLICIES: dict[str, Callable[[], Any]] = {"blocks": transformer_blocks, "modules": every_module, "none": lambda: None}
 _RESHARD = {"auto": None, "true": True, "false": False}
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-_Dtype: TypeAlias = Literal["bf16", "fp16", "fp32"]
-_Changed: TypeAlias = Annotated[float | None, typer.Option(help="in place of the device's", show_default=False)]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_FIGURES = ("tflops", "gbit", "gib", "ranks_per_host")
+
+_SHARE = 0.9
+"""The part of the device's memory above which a sweep marks plans: an allocator needs some beside the peak."""
 
 
-def plan_model(
-    model: Annotated[str, typer.Argument(help="FILE.py:FUNCTION that returns the model", show_default=False)],
-    batch: Annotated[
-        str, typer.Option(help="the shape of one rank's batch such as 4x4096 or 8x512:bfloat16; int64 by default")
-    ] = "1x4096",
-    mesh: Annotated[str, typer.Option(help="ranks, or replicas x shards such as 8x64")] = "8",
-    device: Annotated[str, typer.Option(help="a100, h100, h200, b200, mi300x or cpu")] = "h100",
-    tflops: _Changed = None,
-    gbit: _Changed = None,
-    gib: _Changed = None,
-    dtype: Annotated[_Dtype, typer.Option(help="the dtype of computation")] = "bf16",
-    policy: Annotated[
-        Literal["blocks", "modules", "none"], typer.Option(help="the groups; none for one group")
-    ] = "blocks",
-    reshard: Annotated[Literal["auto", "true", "false"], typer.Option(help="reshard after forward")] = "auto",
-    optimizer: Annotated[Literal["adamw", "sgd"], typer.Option()] = "adamw",
-    recompute: Annotated[bool, typer.Option("--recompute", help="recompute the forward of each group")] = False,
-    offload: Annotated[bool, typer.Option("--offload", help="keep shards and optimizer state in host memory")] = False,
-    is_sharded: Annotated[bool, typer.Option("--sharded", help="FUNCTION calls fully_shard itself")] = False,
-    sweeps: Annotated[bool, typer.Option("--sweep", help="try resharding and recomputation on and off")] = False,
-    out: Annotated[Path | None, typer.Option(help="write a report .html, .png or .json", show_default=False)] = None,
-    as_json: Json = False,
-) -> None:
+def add_commands(commands: printing.Commands) -> None:
+    parser = printing.add_command(commands, "plan", plan_model, has_json=True)
+    add = parser.add_argument
+    add("model", help="FILE.py:FUNCTION, FILE.py:CLASS.METHOD or MODULE:FUNCTION, which returns the model")
+    shape = "the shape of one rank's batch, such as 4x4096 or 8x512:bfloat16; int64 by default (%(default)s)"
+    add("--batch", default="1x4096", metavar="BATCHxTOKENS", help=shape)
+    add("--mesh", default="8", help="ranks, or replicas x shards such as 8x64 (%(default)s)")
+    known = "a100-80gb, h100-80gb, h200-141gb, b200-180gb, mi300x-192gb or cpu (%(default)s)"
+    add("--device", default="h100-80gb", help=known)
+    instead = "in place of the device's (of an h100-80gb"
+    add("--tflops", type=float, help=f"dense 10^12 operations per second in bf16, {instead}: 989)")
+    add("--gbit", type=float, help=f"10^9 bits per second that a rank sends to other hosts, {instead}: 400)")
+    add("--gib", type=float, help=f"GiB of memory of a rank, {instead}: 74.5)")
+    add("--ranks-per-host", type=int, metavar="RANKS", help=f"ranks of a host, {instead}: 8)")
+    add("--dtype", choices=_DTYPES, default="bf16", help="the dtype of computation (%(default)s)")
+    add("--policy", choices=_POLICIES, default="blocks", help="the groups; none for one group (%(default)s)")
+    add("--reshard", choices=_RESHARD, default="auto", help="reshard after forward (%(default)s)")
+    add("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(%(default)s)")
+    add("--recompute", action="store_true", help="recompute the forward of each group")
+    add("--offload", action="store_true", help="keep shards and optimizer state in host memory")
+    add("--sharded", action="store_true", help="FUNCTION calls fully_shard itself")
+    add("--sweep", action="store_true", help="try resharding and recomputation on and off")
+
+
+def plan_model(model: str, batch: str, mesh: str, device: str, sweep: bool, as_json: bool, **given: Any) -> int:
     """Tell if a model fits and how fast it would train, without its memory and without other ranks.
 
-    Builds the model and runs it on tensors without memory, on one core.
+    Builds the model and runs it on tensors without memory, on one core. Exit code 1 if it does not fit. Then, and with
+    --sweep, the last line is the cheapest set of options that fits: the one with the shortest step.
 
     Examples:
 
-    composable-fsdp plan train.py:build --batch 4x2048 --mesh 8x64 --device h100
+      composable-fsdp plan train.py:build --batch 4x2048 --mesh 8x64 --device h100-80gb
 
-    composable-fsdp plan train.py:build --mesh 1024 --recompute --out plan.html
+      composable-fsdp plan train.py:build --mesh 1024 --sweep
     """
-    build = builder_of(model)
-    figures: dict[str, Any] = {"tflops": tflops, "gbit": gbit, "gib": gib}
-    accelerator = replace(
-        as_accelerator(device), **{name: value for name, value in figures.items() if value is not None}
-    )
-    options: dict[str, Any] = {"mesh": mesh, "device": accelerator, "optimizer": _OPTIMIZERS[optimizer]}
-    settings: dict[str, Sequence[Any]] = {"recompute": [False, True] if sweeps else [recompute]}
-    if not is_sharded:
-        options |= {"policy": _POLICIES[policy](), "reshard_after_forward": _RESHARD[reshard]}
-        options["mp_policy"] = MixedPrecisionPolicy(DTYPES[dtype], torch.float32)
-        options["offload_policy"] = CPUOffloadPolicy() if offload else None
-        if sweeps:
-            settings["reshard_after_forward"] = [True, False]
-    options = {name: value for name, value in options.items() if value is not None}
-    found = sweep(build, batch, settings, **options)
-    best = found[0][1]
-    if out is not None:
-        best.save(out)
+    if batch.isdecimal():
+        raise ConfigurationError(
+            f"--batch {batch} has one number, but BATCHxTOKENS is expected, such as 1x{batch}. A batch of one dim is "
+            f"{batch}:int64."
+        )
+    with _only_own_warnings():
+        from composable_fsdp import plan
+        from composable_fsdp.plan.known_accelerators import as_accelerator
+
+        build = builder_of(model)
+        figures = {name: given[name] for name in _FIGURES if given[name] is not None}
+        options: dict[str, Any] = {"mesh": mesh, "device": replace(as_accelerator(device), **figures)}
+        options["optimizer"] = _OPTIMIZERS[given["optimizer"]]
+        every: dict[str, Sequence[Any]] = {"recompute": [False, True]}
+        if not given["sharded"]:
+            options |= {"policy": _POLICIES[given["policy"]](), "reshard_after_forward": _RESHARD[given["reshard"]]}
+            options["mp_policy"] = MixedPrecisionPolicy(_DTYPES[given["dtype"]], torch.float32)
+            options["offload_policy"] = CPUOffloadPolicy() if given["offload"] else None
+            every["reshard_after_forward"] = [True, False]
+        options = {name: value for name, value in options.items() if value is not None}
+        found = tried = plan.sweep(build, batch, every if sweep else {"recompute": [given["recompute"]]}, **options)
+        best = found[0][1]
+        if not best.fits and not as_json:
+            if not sweep:  # without recomputation less memory is needed only if parameters were kept after forward
+                every["recompute"] = [False, True] if given["reshard"] == "false" else [True]
+                tried = plan.sweep(build, batch, every, **options)
+            if not (tried[0][1].fits or given["sharded"] or given["offload"]):
+                every |= {"reshard_after_forward": [True], "offload_policy": [CPUOffloadPolicy()]}
+                tried = plan.sweep(build, batch, every, **options)
     if as_json:
-        print_json([{"settings": each, **made.as_dict()} for each, made in found] if sweeps else best.as_dict())
-    elif sweeps:
-        console().print(_table(found))
+        printing.show_json([{"settings": each, **made.as_dict()} for each, made in found] if sweep else best.as_dict())
     else:
-        console().print(str(best))
+        printing.show(_table(found) if sweep else str(best))
+        if sweep or not best.fits:
+            printing.show(f"\n{_cheapest(*tried[0])}")
+    return int(not best.fits)
 
 
-def _table(found: Sequence[tuple[dict[str, Any], Plan]]) -> Table:
+def _cheapest(settings: Mapping[str, Any], made: Plan) -> str:
+    """Return the last line: the options of the fastest of the plans that fit, or that none fits."""
+    from composable_fsdp.plan.plan_values import size_text, time_text
+
+    if not made.fits:
+        return "no set of --recompute, --reshard and --offload fits: take more ranks (--mesh), or a smaller --batch"
+    flags = ["--recompute"] * settings["recompute"] + ["--offload"] * ("offload_policy" in settings)
+    if "reshard_after_forward" in settings:
+        flags.append(f"--reshard {str(settings['reshard_after_forward']).lower()}")
+    memory, step = size_text(made.peak_bytes), time_text(made.seconds)
+    text = " ".join(flags) or "without --recompute"
+    return f"cheapest set that fits: {text} ({memory}, {100 * made.share:.0f} %, {step} per step)"
+
+
+def _table(found: Sequence[tuple[Mapping[str, Any], Plan]]) -> str:
+    from composable_fsdp.plan.plan_values import size_text, time_text
+
     best = found[0][1]
-    title = f"{best.model} on {best.mesh} ranks: {best.summary()['dtypes']}"
-    table = table_of(("settings", "fits"), ("memory", "step", "exposed"), title)
+    rows = []
     for settings, made in found:
         text = ", ".join(f"{name}={value}" for name, value in settings.items())
+        fits = ("yes" if made.share <= _SHARE else f"yes, above {100 * _SHARE:.0f} %") if made.fits else "no"
         figures = (size_text(made.peak_bytes), time_text(made.seconds), time_text(made.exposed))
-        table.add_row(text, "yes" if made.fits else "no", *figures)
-    return table
+        rows.append((text, fits, *figures))
+    summary, numbers = best.summary(), ("memory", "step", "exposed")
+    title = f"{best.model} on {summary['job']}: {summary['dtypes']}"
+    return f"{title}\n{printing.text_table(('settings', 'fits', *numbers), rows, numbers)}"
+
+
+@contextmanager
+def _only_own_warnings() -> Iterator[None]:
+    """Silence warnings and logs of other libraries: they are about a run, and this is none."""
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        if category.__module__.startswith("composable_fsdp."):
+            printing.show_error(f"warning: {message}")
+
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.showwarning = show
+            yield
+    finally:
+        logging.disable(level)
+
+
+def builder_of(text: str) -> Callable[[], nn.Module]:
+    """Return what builds the model: ``text`` is ``file.py:function`` or ``package.module:function``.
+
+    A function in a class is named with it, such as ``file.py:Model.small``.
+
+    Raises:
+        ConfigurationError: there is no such function, or the file cannot be imported.
+    """
+    path, _, name = text.rpartition(":")
+    if not path:
+        raise ConfigurationError(f"{text!r} is no FILE.py:FUNCTION.")
+    is_file = path.endswith(".py")
+    if is_file and not Path(path).is_file():
+        raise ConfigurationError(f"there is no file {path}.")
+    found: Any
+    try:
+        if is_file:
+            sys.path.insert(0, str(Path(path).resolve().parent))
+            found = runpy.run_path(path, run_name="<plan>").get(name.split(".")[0])
+        else:
+            found = getattr(importlib.import_module(path), name.split(".")[0], None)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {printing.first_line(str(error))}"
+        raise ConfigurationError(f"{path} cannot be imported: {reason}") from error
+    for inner in name.split(".")[1:]:
+        found = getattr(found, inner, None)
+    if not callable(found):
+        raise ConfigurationError(f"{path} has no function {name!r}.")
+    build: Callable[[], nn.Module] = found
+    return build

@@ -2,52 +2,74 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
-import torch
-import typer
-from rich.console import Console
-from rich.table import Table
-
+from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.diagnostics.describe import count
 
-__all__ = ["DTYPES", "Json", "console", "count", "first_line", "print_error", "print_json", "table_of"]
+__all__ = [
+    "Commands",
+    "add_command",
+    "count",
+    "first_line",
+    "show",
+    "show_error",
+    "show_json",
+    "size_text",
+    "text_table",
+]
 
-_WIDTH = 200
-"""The width in columns of tables that are not printed to a terminal."""
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="print JSON")]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def console() -> Console:
-    """Return a console on stdout that prints texts as they are."""
-    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+def add_command(
+    commands: Commands, name: str, function: Callable[..., Any], *, has_json: bool = False
+) -> argparse.ArgumentParser:
+    """Add a command that calls ``function`` with its options as keywords. The help is the docstring.
 
-
-def table_of(texts: Sequence[str], numbers: Sequence[str] = (), title: str | None = None) -> Table:
-    """Return a table without rows, with columns of texts and then of numbers."""
-    table = Table(title=title, title_justify="left")
-    for column in texts:
-        table.add_column(column, overflow="fold")
-    for column in numbers:
-        table.add_column(column, justify="right")
-    return table
+    The function returns the exit code, or ``None`` for 0, or a program that runs once the command line has ended.
+    ``has_json`` adds the option ``--json``, the keyword ``as_json``.
+    """
+    text = inspect.cleandoc(function.__doc__ or "").replace("%", "%%")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(
+        name, help=first_line(text), description=text, formatter_class=form, allow_abbrev=False
+    )
+    parser.set_defaults(command=function)
+    if has_json:
+        parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+    return parser
 
 
 def first_line(text: str) -> str:
     return text.split("\n", 1)[0]
 
 
-def print_json(value: Any) -> None:
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes with a unit, a power of 1000."""
+    size = float(nbytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{nbytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
+def show(text: str) -> None:
+    """Print ``text`` on stdout."""
+    sys.stdout.write(f"{text}\n")
+
+
+def show_json(value: Any) -> None:
     """Print ``value`` as JSON on stdout."""
-    typer.echo(json.dumps(value, indent=2))
+    show(json.dumps(value, indent=2))
 
 
-def print_error(text: str) -> None:
+def show_error(text: str) -> None:
     """Print ``text`` on stderr."""
-    typer.echo(text, err=True)
+    sys.stderr.write(f"{text}\n")

@@ -5,7 +5,7 @@ It is off by default, because recording takes time. To turn it on::
     COMPOSABLE_FSDP_DIAGNOSTICS=runs/diagnostics torchrun ...
 
 Every rank then writes ``rank-00000.json`` to that folder on an error, SIGTERM or SIGUSR1. ``composable-fsdp
-diagnostics merge runs/diagnostics`` shows the ranks side by side.
+diagnostics runs/diagnostics`` shows the ranks side by side.
 
 :func:`write_timeline` writes recorded events as a timeline; ``COMPOSABLE_FSDP_TIMELINE`` records them.
 :class:`Meter` measures speed, MFU, memory and exposed communication.

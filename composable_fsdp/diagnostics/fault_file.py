@@ -314,7 +314,7 @@ def versions() -> dict[str, str]:
 
 def _add_path(path: Path, error: BaseException) -> None:
     """Add the path of the file to the error's text."""
-    note = f"{path} has what this rank did until then; composable-fsdp diagnostics merge {path.parent}"
+    note = f"{path} has what this rank did until then; composable-fsdp diagnostics {path.parent}"
     if isinstance(error, (PeerError, DivergenceError)):
         if note not in str(error):
             error.args = (f"{error}\n{note}", *error.args[1:])

@@ -263,7 +263,7 @@ def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: in
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise UnsupportedError('a picture needs matplotlib: pip install "composable_fsdp[plot]"') from error
+        raise UnsupportedError("a picture needs matplotlib: pip install matplotlib") from error
     steps = processes[0].steps if processes else []
     if not -len(steps) <= step < len(steps):
         raise ConfigurationError(f"there is no step {step}: {len(steps)} training steps were recorded.")

@@ -15,7 +15,7 @@ from composable_fsdp.plugins.tuning.costs import AxisCosts, CollectiveCost
 
 __all__ = ["ACCELERATORS", "Accelerator", "KnownAccelerator", "as_accelerator"]
 
-KnownAccelerator = Literal["a100", "h100", "h200", "b200", "mi300x", "cpu"]
+KnownAccelerator = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb", "mi300x-192gb", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,36 +92,34 @@ _OPTIONAL = ("tflops_fp32", "memory_gb_s", "link_gbit")
 _NOT_NUMBERS = ("name", "has_streams", "source")
 _MAY_BE_ZERO = ("latency_us", "per_rank_us", "reserved_gib")
 
-_NVIDIA, _AMD = "https://www.nvidia.com/en-us/data-center", "https://www.amd.com/en/products/accelerators/instinct"
 _TABLE = """
-a100    312 19.5 2039  80 200 2400 256 {nvidia}/a100/
-h100    989   67 3350  80 400 3600 512 {nvidia}/h100/
-h200    989   67 4800 141 400 3600 512 {nvidia}/h200/
-b200   2250   75 7700 180 400 7200 512 {nvidia}/hgx/
-mi300x 1307  163 5300 192 400 3584 512 {amd}/mi300/mi300x.html
+a100-80gb      312 19.5 2039  80 200 2400 256 www.nvidia.com/en-us/data-center/a100/
+h100-80gb      989   67 3350  80 400 3600 512 www.nvidia.com/en-us/data-center/h100/
+h200-141gb     989   67 4800 141 400 3600 512 www.nvidia.com/en-us/data-center/h200/
+b200-180gb    2250   75 7700 180 400 7200 512 www.nvidia.com/en-us/data-center/hgx/
+mi300x-192gb  1307  163 5300 192 400 3584 512 www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
 """
-"""Data sheets: TFLOPS in bf16, without sparsity, and in fp32; GB/s of memory; GB; Gbit/s between hosts, with a network
-adapter for each device, within a host, and to its memory; the source. SXM modules, 80 GB of the A100."""
+"""Data sheets of SXM and OAM modules: TFLOPS in bf16, without sparsity, and in fp32; GB/s of memory; GB; Gbit/s between
+hosts, with a network adapter for each device, within a host, and to its memory; the source."""
 
 
 def _known() -> Iterator[Accelerator]:
     names = ("tflops", "tflops_fp32", "memory_gb_s", "gib", "gbit", "link_gbit", "host_gbit")
-    for line in _TABLE.format(nvidia=_NVIDIA, amd=_AMD).strip().splitlines():
-        name, *figures, source = line.split()
+    for name, *figures, source in map(str.split, _TABLE.strip().splitlines()):
         given: dict[str, Any] = dict(zip(names, map(float, figures), strict=True))
         given["gib"] *= 1e9 / 2**30  # from GB
-        yield Accelerator(**given, name=name, source=source)
+        yield Accelerator(**given, name=name, source=f"https://{source}")
     cpu: dict[str, Any] = dict(zip(names, (0.05, 0.05, 10, 16, 10, 16, 100), strict=True))
     latencies: dict[str, Any] = {"latency_us": 100, "per_rank_us": 20, "reserved_gib": 0.3}
     yield Accelerator(**cpu, **latencies, name="cpu", has_streams=False, source="a core of a server, estimated")
 
 
 ACCELERATORS = MappingProxyType({each.name: each for each in _known()})
-"""The known accelerators by name."""
+"""The known accelerators by name, which has their memory."""
 
 
 def as_accelerator(device: Accelerator | str) -> Accelerator:
-    """Return the accelerator for the ``device=`` argument of the user.
+    """Return the accelerator for the ``device=`` argument of the user. Its name may be without the memory.
 
     Raises:
         ConfigurationError: it is no known name.
@@ -130,10 +128,10 @@ def as_accelerator(device: Accelerator | str) -> Accelerator:
         return device
     if not isinstance(device, str):
         raise ArgumentTypeError(f"device must be an Accelerator or the name of a known one, not {device!r}.")
-    found = ACCELERATORS.get(device.lower())
-    if found is None:
+    found = [each for name, each in ACCELERATORS.items() if device.lower() in (name, name.partition("-")[0])]
+    if not found:
         raise ConfigurationError(
             f"there are no figures for the device {device!r}. Known are {', '.join(ACCELERATORS)}; for others pass "
             "Accelerator(tflops=, gbit=, gib=)."
         )
-    return found
+    return found[0]

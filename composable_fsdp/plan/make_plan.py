@@ -7,13 +7,15 @@ counted from the optimizer's step after them to the end of the second backward, 
 from __future__ import annotations
 
 import gc
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,19 +24,17 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import fully_shard, to_empty
 from composable_fsdp._core.events import Hook
-from composable_fsdp._core.group_plan import BucketPlan, GroupPlan, plan_group
+from composable_fsdp._core.group import ParamGroup
+from composable_fsdp._core.group_plan import BucketPlan, plan_group
 from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.layout import pinned_bytes
-from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.params import local_part
 from composable_fsdp._core.root import Root
-from composable_fsdp._core.state import FSDPState, find_state
-from composable_fsdp.errors import ConfigurationError, FSDPError
+from composable_fsdp._core.state import FSDPState, find_state, state_of
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, FSDPError
 from composable_fsdp.plan.known_accelerators import Accelerator, KnownAccelerator, as_accelerator
-from composable_fsdp.plan.memory_ledger import KINDS, MemoryLedger, peak_of
-from composable_fsdp.plan.model_inputs import Batch, as_loss, make_batch
 from composable_fsdp.plan.plan_values import Plan, Row
-from composable_fsdp.plan.simulated_job import mesh_shape, simulated_job
+from composable_fsdp.plan.simulated_job import KINDS, MemoryLedger, mesh_shape, simulated_job
 from composable_fsdp.plugins.tuning.calibration import Calibration
 from composable_fsdp.plugins.tuning.clock import Clock
 from composable_fsdp.plugins.tuning.costs import AxisCosts, Costs
@@ -44,10 +44,30 @@ from composable_fsdp.policies import CPUOffloadPolicy
 
 __all__ = ["plan", "sweep"]
 
-Optimizer = Callable[[Any], torch.optim.Optimizer]
+Batch: TypeAlias = torch.Tensor | str | Sequence[Any] | Mapping[str, Any] | Callable[[], Any]
+Optimizer: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
 _OFFLOADED = ("parameters", "gradients", "optimizer state")
 """The kinds of memory that are offloaded."""
+
+_SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
+
+
+def as_loss(output: Any) -> torch.Tensor:
+    """Return the loss in what a model returns: its ``loss``, or the mean of the output, or of its first part."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    first = output
+    while not isinstance(first, torch.Tensor):
+        parts = list(first.values()) if isinstance(first, Mapping) else first
+        if not isinstance(parts, Sequence) or not parts:
+            raise ConfigurationError(
+                f"the model returns {type(output).__name__}, in which plan finds no loss. Pass loss=, a function of "
+                "the output."
+            )
+        first = parts[0]
+    return first.float().mean() if first.dim() else first
 
 
 def plan(
@@ -55,7 +75,7 @@ def plan(
     batch: Batch,
     *,
     mesh: str = "8",
-    device: Accelerator | KnownAccelerator = "h100",
+    device: Accelerator | KnownAccelerator = "h100-80gb",
     optimizer: Optimizer = torch.optim.AdamW,
     loss: Callable[[Any], torch.Tensor] = as_loss,
     recompute: bool = False,
@@ -72,8 +92,7 @@ def plan(
             sequence or mapping of these with the arguments of the model, or a function that returns one. A shape alone
             is also the ``labels`` of a model that takes ``input_ids`` and ``labels``.
         mesh: the ranks, such as ``"64"``, or replicas x shards, such as ``"8x64"``.
-        device: the accelerator of each rank, or the name of a known one: "a100", "h100", "h200", "b200", "mi300x",
-            "cpu".
+        device: the accelerator of each rank, or the name of a known one (``ACCELERATORS``).
         optimizer: makes the optimizer of the model's parameters.
         loss: returns the loss in what the model returns: by default its ``loss``, or a mean.
         recompute: run the forward of each group within the model again in backward, as under activation checkpointing.
@@ -91,16 +110,13 @@ def plan(
             "plan counts the offload of all parameters or of none, and no offload_policy by name. Plan with "
             "offload_policy=CPUOffloadPolicy() and without: the memory and the time of a part are between the two."
         )
-    offloads = isinstance(offload, CPUOffloadPolicy)
     # The device of the simulated job is the host: what is offloaded is counted by its kind.
-    given = {key: value for key, value in options.items() if not offloads or key != "offload_policy"}
+    given = {key: value for key, value in options.items() if not isinstance(value, CPUOffloadPolicy)}
     with simulated_job(shape, has_streams=accelerator.has_streams) as (device_mesh, streams):
         ledger = MemoryLedger(accelerator, streams)
         with _on_fake_tensors(), ledger.counting():
             model = _sharded(build, device_mesh, given)
-            root_state = find_state(model)
-            assert root_state is not None
-            root = root_of(root_state)
+            root = root_of(state_of(model))
             observer = _Observer(ledger, root.states, _calibration(root, ledger))
             tuning_of(root).measure(root, observer)
             if recompute:
@@ -120,19 +136,16 @@ def plan(
             _compute(model, ledger, args, kwargs, loss)
             dtypes = _dtypes(root, state)
             del state
-            peak, timeline = peak_of(ledger), predicted(root, costs)
+            peak, timeline = ledger.peak(), predicted(root, costs)
+            moved = _OFFLOADED if isinstance(offload, CPUOffloadPolicy) else ()
             on_host, copies = 0, 0.0
-            if offloads:
+            if isinstance(offload, CPUOffloadPolicy):
                 optimizer_seconds = 0.0
-                on_host = sum(peak.largest[kind] for kind in _OFFLOADED)
+                on_host = sum(peak.largest[kind] for kind in moved)
                 copies = 2 * peak.largest["parameters"] / (accelerator.host_gbit * 1e9 / 8)  # not overlapped
-            if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory:
-                groups = [each.group for each in root.states.values()]
-                on_host += sum(_pinned_waste(group.plan, group.process_groups) for group in groups)
-            rows = [
-                Row(kind, 0 if offloads and kind in _OFFLOADED else peak.nbytes[kind], peak.largest[kind])
-                for kind in KINDS
-            ]
+                if offload.pin_memory:
+                    on_host += sum(_pinned_waste(each.group) for each in root.states.values())
+            rows = [Row(kind, 0 if kind in moved else peak.nbytes[kind], peak.largest[kind]) for kind in KINDS]
             seconds = timeline.seconds + copies + optimizer_seconds
             return Plan(
                 model=type(model).__name__.removeprefix("FSDP"),
@@ -232,6 +245,13 @@ def _on_fake_tensors() -> Iterator[None]:
 
 def _sharded(build: Callable[[], nn.Module], mesh: Any, options: Mapping[str, Any]) -> nn.Module:
     """Return the model that ``build`` makes, sharded by it or with ``options``, with shards on the device."""
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        name = getattr(build, "__qualname__", repr(build))
+        raise ConfigurationError(
+            f"plan calls {name}() without arguments, but: {error}. Write a function that returns the model."
+        ) from error
     model = build()
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"build must return an nn.Module, not {type(model).__name__}.")
@@ -248,6 +268,45 @@ def _sharded(build: Callable[[], nn.Module], mesh: Any, options: Mapping[str, An
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         to_empty(model, device="cpu")
     return model
+
+
+def make_batch(batch: Batch, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``model`` for ``batch``, with new tensors like those in it.
+
+    A single shape is the ``labels``, too, of a model that takes ``input_ids`` and ``labels``, as those of transformers
+    do, so that its own loss is counted.
+
+    Raises:
+        ConfigurationError: it is no batch.
+    """
+    if callable(batch):
+        batch = batch()
+    if isinstance(batch, Mapping):
+        return (), {name: _new(value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(map(_new, batch)), {}
+    if isinstance(batch, str) and inspect.signature(model.forward).parameters.keys() >= {"input_ids", "labels"}:
+        return (), {"input_ids": _new(batch), "labels": _new(batch)}
+    if isinstance(batch, torch.Tensor | str):
+        return (_new(batch),), {}
+    raise ArgumentTypeError(
+        "batch must be a tensor, a shape such as '4x4096' or '8x512:bfloat16', a sequence or mapping of these with the "
+        f"model's arguments, or a function that returns one, not {batch!r}."
+    )
+
+
+def _new(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
+    found = _SHAPE.fullmatch(value) if isinstance(value, str) else None
+    if found is None and isinstance(value, str):
+        raise ConfigurationError(f"a shape is written as '4x4096' or '8x512:bfloat16', not {value!r}.")
+    if found is None:
+        return value
+    dtype = getattr(torch, found[2] or "int64", None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"torch has no dtype {found[2]!r}.")
+    return torch.zeros(tuple(map(int, found[1].split("x"))), dtype=dtype)
 
 
 def _calibration(root: Root, ledger: MemoryLedger) -> Calibration:
@@ -320,11 +379,10 @@ def _update(
     return list(optimizer.state.values()), ledger.seconds - begin
 
 
-def _pinned_waste(plan: GroupPlan, process_groups: Sequence[ProcessGroups]) -> int:
+def _pinned_waste(group: ParamGroup) -> int:
     """Return the bytes that page-locked memory would take beyond the shards and gradients of a group."""
-    specs = tuple(replace(spec, offload=CPUOffloadPolicy()) for spec in plan.specs)
-    buckets = plan_group(specs, tuple(pgs.plan_options() for pgs in process_groups)).buckets
-    return pinned_waste(buckets)
+    specs = tuple(replace(spec, offload=CPUOffloadPolicy()) for spec in group.plan.specs)
+    return pinned_waste(plan_group(specs, tuple(pgs.plan_options() for pgs in group.process_groups)).buckets)
 
 
 def pinned_waste(buckets: Iterable[BucketPlan]) -> int:

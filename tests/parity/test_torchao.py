@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import composable_fsdp as ours
 from composable_fsdp.checkpoint import load, load_safetensors, save, save_safetensors
 from composable_fsdp.errors import CheckpointError
-from tests._internals import ExtendedBucket, state_of, verify
+from tests._internals import ExtendedBucket, describe_checkpoint, state_of
 from tests.helpers.run_ranks import run_ranks
 
 pytestmark = [
@@ -388,7 +388,7 @@ def save_and_load_on_disk(folder: Path) -> None:
                 parameter.mul_(0.5) if type(_inner(parameter)) is torch.Tensor else None
         play(models[0], rank, recipe)
         path = save(folder / str(i), models[0]).path
-        assert not verify(path).problems
+        assert not describe_checkpoint(path, verify=True).problems
         load(folder / str(i), models[1])
         with torch.no_grad():
             outputs = [model(batch_of(0, rank)) for model in models]

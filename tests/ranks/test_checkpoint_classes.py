@@ -25,7 +25,7 @@ from composable_fsdp.checkpoint import (
     state_dict,
 )
 from composable_fsdp.errors import CheckpointError
-from tests._internals import Kind, convert, verify
+from tests._internals import Kind, convert, describe_checkpoint
 from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tensor_classes import CLASSES, Closed, Coded, inner_of, model_of
@@ -105,7 +105,7 @@ def loads(folder: Path, dim: int) -> None:
 def test_inner_tensors_are_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Shards of two ranks are square, so that shapes do not distinguish scales of rows from scales of columns."""
     run_ranks(saves, 2, tmp_path)
-    assert not verify(tmp_path / "rows").problems
+    assert not describe_checkpoint(tmp_path / "rows", verify=True).problems
     convert(tmp_path / "rows", tmp_path / "model.pt", Kind.TORCH)
     convert(tmp_path / "model.pt", tmp_path / "again" / "step-00000000", Kind.DCP)
     run_ranks(loads, 2, tmp_path, 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests._internals import MANIFEST, Kind, convert, verify
+from tests._internals import MANIFEST, Kind, convert, describe_checkpoint
 from tests.helpers.checkpoint_worlds import expected_value
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.stored_checkpoints import STORED, extract, read, read_on_the_writers_ranks
@@ -33,7 +33,7 @@ def test_checkpoints_of_earlier_versions_are_verified_and_converted(stored: Path
     found = [path for path in stored.iterdir() if any(path.glob(f"step-*/{MANIFEST}"))]
     assert len(found) == len(STORED) + 3
     for path in found:
-        assert not verify(path).problems
+        assert not describe_checkpoint(path, verify=True).problems
         target = tmp_path / f"{path.name}.pt"
         convert(path, target, Kind.TORCH)
         model = torch.load(target, weights_only=True)["model"]

@@ -8,15 +8,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 
+from composable_fsdp.cli.doctor import Finding, examine_ranks
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.torchrun import finished, torchrun
-
-pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
-
-from composable_fsdp.cli.doctor import Finding, examine_ranks
 
 COMMAND = ("-m", "composable_fsdp")
 SECONDS = 3.0

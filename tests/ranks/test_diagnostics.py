@@ -68,7 +68,7 @@ def await_file(path: Path, text: str = "", seconds: float = SECONDS) -> None:
 def test_all_ranks_write_when_one_fails(fault: str, transport: Environment, tmp_path: Path) -> None:
     errors = run_ranks(fail, 2, fault, str(tmp_path), environment=transport)
     assert f"\n{tmp_path / file_name(0)} has what this rank did until then; " in errors[0]
-    assert errors[0].endswith(f"composable-fsdp diagnostics merge {tmp_path}")
+    assert errors[0].endswith(f"composable-fsdp diagnostics {tmp_path}")
     files = read(tmp_path)
     assert sorted(files.dumps) == [0, 1]
     assert not files.missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,15 +11,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import composable_fsdp
+from composable_fsdp.checkpoint import save
+from tests.helpers.command import run_command
 from tests.helpers.fresh_process import run_module, run_program
-
-pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
-
-from typer.testing import CliRunner, Result
-
-from composable_fsdp.cli.app import app
+from tests.helpers.single_rank_checkpoints import trained
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,10 +25,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(composable_fsdp.__file__).parents[1]
-
-
-def run(*arguments: str | Path, environment: dict[str, str] | None = None) -> Result:
-    return CliRunner().invoke(app, list(map(str, arguments)), env=environment)
+COMMANDS = ("doctor", "plan", "timeline", "run", "checkpoint inspect", "checkpoint convert", "diagnostics")
 
 
 # -- entry points
@@ -39,8 +35,6 @@ def test_the_console_command_is_the_main_function() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["composable-fsdp"].partition(":")
     assert getattr(import_module(module), function) is composable_fsdp.cli.main
-    for package in ("typer", "rich"):
-        assert any(each.startswith(package) for each in project["optional-dependencies"]["cli"])
 
 
 @pytest.mark.multiprocess
@@ -52,27 +46,57 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("absent", ["typer", "rich"])
-def test_a_missing_package_is_named(absent: str) -> None:
-    done = run_program(f"import sys; sys.modules[{absent!r}] = None\nfrom composable_fsdp.cli import main\nmain()")
-    assert done.returncode == 2
-    assert done.stderr == (f'This command needs {absent}, which is not installed: pip install "composable_fsdp[cli]"\n')
+def test_every_command_works_with_the_package_and_torch_alone(tmp_path: Path) -> None:
+    """In one process that cannot import packages which the extras install."""
+    path = save(tmp_path, *trained()).path
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {re.split(r"[^\w-]", each)[0] for needed in extras.values() for each in needed} - {"composable-fsdp"}
+    absent = [name.replace("-", "_") for name in sorted(names | {"typer", "click"})]
+    calls = [[*words.split(), "--help"] for words in COMMANDS]
+    (tmp_path / "model.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(8, 8)\n")
+    options = ("--batch", "4x8:float32", "--mesh", "2", "--device", "cpu", "--policy", "none", "--dtype", "fp32")
+    calls += [["doctor"], ["plan", f"{tmp_path}/model.py:build", *options], ["checkpoint", "inspect", str(path)]]
+    program = f"""
+import os, sys
+sys.modules |= dict.fromkeys({absent!r})
+from composable_fsdp.cli import main
+for name in ("RANK", "WORLD_SIZE"):
+    os.environ.pop(name, None)
+for call in {calls!r}:
+    try:
+        main(arguments=call)
+    except SystemExit as end:
+        assert not end.code, (call, end.code)
+"""
+    done = run_program(program)
+    assert done.returncode == 0, done.stderr
+    for shown in ("0 errors, 0 warnings", "fits: ", "model: 2 tensors"):
+        assert shown in done.stdout
 
 
 def test_every_command_has_help_with_an_example() -> None:
-    for words in (
-        "doctor",
-        "timeline",
-        "run",
-        "checkpoint inspect",
-        "checkpoint verify",
-        "checkpoint convert",
-        "diagnostics merge",
-    ):
-        shown = run(*words.split(), "--help")
+    for words in COMMANDS:
+        shown = run_command(*words.split(), "--help")
         assert shown.exit_code == 0
-        assert f"composable-fsdp {words}" in " ".join(shown.stdout.replace("_", "-").split()), words
-    assert "Exit codes: 0 on success;" in run("--help").stdout
+        example = f" composable-fsdp {words} " if words != "doctor" else " composable-fsdp doctor\n"
+        assert example in shown.stdout, words
+    for shown in (run_command("--help"), run_command()):
+        assert (shown.exit_code, "Exit codes: 0 on success;" in shown.stdout) == (0, True)
+
+
+def test_the_version_is_shown() -> None:
+    shown = run_command("--version")
+    assert (shown.exit_code, shown.stdout) == (
+        0,
+        f"composable-fsdp {composable_fsdp.__version__}, torch {torch.__version__}\n",
+    )
+
+
+def test_packages_that_errors_name_can_be_installed() -> None:
+    """The package itself is in no registry."""
+    for path in Path(composable_fsdp.__file__).parent.rglob("*.py"):
+        for told in re.findall(r"pip install ([^ \n]+)", path.read_text()):
+            assert "composable" not in told, path
 
 
 # -- errors
@@ -80,10 +104,11 @@ def test_every_command_has_help_with_an_example() -> None:
 
 def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Path) -> None:
     arguments = ("checkpoint", "inspect", tmp_path / "nothing")
-    plain = run(*arguments)
+    plain = run_command(*arguments)
     assert plain.exit_code == 1
     assert plain.stderr == f"error: {tmp_path / 'nothing'} is not a checkpoint, and it does not exist.\n"
-    for found in (run("--traceback", *arguments), run(*arguments, environment={"COMPOSABLE_FSDP_TRACEBACK": "1"})):
+    variable = {"COMPOSABLE_FSDP_TRACEBACK": "1"}
+    for found in (run_command("--traceback", *arguments), run_command(*arguments, environment=variable)):
         assert isinstance(found.exception, composable_fsdp.FSDPError)
         assert found.stderr == ""
 
@@ -91,15 +116,17 @@ def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["novel"], "No such command 'novel'"),
-        (["checkpoint", "inspect"], "Missing argument"),
-        (["run"], "Missing argument"),
-        (["run", "-m"], "error: -m needs the name of a module."),
+        (["novel"], "invalid choice: 'novel'"),
+        (["checkpoint"], "the following arguments are required: COMMAND"),
+        (["checkpoint", "inspect"], "the following arguments are required: path"),
+        (["diagnostics", "folder", "--json"], "unrecognized arguments: --json"),
+        (["run"], "error: run needs a program, or -m and the name of a module."),
+        (["run", "-m"], "error: run needs a program, or -m and the name of a module."),
         (["run", "novel.py"], "error: there is no program novel.py."),
     ],
 )
 def test_invalid_commands_have_exit_code_2(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
+    done = run_command(*arguments)
     assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
 
 
@@ -124,11 +151,11 @@ print(__name__, *sys.argv[1:], *[base.__module__ for base in type(model).__mro__
 @pytest.mark.parametrize("flags", [("program.py",), ("-m", "program")])
 def test_an_unchanged_torch_program_runs_on_this_library(tmp_path: Path, flags: tuple[str, ...]) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    command = [sys.executable, "-m", "composable_fsdp", "run", *flags, "--steps", "3"]
+    command = [sys.executable, "-m", "composable_fsdp", "run", *flags, "--steps", "--", "3"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    assert done.stdout == "__main__ --steps 3 composable_fsdp._api.fsdp_module torch.distributed.fsdp\n", done.stderr
+    assert done.stdout == "__main__ --steps -- 3 composable_fsdp._api.fsdp_module torch.distributed.fsdp\n", done.stderr
 
 
 @pytest.mark.multiprocess

@@ -14,7 +14,7 @@ ROOT = Path(composable_fsdp.__file__).parent
 HOME = "_core/memory.py"
 ELSEWHERE = {
     "_consistency/shutdown.py": "lets threads of gloo end, after the last step",
-    "plan/memory_ledger.py": "leaves out tensors on the meta device, in a plan without a device",
+    "plan/simulated_job.py": "leaves out tensors on the meta device, in a plan without a device",
     "diagnostics/meters.py": "reads the statistics of an allocator, or of the process",
     "_api/group_setters.py": "runs a hook of the user on a stream of the user",
     "checkpoint/_dcp/save.py": "the random state of an accelerator, by its name in the checkpoint",

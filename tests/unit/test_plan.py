@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -24,7 +26,8 @@ from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 from composable_fsdp.plan import ACCELERATORS, Accelerator, Plan, plan, sweep
 from composable_fsdp.wrap import transformer_blocks
-from tests._internals import pinned_bytes, simulated_job
+from tests._internals import as_accelerator, pinned_bytes, simulated_job
+from tests.helpers.command import Done, run_command
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DIM, LAYERS, RANKS, TOKENS = 64, 4, 8, 16
@@ -115,12 +118,12 @@ def test_the_peak_is_what_a_ledger_counts(waits: str, monkeypatch: pytest.Monkey
             model(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-    device_of = ACCELERATORS["h100" if waits == "streams" else "cpu"]
+    device_of = ACCELERATORS["h100-80gb" if waits == "streams" else "cpu"]
     made = planned(optimizer=partial(sgd, momentum=0.9), device=device_of)
     assert made.peak_bytes == pytest.approx(counted.peak, rel=0.005)
 
 
-@pytest.mark.parametrize("device", ["h100", "cpu"])
+@pytest.mark.parametrize("device", ["h100-80gb", "cpu"])
 def test_a_parameter_without_gradient_has_neither_gradient_nor_state(device: Any) -> None:
     class Unused(Block):
         def __init__(self) -> None:
@@ -280,7 +283,7 @@ def test_a_plan_tells_its_dtypes(made: Plan) -> None:
     assert f"dtypes           {both} shards, bfloat16 computation, {both} optimizer state; no key/value" in str(mixed)
 
 
-@pytest.mark.parametrize("device", ["h100", "cpu"])
+@pytest.mark.parametrize("device", ["h100-80gb", "cpu"])
 def test_the_peak_is_what_torchs_tracker_counts(device: Any) -> None:
     momentum = partial(sgd, momentum=0.9)
     with (
@@ -330,12 +333,16 @@ def test_torchs_estimator_of_time_needs_the_gpu() -> None:
     ("arguments", "message"),
     [
         ({"mesh": "2x2x2"}, "mesh must be a number of ranks, or replicas x shards such as '8x64', not '2x2x2'."),
-        ({"device": "h300"}, "there are no figures for the device 'h300'. Known are a100, h100"),
+        ({"device": "h300"}, "there are no figures for the device 'h300'. Known are a100-80gb, h100-80gb"),
         ({"device": 3}, "device must be an Accelerator or the name of a known one, not 3."),
         ({"batch": "4by4"}, "a shape is written as '4x4096' or '8x512:bfloat16', not '4by4'."),
         ({"batch": "4x4:float7"}, "torch has no dtype 'float7'."),
         ({"batch": 7}, "batch must be a tensor, a shape such as"),
         ({"build": lambda: 3}, "build must return an nn.Module, not int."),
+        (
+            {"build": nn.Linear},
+            "plan calls Linear() without arguments, but: missing a required argument: ",
+        ),
         ({"auto_wrap_policy": 1}, "it is FSDP1's. Pass policy="),
         ({"batch": "4x3:float32"}, "the model cannot be built and run on tensors without values: RuntimeError: "),
     ],
@@ -386,62 +393,154 @@ def test_figures_of_accelerators_are_checked(figure: str, value: Any) -> None:
 # -- reports
 
 
-def test_reports_have_the_figures(made: Plan, tmp_path: Path) -> None:
-    made.save(tmp_path / "plan.json")
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["fits"] is True
-    assert found["peak_bytes"] == made.peak_bytes
+def test_the_text_has_the_figures(made: Plan) -> None:
     text = str(made)
     assert "exposed communication" in text
-    assert "8 ranks of h100" in text
-    made.save(tmp_path / "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    assert "optimizer state" in page
-    assert made._repr_html_() in page
-    with pytest.raises(ConfigurationError, match=r"is saved as \.html, \.png or \.json, not 'plan\.pdf'"):
-        made.save("plan.pdf")
+    assert "job              8 ranks of h100-80gb, 8 per host" in text
+    assert "optimizer state" in made._repr_html_()
+    assert json.loads(json.dumps(made.as_dict()))["peak_bytes"] == made.peak_bytes
 
 
-def test_a_picture_needs_matplotlib(made: Plan, tmp_path: Path) -> None:
+def test_names_of_accelerators_have_their_memory() -> None:
+    for name, accelerator in ACCELERATORS.items():
+        assert name == accelerator.name
+        if name != "cpu":
+            assert name.endswith(f"-{accelerator.gib * 2**30 / 1e9:.0f}gb")
+    assert as_accelerator("H100") is ACCELERATORS["h100-80gb"]
+
+
+def test_the_help_has_the_devices_and_the_figures_that_options_replace(run: Callable[..., Done]) -> None:
+    text = " ".join(run("--help", environment={"COLUMNS": "400"}).stdout.split())
+    assert all(name in text for name in ACCELERATORS)
+    device = ACCELERATORS["h100-80gb"]
+    for figure in (device.tflops, device.gbit, round(device.gib, 1), device.ranks_per_host):
+        assert f"in place of the device's (of an h100-80gb: {figure:g})" in text
+
+
+def test_the_picture_of_a_plan_is_drawn(made: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
-    made.save(tmp_path / "plan.png")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    importlib.import_module("plan_accuracy").draw(made, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_without_matplotlib_is_refused(made: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    with pytest.raises(ConfigurationError, match="a PNG needs matplotlib"):
-        made.save(tmp_path / "plan.png")
 
 
 # -- the command
 
 
 @pytest.fixture(name="run")
-def _run() -> Iterator[Callable[..., Any]]:
-    pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
-    from typer.testing import CliRunner
-
-    from composable_fsdp.cli.app import app
-
+def _run() -> Iterator[Callable[..., Done]]:
     before = list(sys.path)
-    yield lambda *arguments: CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    yield partial(run_command, "plan")
     sys.path[:] = before
 
 
-def test_the_command_plans_a_program(run: Callable[..., Any], program: Path, tmp_path: Path) -> None:
-    options = ("--batch", f"{TOKENS}x{DIM}:bfloat16", "--mesh", "2x4", "--gbit", "100", "--optimizer", "sgd")
-    done = run(f"{program}:build", *options, "--out", tmp_path / "plan.json", "--json")
-    assert done.exit_code == 0, done.output
+OPTIONS = ("--batch", f"{TOKENS}x{DIM}:bfloat16", "--mesh", "2x4", "--optimizer", "sgd")
+
+
+def test_the_command_plans_a_program(run: Callable[..., Done], program: Path) -> None:
+    done = run(f"{program}:build", *OPTIONS, "--gbit", "100", "--ranks-per-host", "4", "--json")
+    assert done.exit_code == 0, done
     found = json.loads(done.stdout)
     assert found["mesh"] == "2x4"
-    assert found["device"]["gbit"] == 100
-    assert json.loads((tmp_path / "plan.json").read_text()) == found
-    shown = run(f"{program}:build", *options, "--sweep")
-    assert shown.exit_code == 0, shown.output
-    assert "float32 shards, bfloat16" in shown.stdout
-    assert "recompute=True, reshard_after_forward=False" in shown.stdout
+    assert (found["device"]["gbit"], found["device"]["ranks_per_host"]) == (100, 4)
+    assert found["fits"] is True
+
+
+def test_the_functions_of_classes_build_models(run: Callable[..., Done], program: Path) -> None:
+    program.write_text(
+        f"{program.read_text()}\nclass Factory:\n    build = staticmethod(build)\n    def own(self): ...\n"
+    )
+    found = run(f"{program}:Factory.build", *OPTIONS)
+    assert (found.exit_code, "fits: " in found.stdout) == (0, True), found
+    assert "cheapest set" not in found.stdout
+    needs = run(f"{program}:Factory.own", *OPTIONS)
+    assert (needs.exit_code, needs.stderr) == (
+        2,
+        "error: plan calls Factory.own() without arguments, but: missing a required argument: 'self'. Write a function "
+        "that returns the model.\n",
+    )
+
+
+def test_a_sweep_marks_plans_and_ends_with_the_cheapest(run: Callable[..., Done], program: Path) -> None:
+    shown = run(f"{program}:build", *OPTIONS, "--sweep")
+    assert shown.exit_code == 0, shown
+    lines = shown.stdout.splitlines()
+    assert "2x4 ranks of h100-80gb, 8 per host: float32 shards, bfloat16" in lines[0]
+    rows = [re.split("  +", line) for line in lines[2:6]]
+    assert {row[0] for row in rows} == {
+        f"recompute={one}, reshard_after_forward={two}" for one in (True, False) for two in (True, False)
+    }
+    assert {row[1] for row in rows} == {"yes"}
+    assert re.fullmatch(r"cheapest set that fits: --reshard (true|false) \(.* MiB, 0 %, .* ms per step\)", lines[-1])
+
+
+@pytest.fixture(name="peaks")
+def _peaks(made: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The parts of the device's memory that plans take, by the end of the settings' text. Nothing is planned."""
+    shares: dict[str, float] = {}
+
+    def sweep(
+        _: object, __: object, settings: dict[str, list[Any]], **common: Any
+    ) -> list[tuple[dict[str, Any], Plan]]:
+        found = []
+        for values in product(*settings.values()):
+            each = dict(zip(settings, values, strict=True))
+            seconds = 1.0 + each["recompute"] + each.get("reshard_after_forward", 0)
+            share = min(part for text, part in shares.items() if str(each).endswith(text))
+            peak = int(share * common["device"].bytes)
+            found.append((each, replace(made, device=common["device"], seconds=seconds, peak_bytes=peak)))
+        return sorted(found, key=lambda pair: (not pair[1].fits, pair[1].seconds))
+
+    monkeypatch.setattr("composable_fsdp.plan.sweep", sweep)
+    return shares
+
+
+def test_a_sweep_marks_plans_above_nine_tenths_of_the_memory(
+    run: Callable[..., Done], program: Path, peaks: dict[str, float]
+) -> None:
+    peaks.update({"": 1.2, "{'recompute': True, 'reshard_after_forward': True}": 0.8})
+    peaks["{'recompute': False, 'reshard_after_forward': True}"] = 0.95
+    shown = run(f"{program}:build", "--sweep")
+    lines = shown.stdout.splitlines()
+    assert [re.split("  +", line)[1] for line in lines[2:6]] == ["yes, above 90 %", "yes", "no", "no"]
+    assert lines[-1].startswith("cheapest set that fits: --reshard true (69.83 GiB, 95 %, 2.00 s per step)")
+    assert shown.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("fitting", "last"),
+    [
+        (
+            "{'recompute': True, 'reshard_after_forward': False}",
+            "cheapest set that fits: --recompute --reshard false (",
+        ),
+        ("CPUOffloadPolicy(pin_memory=True)}", "cheapest set that fits: --recompute --offload --reshard true ("),
+        (
+            "other",
+            "no set of --recompute, --reshard and --offload fits: take more ranks (--mesh), or a smaller --batch",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_has_exit_code_1_and_the_set_that_fits(
+    run: Callable[..., Done], program: Path, peaks: dict[str, float], fitting: str, last: str
+) -> None:
+    peaks.update({"": 1.2, fitting: 0.5})
+    done = run(f"{program}:build")
+    assert (done.exit_code, "does NOT fit: " in done.stdout) == (1, True), done
+    assert done.stdout.splitlines()[-1].startswith(last)
+    found = run(f"{program}:build", "--json")
+    assert (found.exit_code, json.loads(found.stdout)["fits"]) == (1, False)
+
+
+def test_warnings_of_other_libraries_are_silent(run: Callable[..., Done], program: Path) -> None:
+    program.write_text(
+        "import logging, warnings\nimport composable_fsdp, torch\n"
+        "def build():\n    warnings.warn('of another', stacklevel=1)\n    logging.warning('logged')\n"
+        "    warnings.warn('ours', composable_fsdp.LowPrecisionWarning, stacklevel=1)\n"
+        "    return torch.nn.Linear(64, 64)\n"
+    )
+    done = run(f"{program}:build", *OPTIONS, "--policy", "none")
+    assert (done.exit_code, done.stderr) == (0, "warning: ours\n")
 
 
 @pytest.mark.parametrize(
@@ -450,8 +549,10 @@ def test_the_command_plans_a_program(run: Callable[..., Any], program: Path, tmp
         (("{}:nothing",), "has no function 'nothing'."),
         (("{}:number",), "has no function 'number'."),
         (("absent.py:build",), "there is no file absent.py."),
-        (("absent.module:build",), "there is no module absent.module: No module named 'absent'."),
+        (("absent.module:build",), "absent.module cannot be imported: ModuleNotFoundError: No module named 'absent'"),
         (("{}",), "is no FILE.py:FUNCTION."),
+        (("{}:build.more",), "has no function 'build.more'."),
+        (("{}:build", "--batch", "4096"), "--batch 4096 has one number, but BATCHxTOKENS is expected, such as 1x4096."),
     ],
 )
 def test_errors_of_the_command_are_one_line(
@@ -464,7 +565,15 @@ def test_errors_of_the_command_are_one_line(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["import absent", "def build(:", "raise OSError('two\\nlines')"])
+def test_an_error_of_the_program_is_one_line(run: Callable[..., Done], program: Path, text: str) -> None:
+    program.write_text(f"{text}\n")
+    done = run(f"{program}:build")
+    assert done.exit_code == 2
+    assert re.fullmatch(rf"error: {program} cannot be imported: \w+Error: .*\n", done.stderr), done.stderr
+
+
 @pytest.mark.parametrize("option", ["--dtype", "--policy", "--reshard", "--optimizer"])
 def test_another_word_is_refused_before_the_model_is_made(run: Callable[..., Any], option: str) -> None:
     done = run("absent.py:build", option, "int4")
-    assert (done.exit_code, "'int4' is not one of" in done.stderr) == (2, True), done.stderr
+    assert (done.exit_code, "invalid choice: 'int4'" in done.stderr) == (2, True), done.stderr

@@ -24,6 +24,7 @@ from tests._internals import (
     merged,
     write_chrome_trace,
 )
+from tests.helpers.command import run_command
 
 
 def event(operation: str, group: str, begin: float, end: float, nbytes: int = 0, number: int = 0) -> TraceEvent:
@@ -197,11 +198,8 @@ def write_dump(folder: Path, rank: int) -> None:
 
 
 def test_the_command_merges_all_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
-    from tests.unit.test_cli import run
-
-    empty = run("timeline", tmp_path)
+    empty = run_command("timeline", tmp_path)
     assert (empty.exit_code, empty.stderr) == (
         2,
         f"error: there is no timeline in {tmp_path}. Set COMPOSABLE_FSDP_TIMELINE={tmp_path} for a run; ranks write "
@@ -209,7 +207,7 @@ def test_the_command_merges_all_ranks(tmp_path: Path) -> None:
     )
     for rank in range(2):
         write_dump(tmp_path, rank)
-    done = run("timeline", tmp_path, "--json")
+    done = run_command("timeline", tmp_path, "--json")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert [row["title"] for row in found["processes"]] == ["rank 0", "rank 1"]
@@ -217,12 +215,12 @@ def test_the_command_merges_all_ranks(tmp_path: Path) -> None:
     processes = merged(tmp_path)
     assert processes[0].steps == processes[1].steps
     assert processes[0].steps[0] == pytest.approx((1000.0, 1007.0))
-    shown = run("timeline", tmp_path)
+    shown = run_command("timeline", tmp_path)
     assert "rank 1" in shown.stdout
     assert "7000.00" in shown.stdout
     assert f"wrote {tmp_path / 'timeline.png'}" in shown.stdout
-    far = run("timeline", tmp_path, "--step", "5")
+    far = run_command("timeline", tmp_path, "--step", "5")
     assert (far.exit_code, far.stderr) == (2, "error: there is no step 5: 1 training steps were recorded.\n")
     (tmp_path / "rank-00001.json").write_text("{}")
-    damaged = run("timeline", tmp_path)
+    damaged = run_command("timeline", tmp_path)
     assert (damaged.exit_code, f"error: {tmp_path / 'rank-00001.json'} cannot be read" in damaged.stderr) == (2, True)
