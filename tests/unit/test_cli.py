@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import textwrap
 from importlib import import_module
@@ -151,10 +149,8 @@ print(__name__, *sys.argv[1:], *[base.__module__ for base in type(model).__mro__
 @pytest.mark.parametrize("flags", [("program.py",), ("-m", "program")])
 def test_an_unchanged_torch_program_runs_on_this_library(tmp_path: Path, flags: tuple[str, ...]) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    command = [sys.executable, "-m", "composable_fsdp", "run", *flags, "--steps", "--", "3"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    command = f"import os, runpy\nos.chdir({str(tmp_path)!r})\nrunpy.run_module('composable_fsdp', run_name='__main__')"
+    done = run_program(command, "run", *flags, "--steps", "--", "3")
     assert done.stdout == "__main__ --steps -- 3 composable_fsdp._api.fsdp_module torch.distributed.fsdp\n", done.stderr
 
 
