@@ -6,7 +6,8 @@ sends the shards of all outputs back. The next bucket's inputs and the last one'
 bucket is computed.
 
 Invariant: all ranks of an exchange have the same units in the same order, so they assign the same owners and cut the
-same buckets. Every rank computes its own part of the messages' layout, and nothing of it is sent.
+same buckets. Every rank computes its own part of the messages' layout, and nothing of it is sent. What ranks may
+disagree on is a word before each rank's part of a message: which units have a task in this step, and which unit failed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -27,14 +29,15 @@ from torch.distributed.tensor.placement_types import Placement
 from composable_fsdp._api.extents import Box, Cut, ShardExtent
 from composable_fsdp._core.memory import current_device
 from composable_fsdp._core.params import find_parameter
+from composable_fsdp.errors import DivergenceError, PeerError
 from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit, replicas_together
 
-__all__ = ["Exchange", "Members", "Slot", "Task", "Tiling", "Unit", "is_here", "make_exchanges", "tiling_of"]
+__all__ = ["Exchange", "Members", "Slot", "Tiling", "Unit", "is_planned", "make_exchanges", "tiling_of", "title_of"]
 
 Coordinate = tuple[int, ...]
 
 _ALIGNMENT = 8
-"""Every piece of a message begins at a multiple of this, so that it can be viewed in any dtype."""
+"""Every piece of a message begins at a multiple of this, the bytes of a word, so that it can be viewed in any dtype."""
 
 
 class AxisCut(NamedTuple):
@@ -148,6 +151,8 @@ class Unit:
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     cost: float
+    name: str = ""
+    """The name in errors, such as that of the parameter."""
 
     @property
     def largest(self) -> int:
@@ -219,19 +224,37 @@ class _Piece(NamedTuple):
 
 
 class _Message:
-    """The layout of a message: its pieces, and the bytes of the part of each rank."""
+    """The layout of a message: the part of each rank, which is a word and pieces, and its bytes."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self) -> None:
         self.pieces: list[_Piece] = []
-        self.splits = [0] * ranks
+        self.splits: list[int] = []
+        self.words: list[int] = []
+        """Where the word of each rank is, in words."""
         self.nbytes = 0
 
-    def append(self, rank: int, unit: int, slot: int, box: Box, dtype: torch.dtype) -> None:
-        """Append a piece to the part of ``rank``, the last part so far."""
+    def begin_part(self) -> None:
+        """Begin the part of the next rank."""
+        self.words.append(self.nbytes // _ALIGNMENT)
+        self.splits.append(_ALIGNMENT)
+        self.nbytes += _ALIGNMENT
+
+    def append(self, unit: int, slot: int, box: Box, dtype: torch.dtype) -> None:
+        """Append a piece to the part of the last rank that was begun."""
         self.pieces.append(_Piece(unit, slot, box, self.nbytes, dtype))
         nbytes = _aligned(prod(box.sizes) * dtype.itemsize)
-        self.splits[rank] += nbytes
+        self.splits[-1] += nbytes
         self.nbytes += nbytes
+
+    def memory(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+
+    def fill_words(self, message: torch.Tensor, word: int) -> None:
+        message.view(torch.int64)[self.words] = word
+
+    def words_of(self, message: torch.Tensor) -> list[int]:
+        """Return the word of each rank. The host waits for ``message``."""
+        return cast("list[int]", message.view(torch.int64)[self.words].tolist())
 
 
 class _Bucket:
@@ -239,31 +262,34 @@ class _Bucket:
 
     def __init__(self, units: Sequence[Unit], owners: Sequence[int], indices: Sequence[int], members: Members) -> None:
         self.units = units
-        ranks, own = len(members.coordinates), members.own
-        self.shards, self.owned = _Message(ranks), _Message(ranks)
-        self.results, self.updates = _Message(ranks), _Message(ranks)
+        own = members.own
+        self.shards, self.owned, self.results, self.updates = _Message(), _Message(), _Message(), _Message()
         self.unsent: list[_Piece] = []
-        for index in sorted(indices, key=owners.__getitem__):
-            owner = owners[index]
-            for number, slot in enumerate(units[index].inputs):
-                sends = slot.comes_from(own, members.coordinates[owner])
-                for box in slot.boxes(own):
-                    if sends:
-                        self.shards.append(owner, index, number, box, slot.dtype)
-                    else:
-                        self.unsent.append(_Piece(index, number, box, -1, slot.dtype))
-            for number, slot in enumerate(units[index].outputs):
-                for box in slot.boxes(own):
-                    self.updates.append(owner, index, number, box, slot.dtype)
-        self.computed = [index for index in indices if owners[index] == members.index]
+        of_owner: dict[int, list[int]] = {}
+        for index in indices:
+            of_owner.setdefault(owners[index], []).append(index)
+        self.computed = of_owner.get(members.index, [])
         for rank, coordinate in enumerate(members.coordinates):
+            for message in (self.shards, self.owned, self.results, self.updates):
+                message.begin_part()
+            for index in of_owner.get(rank, ()):
+                for number, slot in enumerate(units[index].inputs):
+                    sends = slot.comes_from(own, coordinate)
+                    for box in slot.boxes(own):
+                        if sends:
+                            self.shards.append(index, number, box, slot.dtype)
+                        else:
+                            self.unsent.append(_Piece(index, number, box, -1, slot.dtype))
+                for number, slot in enumerate(units[index].outputs):
+                    for box in slot.boxes(own):
+                        self.updates.append(index, number, box, slot.dtype)
             for index in self.computed:
                 for number, slot in enumerate(units[index].inputs):
                     for box in slot.boxes(coordinate) if slot.comes_from(coordinate, own) else ():
-                        self.owned.append(rank, index, number, box, slot.dtype)
+                        self.owned.append(index, number, box, slot.dtype)
                 for number, slot in enumerate(units[index].outputs):
                     for box in slot.boxes(coordinate):
-                        self.results.append(rank, index, number, box, slot.dtype)
+                        self.results.append(index, number, box, slot.dtype)
         self.parts = _by_unit(self.owned.pieces)
         self.answers = _by_unit(self.results.pieces)
 
@@ -310,69 +336,125 @@ class Exchange:
         self.members, self.units, self.limit, self.copies = members, units, limit, copies
         costs = [unit.cost for unit in units]
         self.owners = assign_owners(costs, len(members.coordinates)) if owners is None else owners
-        buckets = cut_buckets(costs, self.owners, lambda i: copies * units[i].largest, lambda i: units[i].held, limit)
+        words = _ALIGNMENT * len(members.coordinates)
+        buckets = cut_buckets(
+            costs, self.owners, lambda i: copies * units[i].largest, lambda i: units[i].held, limit - words
+        )
         self.buckets = [_Bucket(units, self.owners, indices, members) for indices in buckets]
 
-    def run(self, tasks: Sequence[Task]) -> None:
-        """Do ``tasks``, one for each unit. All ranks must call it together."""
-        flight = self._send_shards(self.buckets[0], tasks) if self.buckets else None
-        returning: tuple[_Bucket, _Flight] | None = None
+    def run(self, tasks: Sequence[Task | None]) -> None:
+        """Do ``tasks``, one for each unit, or None for what is unchanged. All ranks must call it together.
+
+        Raises:
+            DivergenceError: ranks have tasks for different units. Raised on all ranks, before anything is computed.
+            PeerError: an owner raised in ``compute``. Raised on all ranks; on the owner, from its own exception.
+        """
+        present = crc32(bytes(task is not None for task in tasks))
+        flight = self._send_shards(self.buckets[0], tasks, present) if self.buckets else None
+        returning: tuple[_Bucket, _Flight, Exception | None] | None = (
+            None  # with the exception of this rank as an owner
+        )
         for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
             assert flight is not None
             owned = flight.wait()
-            flight = self._send_shards(following, tasks) if following is not None else None
-            results = _message(bucket.results.nbytes, self.members.device)
-            for index in bucket.computed:
-                _compute(self.units[index], tasks[index], owned, bucket.parts, results, bucket.answers, index)
+            if returning is None and any(word != present for word in bucket.owned.words_of(owned)):
+                raise self._difference(tasks)
+            flight = self._send_shards(following, tasks, present) if following is not None else None
+            results = bucket.results.memory(self.members.device)
+            failure = self._compute(bucket, tasks, owned, results)
             del owned
             if returning is not None:
-                _take(*returning, tasks)
-            returning = bucket, self._send_results(bucket, results)
+                self._take(*returning, tasks, flight)
+            returning = bucket, self._send_results(bucket, results), failure
             del results
         if returning is not None:
-            _take(*returning, tasks)
+            self._take(*returning, tasks, None)
 
-    def _send_shards(self, bucket: _Bucket, tasks: Sequence[Task]) -> _Flight:
-        message = _message(bucket.shards.nbytes, self.members.device)
-        for piece in bucket.unsent:
-            tasks[piece.unit].load(piece.slot, piece.box)
-        for piece in bucket.shards.pieces:
-            piece.of(message).copy_(tasks[piece.unit].load(piece.slot, piece.box))
-        received = _message(bucket.owned.nbytes, self.members.device)
+    def _send_shards(self, bucket: _Bucket, tasks: Sequence[Task | None], present: int) -> _Flight:
+        message = bucket.shards.memory(self.members.device)
+        bucket.shards.fill_words(message, present)
+        for piece in (*bucket.unsent, *bucket.shards.pieces):
+            if (task := tasks[piece.unit]) is not None:
+                part = task.load(piece.slot, piece.box)
+                if piece.start >= 0:
+                    piece.of(message).copy_(part)
+        received = bucket.owned.memory(self.members.device)
         work = self.members.all_to_all(received, bucket.owned.splits, message, bucket.shards.splits)
         return _Flight(work, received, message)
 
+    def _compute(
+        self, bucket: _Bucket, tasks: Sequence[Task | None], owned: torch.Tensor, results: torch.Tensor
+    ) -> Exception | None:
+        """Compute the units that this rank owns. An exception is returned, and its unit's number goes to all ranks."""
+        bucket.results.fill_words(results, 0)
+        for index in bucket.computed:
+            try:
+                if (task := tasks[index]) is not None:
+                    _compute(bucket, index, task, owned, results)
+            except Exception as error:  # noqa: PERF203 (of one unit)
+                if self.members.group is None:
+                    raise
+                bucket.results.fill_words(results, index + 1)
+                return error
+        return None
+
     def _send_results(self, bucket: _Bucket, results: torch.Tensor) -> _Flight:
-        received = _message(bucket.updates.nbytes, self.members.device)
+        received = bucket.updates.memory(self.members.device)
         work = self.members.all_to_all(received, bucket.updates.splits, results, bucket.results.splits)
         return _Flight(work, received, results)
 
+    def _take(
+        self,
+        bucket: _Bucket,
+        flight: _Flight,
+        failure: Exception | None,
+        tasks: Sequence[Task | None],
+        following: _Flight | None,
+    ) -> None:
+        received = flight.wait()
+        if any(failed := bucket.updates.words_of(received)):
+            if following is not None:
+                following.wait()
+            raise self._failure(failed, failure) from failure
+        for piece in bucket.updates.pieces:
+            if (task := tasks[piece.unit]) is not None:
+                task.store(piece.slot, piece.box, piece.of(received))
 
-def _compute(
-    unit: Unit,
-    task: Task,
-    owned: torch.Tensor,
-    parts: dict[int, list[_Piece]],
-    results: torch.Tensor,
-    answers: dict[int, list[_Piece]],
-    index: int,
-) -> None:
-    wholes = [torch.empty(slot.sizes, dtype=slot.dtype, device=owned.device) for slot in unit.inputs]
-    for piece in parts.get(index, ()):
+    def _difference(self, tasks: Sequence[Task | None]) -> DivergenceError:
+        sets = self._gathered({index for index, task in enumerate(tasks) if task is not None})
+        differing = sorted(set.union(*sets.values()) - set.intersection(*sets.values()))
+        names = [f"{self.units[i].name} on ranks {[r for r in sets if i in sets[r]]} only" for i in differing]
+        shown = ", ".join(names[:5] + ["..."] * (len(names) > 5))
+        return DivergenceError(
+            f"the ranks of a step have gradients of different parameters: {shown}. Give all ranks of a mesh "
+            "gradients of the same parameters, zeros where there is none, before the step."
+        )
+
+    def _failure(self, failed: Sequence[int], own: Exception | None) -> PeerError:
+        reasons = self._gathered(None if own is None else f"{type(own).__name__}: {own}")
+        units = {rank: self.units[number - 1] for rank, number in zip(reasons, failed, strict=True) if number}
+        who = "; ".join(f"rank {rank} raised {reasons[rank]} in the update of {units[rank].name}" for rank in units)
+        return PeerError(
+            f"an owner failed: {who}. Other parameters may be updated already: go on from a checkpoint.",
+            units if own is None else (),  # at its end a rank waits for these ranks
+        )
+
+    def _gathered(self, value: Any) -> dict[int, Any]:
+        """Return the ``value`` of each member, by global rank, in the order of the members."""
+        values: list[Any] = [None] * len(self.members.coordinates)
+        dist.all_gather_object(values, value, group=self.members.group)
+        group = cast(dist.ProcessGroup, self.members.group)
+        return dict(zip(dist.get_process_group_ranks(group), values, strict=True))
+
+
+def _compute(bucket: _Bucket, index: int, task: Task, owned: torch.Tensor, results: torch.Tensor) -> None:
+    slots = bucket.units[index].inputs
+    wholes = [torch.empty(slot.sizes, dtype=slot.dtype, device=owned.device) for slot in slots]
+    for piece in bucket.parts.get(index, ()):
         wholes[piece.slot][piece.box.slices].copy_(piece.of(owned))
     outputs = task.compute(wholes)
-    for piece in answers.get(index, ()):
+    for piece in bucket.answers.get(index, ()):
         piece.of(results).copy_(outputs[piece.slot][piece.box.slices])
-
-
-def _take(bucket: _Bucket, flight: _Flight, tasks: Sequence[Task]) -> None:
-    received = flight.wait()
-    for piece in bucket.updates.pieces:
-        tasks[piece.unit].store(piece.slot, piece.box, piece.of(received))
-
-
-def _message(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _aligned(nbytes: int) -> int:
@@ -382,9 +464,19 @@ def _aligned(nbytes: int) -> int:
 # -- the ranks of an exchange
 
 
-def is_here(tensor: torch.Tensor) -> bool:
-    """Return whether this rank has a part of ``tensor``, if only an empty one."""
-    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+def is_planned(tensor: torch.Tensor) -> bool:
+    """Return whether the parameter ``tensor`` may have a gradient, and this rank a part of it, if only an empty one.
+
+    It is the same on all ranks, which a missing gradient need not be.
+    """
+    is_here = not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+    return is_here and (tensor.requires_grad or tensor.grad is not None)
+
+
+def title_of(tensor: torch.Tensor) -> str:
+    """Return the name of a sharded parameter for errors."""
+    found = find_parameter(tensor)
+    return f"a parameter of shape {tuple(tensor.shape)}" if found is None else repr(found.name)
 
 
 def make_exchanges(
@@ -419,7 +511,8 @@ def make_exchanges(
             copies = replicas_together(prod(mesh.size(axis) for axis in uncut), largest, limit)
             members = _members(mesh, uncut, copies)
         found.append((Exchange(members, of_mesh, limit, copies), keys))
-    return found
+    # The most ranks first, so that all of them learn of an error before some go on without those that raise it.
+    return sorted(found, key=lambda each: -len(each[0].members.coordinates))
 
 
 def _members(mesh: DeviceMesh, uncut: tuple[int, ...], copies: int) -> Members:

@@ -18,7 +18,7 @@ from composable_fsdp._api.extents import Box, like
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import local_copies_of
-from composable_fsdp.optim._owner_exchange import Exchange, Slot, Unit, is_here, make_exchanges, tiling_of
+from composable_fsdp.optim._owner_exchange import Exchange, Slot, Unit, is_planned, make_exchanges, tiling_of, title_of
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim.owner_step import placed
 
@@ -69,7 +69,7 @@ class Muon(Optimizer):
             ``False``: none, so AdamW updates it. ``True``: it is one. Otherwise indices that cut the parameter into
             matrices, such as ``[slice(0, 64), slice(64, 128)]`` for two heads of 64 rows, or ``range(8)`` for 8 stacked
             experts. What has more than two dims is flattened from the second on, as convolutions. It is called again
-            when the parameters with gradients change, with the same result. By default, all parameters of two dims are
+            when other parameters require gradients, with the same result. By default, all parameters of two dims are
             matrices.
         adamw: options of ``torch.optim.AdamW``. ``lr`` and ``weight_decay`` are by default those of the group, the
             others have torch's defaults.
@@ -176,6 +176,10 @@ class Muon(Optimizer):
 
         Returns:
             The result of ``closure``, or None.
+
+        Raises:
+            DivergenceError: ranks have gradients of different matrices. No matrix is changed, but momentum may be.
+            PeerError: an owner raised. Both are raised on all ranks that share the matrices.
         """
         loss = None
         if closure is not None:
@@ -183,9 +187,9 @@ class Muon(Optimizer):
                 loss = closure()
         self._step_adamw([group for group in self.param_groups if group["algorithm"] == "adamw"])
         groups = [group for group in self.param_groups if group["algorithm"] == "muon"]
-        stepped = [(p, group) for group in groups for p in group["params"] if p.grad is not None and is_here(p)]
-        if stepped:
-            self._step_matrices(stepped)
+        planned = [(p, group) for group in groups for p in group["params"] if is_planned(p)]
+        if planned:
+            self._step_matrices(planned)
         return loss
 
     def _step_adamw(self, groups: list[dict[str, Any]]) -> None:
@@ -196,22 +200,23 @@ class Muon(Optimizer):
         with local_copies_of(optimizer):
             cast(Any, torch.optim.AdamW).step.__wrapped__(optimizer)  # without hooks, which belong to this step
 
-    def _step_matrices(self, stepped: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        if self._plan is None or not self._plan.is_of([p for p, _ in stepped]):
+    def _step_matrices(self, planned: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        if self._plan is None or not self._plan.is_of([p for p, _ in planned]):
             names = _names(self.param_groups) if self._matrices is not None else {}
-            regions = [_regions(self._matrices, names.get(id(p), ""), p) for p, _ in stepped]
-            for (p, _), found in zip(stepped, regions, strict=True):
+            regions = [_regions(self._matrices, names.get(id(p), ""), p) for p, _ in planned]
+            for (p, _), found in zip(planned, regions, strict=True):
                 if not found:
                     raise ConfigurationError(
                         f"matrices= returned matrices for a parameter of shape {tuple(p.shape)} before, but none for "
                         f"its name now, {names.get(id(p))!r}. load_state_dict takes the names from the state dict."
                     )
-            self._plan = _Plan([p for p, _ in stepped], regions, self._bucket_bytes)
-        steps = [_ParameterStep(p, group, self.state[p]) for p, group in stepped]
+            self._plan = _Plan([p for p, _ in planned], regions, self._bucket_bytes)
+        steps = [None if p.grad is None else _ParameterStep(p, group, self.state[p]) for p, group in planned]
         for exchange, keys in self._plan.exchanges:
-            exchange.run([_MatrixTask(steps[index], self._plan.regions[index][number]) for index, number in keys])
+            of_units = [(steps[index], self._plan.regions[index][number]) for index, number in keys]
+            exchange.run([None if step is None else _MatrixTask(step, region) for step, region in of_units])
         # Autograd's version counter of the DTensors does not see writes to the local shards.
-        increment_version([p for p, _ in stepped])
+        increment_version([p for p, _ in planned if p.grad is not None])
 
 
 def _check(settings: Mapping[str, Any]) -> None:
@@ -320,7 +325,7 @@ def _overlap(pair: tuple[Region, Region]) -> bool:
 
 
 class _Plan:
-    """The exchanges of ``parameters``, which all have gradients."""
+    """The exchanges of ``parameters``, which all may have gradients."""
 
     def __init__(
         self, parameters: list[torch.Tensor], regions: Sequence[tuple[Region, ...]], bucket_bytes: int
@@ -346,7 +351,9 @@ def _mesh(parameter: torch.Tensor) -> Any:
 def _unit(parameter: torch.Tensor, region: Region) -> Unit:
     # The iterations are in bfloat16, so nothing is lost if that is what is sent.
     slot = Slot(tiling_of(parameter), torch.bfloat16, region.offsets, region.sizes)
-    return Unit((slot,), (slot,), newton_schulz_cost(*region.matrix))
+    title = title_of(parameter)
+    name = title if region.sizes == tuple(parameter.shape) else f"{title} from {region.offsets} on"
+    return Unit((slot,), (slot,), newton_schulz_cost(*region.matrix), name)
 
 
 class _ParameterStep:

@@ -25,9 +25,10 @@ from composable_fsdp.optim._owner_exchange import (
     Slot,
     Tiling,
     Unit,
-    is_here,
+    is_planned,
     make_exchanges,
     tiling_of,
+    title_of,
 )
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim.local_optimizer import Step, check_step, class_step, replace_step
@@ -79,6 +80,9 @@ def owner_step(optimizer: OptimizerT, *, cost: Cost = matrix_cost, bucket_bytes:
 
     Raises:
         ConfigurationError: the ``step`` of the object has been replaced already.
+
+    A step raises a ``DivergenceError`` on all ranks of a mesh if they have gradients of different parameters, and a
+    ``PeerError`` on all of them if an update raises on its owner.
 
     Example::
 
@@ -229,17 +233,18 @@ class _OwnerStep:
             (parameter, group)
             for group in groups
             for parameter in group["params"]
-            if isinstance(parameter, DTensor) and parameter.grad is not None and is_here(parameter)
+            if isinstance(parameter, DTensor) and is_planned(parameter)
         ]
         with torch.no_grad():
             tasks = [_Task(self, optimizer, p, group, options) for p, group in sharded]
             for exchange, keys in self._planned(tasks):
                 in_order = [tasks[index] for index, _ in keys]
-                exchange.run(in_order)
+                exchange.run([None if task.gradient is None else task for task in in_order])
                 _share_new_state(exchange, in_order)
             for task in tasks:
-                task.finish()
-        increment_version([p for p, _ in sharded])
+                if task.gradient is not None:
+                    task.finish()
+        increment_version([p for p, _ in sharded if p.grad is not None])
         everything = [group["params"] for group in groups]
         try:
             for group in groups:
@@ -250,7 +255,7 @@ class _OwnerStep:
                 group["params"] = params
 
     def _planned(self, tasks: Sequence[_Task]) -> list[tuple[Exchange, list[tuple[int, int]]]]:
-        key = [(id(task.parameter), id(task.parameter.device_mesh), task.gradient.dtype, task.form) for task in tasks]
+        key = [(id(task.parameter), id(task.parameter.device_mesh), task.dtype, task.form) for task in tasks]
         if key != self._key:
             parameters = [task.parameter for task in tasks]
             self._exchanges = make_exchanges(parameters, lambda i: [tasks[i].unit(self.cost)], self.bucket_bytes)
@@ -274,10 +279,11 @@ class _Task:
         options: Mapping[str, Any],
     ) -> None:
         self.step, self.optimizer, self.parameter, self.group, self.options = step, optimizer, parameter, group, options
-        gradient = cast(DTensor, parameter.grad)
-        if gradient.placements != parameter.placements:
+        gradient = cast("DTensor | None", parameter.grad)
+        if gradient is not None and gradient.placements != parameter.placements:
             gradient = gradient.redistribute(placements=parameter.placements)
         self.gradient = gradient
+        self.dtype = parameter.dtype if gradient is None else gradient.dtype
         values, tree = pytree.tree_flatten(dict(optimizer.state.get(parameter, {})))
         self.values = [placed(v, parameter) if isinstance(v, torch.Tensor) else v for v in values]
         self.form = _Form(tree, tuple(_described(value) for value in self.values))
@@ -292,10 +298,10 @@ class _Task:
         state = [_leaf_slot(p, self.form.leaves[index]) for index in self.form.tensors]
         own = Slot(tiling_of(p), p.dtype)
         outputs = (own, *state, Slot(Tiling((len(self.numbers),), sizes), torch.float64))
-        return Unit((Slot(tiling_of(p), self.gradient.dtype), own, *state), outputs, cost(p.shape))
+        return Unit((Slot(tiling_of(p), self.dtype), own, *state), outputs, cost(p.shape), title_of(p))
 
     def load(self, slot: int, box: Box) -> torch.Tensor:
-        return box.of_part(local_part(self.gradient) if slot == 0 else self.parts[slot - 1])
+        return box.of_part(local_part(cast(DTensor, self.gradient)) if slot == 0 else self.parts[slot - 1])
 
     def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         gradient, value, *tensors = inputs
