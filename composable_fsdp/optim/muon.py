@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from math import prod
+from operator import index as as_int
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -77,7 +78,7 @@ class Muon(Optimizer):
             largest matrix in bfloat16 if that is more; and up to 5 times the matrix that is computed.
 
     Raises:
-        ArgumentTypeError: ``matrices`` is given, but not the names of the parameters.
+        ArgumentTypeError: ``matrices`` is given, but not the names of the parameters, or returns no indices.
         ConfigurationError: an argument is out of range, or matrices overlap or do not fill their parameter.
 
     Example::
@@ -139,7 +140,7 @@ class Muon(Optimizer):
         """Add the matrices of ``param_group``, and its other parameters, each as a group if there are any.
 
         Raises:
-            ArgumentTypeError: ``matrices`` needs names, but ``param_group`` has only parameters.
+            ArgumentTypeError: ``matrices`` needs names, but ``param_group`` has only parameters, or returns no indices.
             ConfigurationError: a setting is out of range, or matrices overlap or do not fill their parameter.
         """
         given = param_group["params"]
@@ -272,7 +273,13 @@ def _regions(matrices: Matrices | None, name: str, parameter: torch.Tensor) -> t
     found = matrices(name, parameter)
     if found is None or found is False:
         return ()
-    cuts = ((),) if found is True else tuple(_hashable(index) for index in found)
+    try:
+        cuts = ((),) if found is True else tuple(_hashable(index) for index in found)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"matrices= returned {found!r} for {name!r}. Return True for one matrix, None for none, or a list of "
+            "indices, such as [slice(0, 64), slice(64, 128)] or range(8)."
+        ) from error
     try:
         return _cut_into(shape, cuts)
     except ConfigurationError as error:
@@ -281,7 +288,11 @@ def _regions(matrices: Matrices | None, name: str, parameter: torch.Tensor) -> t
 
 def _hashable(index: Index) -> tuple[Any, ...]:
     parts = index if isinstance(index, tuple) else (index,)
-    return tuple((part.start, part.stop, part.step) if isinstance(part, slice) else part for part in parts)
+    return tuple(_bounds(part) if isinstance(part, slice) else as_int(part) for part in parts)
+
+
+def _bounds(part: slice) -> tuple[int | None, ...]:
+    return tuple(None if bound is None else as_int(bound) for bound in (part.start, part.stop, part.step))
 
 
 @lru_cache(maxsize=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -125,6 +126,15 @@ def test_heads_in_columns_are_cut_by_slices_of_the_second_dim() -> None:
 def test_matrices_that_do_not_cut_a_parameter_are_refused(cut: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Muon(named((6, 4)), matrices=lambda name, p: cut)
+
+
+@pytest.mark.parametrize("found", [3, ["0:3"], [slice("a", "b")], [(slice(None), None)], [0.5], [[0, 1]], 1.0])
+def test_what_is_not_indices_is_refused_with_the_name_and_what_to_return(found: Any) -> None:
+    message = (
+        f"matrices= returned {found!r} for 'p0'. Return True for one matrix, None for none, or a list of indices, "
+    )
+    with pytest.raises(ArgumentTypeError, match=re.escape(message)):
+        Muon(named((6, 4)), matrices=lambda name, p: found)
 
 
 @pytest.mark.parametrize(
