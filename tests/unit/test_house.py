@@ -15,28 +15,28 @@ from tests.helpers.house import class_fields, code_lines, imported_by, imported_
 HOOKS = "_core/hooks.py"
 
 MOST_LINES = {
-    ".": 701,
-    "_api": 2732,
+    ".": 729,
+    "_api": 2736,
     "_consistency": 2099,
     "_core": 10374,
-    "checkpoint": 4679,
-    "cli": 821,
-    "codecs": 929,
+    "checkpoint": 4655,
+    "cli": 894,
+    "codecs": 931,
     "diagnostics": 1428,
     "init": 687,
     "interop": 108,
-    "optim": 1919,
-    "plan": 1052,
+    "optim": 2036,
+    "plan": 950,
     "plugins": 9949,
     "testing": 743,
     "wrap": 595,
 }
 """The lines of each folder."""
 
-MOST_CODE = 21564
+MOST_CODE = 21656
 """The lines of the package with a statement that is no import."""
 
-MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10487
+MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10515
 """The files and lines that importing the hooks reads."""
 
 MOST_FIELDS = {
