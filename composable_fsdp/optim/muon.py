@@ -179,18 +179,18 @@ class Muon(Optimizer):
             The result of ``closure``, or None.
 
         Raises:
-            DivergenceError: ranks have gradients of different matrices. No matrix is changed, but momentum may be.
+            DivergenceError: ranks have gradients of different matrices. No parameter is changed, but momentum may be.
             PeerError: an owner raised. Both are raised on all ranks that share the matrices.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_adamw([group for group in self.param_groups if group["algorithm"] == "adamw"])
         groups = [group for group in self.param_groups if group["algorithm"] == "muon"]
         planned = [(p, group) for group in groups for p in group["params"] if is_planned(p)]
         if planned:
-            self._step_matrices(planned)
+            self._step_matrices(planned)  # first, as it raises what ranks do not agree on
+        self._step_adamw([group for group in self.param_groups if group["algorithm"] == "adamw"])
         return loss
 
     def _step_adamw(self, groups: list[dict[str, Any]]) -> None:

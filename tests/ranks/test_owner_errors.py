@@ -21,12 +21,12 @@ from tests.helpers.sharding import assert_exact, full_value
 
 
 class Four(nn.Module):
-    """Has four matrices, of two shapes."""
+    """Has four matrices, of two shapes, and a bias, which Muon gives to AdamW."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 9, bias=False), nn.Linear(9, 6, bias=False)
-        self.again, self.last = nn.Linear(6, 9, bias=False), nn.Linear(9, 6, bias=False)
+        self.again, self.last = nn.Linear(6, 9, bias=False), nn.Linear(9, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.last(self.again(self.down(self.up(x)).relu()).relu())
