@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from composable_fsdp.checkpoint import (
     latest,
@@ -419,6 +420,22 @@ def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, model)
     assert load(tmp_path, model, weights_only=False) == {"where": Path("data")}
+
+
+def test_metadata_written_by_the_first_versions_of_python_3_11_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They pickle a member of an enum as ``getattr(class, name)``. Nothing else can be asked for so."""
+    model, optimizer = trained()
+    with monkeypatch.context() as early:
+        early.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+        path = save(tmp_path, model, optimizer).path
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    load(path, model, optimizer)
+    attribute = type("Attribute", (), {"__reduce__": lambda self: (getattr, (torch.Size, "numel"))})
+    (path / ".metadata").write_bytes(pickle.dumps(attribute()))
+    with pytest.raises(CheckpointError, match=r"is damaged: AttributeError: .* has no attribute '__members__'"):
+        read_metadata(path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
