@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/version_check.py
 
 The three settings run in turn in the same processes, step by step. Ratios compare adjacent steps, with the step without
-the check. ``set_version_check`` describes the settings.
+the check. ``set_in_place_check`` describes the settings.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from trainers import Step, Task
 
 from composable_fsdp import fully_shard
 
-CHECKS: dict[str, bool | None] = {"off": False, "default": None, "sums": True}
+CHECKS = {"off": "off", "default": "counted", "sums": "all"}
 WARM_UP = 3
 MEASURES = ("cpu", "wall")
 
 
-def trained(case: Case, mesh: DeviceMesh, enable: bool | None) -> Step:
-    """Train a model with this setting of the check. ``None`` leaves the default."""
+def trained(case: Case, mesh: DeviceMesh, level: str) -> Step:
+    """Train a model with this level of the check."""
     model: Any = case.build()
     for block in case.blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    if enable is not None:
-        model.set_version_check(enable)
+    model.set_in_place_check(level)
     return Task(case, mesh, bf16=False, optimizer="sgd", local=False).step(model)
 
 
 def measure(case: Case, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
     """Return a row with the time without the check and the ratios of the other two settings."""
     batch = case.batch(torch.Generator().manual_seed(dist.get_rank()))
-    variants = {name: measured(trained(case, mesh, enable), batch) for name, enable in CHECKS.items()}
+    variants = {name: measured(trained(case, mesh, level), batch) for name, level in CHECKS.items()}
     taken = over_ranks(interleaved(variants, rounds, warm_up=WARM_UP))
     row: dict[str, Any] = {}
     for measure in MEASURES:

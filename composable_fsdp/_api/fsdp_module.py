@@ -35,7 +35,7 @@ from composable_fsdp._core.hooks import hooked_forward, root_of, states_by_name
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import CLASS_MEMBERS
-from composable_fsdp._core.state import Accumulation, FSDPState, connections, state_of
+from composable_fsdp._core.state import ROOT_OPTIONS, Accumulation, FSDPState, connections, state_of
 from composable_fsdp.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -378,12 +378,8 @@ class FSDPModule(TorchFSDPModule):
                 ranks raise it with the same text.
             OSError: the file cannot be read.
         """
-        numbers = {
-            "prefetch_limit": prefetch_limit,
-            "max_unsharded_bytes": max_unsharded_bytes,
-            "max_fused_bytes": max_fused_bytes,
-        }
-        given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not ...}
+        numbers = zip(ROOT_OPTIONS, (max_unsharded_bytes, prefetch_limit, max_fused_bytes), strict=True)
+        given: dict[str, Any] = {name: value for name, value in numbers if value is not ...}
         for name, value in given.items():
             check_count(name, value, or_none=True)
         state = _state(self)
@@ -460,21 +456,20 @@ class FSDPModule(TorchFSDPModule):
             state.change_for_plugin("order check", chosen)
         compare(connections(states), chosen)
 
-    def set_version_check(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set how backward detects parameters that have changed since their forward.
-
-        By default, an in-place change that torch counts, or an optimizer step, raises ``LifecycleError`` in backward:
-        the gradients would be those of a model that never ran. Torch does not count writes through ``.data``.
+    def set_in_place_check(self, level: Literal["off", "counted", "all"], *, recurse: bool = True) -> None:
+        """Set which changes of parameters since their forward raise ``LifecycleError`` in backward.
 
         Args:
-            enable: ``True`` also detects writes through ``.data``. It reads all shards twice in each step, and the host
-                waits for the result. ``False`` detects no changes.
+            level: ``"counted"``, the default, finds in-place changes that torch counts, and optimizer steps. ``"all"``
+                also finds writes through ``.data``: it reads all shards twice a step, and waits. ``"off"`` finds none.
             recurse: apply the setting to the sharded modules below this one too.
-        """
-        from composable_fsdp.plugins.checks.version_check import set_version_check
 
-        for state in _states(self, recurse):
-            set_version_check(state, enable)
+        Raises:
+            ConfigurationError: ``level`` is none of these.
+        """
+        from composable_fsdp.plugins.checks.version_check import set_in_place_check
+
+        set_in_place_check(_states(self, recurse), level)
 
     # -- communication
 
@@ -680,9 +675,9 @@ def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
         root_of(state).streams = root_of(states[0]).streams
 
 
-_SCHEDULE_OPTIONS = ("prefetch_limit", "max_unsharded_bytes", "max_fused_bytes", "costs")
-_RENAMED = {f"set_{option}": f"set_schedule({option}=...)" for option in _SCHEDULE_OPTIONS}
+_RENAMED = {f"set_{option}": f"set_schedule({option}=...)" for option in (*ROOT_OPTIONS, "costs")}
 _RENAMED |= {"costs": "schedule().options.costs", "schedule_choice": "schedule().choice"}
+_RENAMED["set_version_check"] = 'set_in_place_check("all") for True, and ("off") for False'
 _UNSUPPORTED = {
     "set_max_extra_bytes": "leave it out: a schedule chosen by costs takes at most 8 MiB more than FSDP2's. "
     "set_schedule(prefetch_limit=n) spends memory on a shorter step, within max_unsharded_bytes=n",

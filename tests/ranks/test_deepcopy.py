@@ -122,8 +122,8 @@ def everything_is_kept() -> None:
     second.set_gradient_divide_factor(5.0)
     second.set_reshard_after_backward(False)
     model.set_reduce_scatter_max_input_buffers(7)
-    first.set_version_check(False)
-    second.set_version_check(True)
+    first.set_in_place_check("off")
+    second.set_in_place_check("all")
     task.loss(model, task.batch_of(0, rank)).backward()
     for _ in range(2):  # a copy of a copy is complete too
         clone = copy.deepcopy(model)

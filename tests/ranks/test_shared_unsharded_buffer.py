@@ -95,7 +95,7 @@ def accumulate(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
 
 def change_before_backward(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
     """Change shards after forward without a version check: backward gathers the changed values."""
-    sharded(model).set_version_check(False)
+    sharded(model).set_in_place_check("off")
     loss = own_loss(model, task, step)
     with torch.no_grad():
         for parameter in state_of(model.get_submodule("layers.1")).group.parameters:

@@ -66,6 +66,7 @@ def test_importing_a_class_from_the_top_says_where_it_is(name: str, home: str) -
         ("set_max_fused_bytes", r".* is now model\.set_schedule\(max_fused_bytes=\.\.\.\)\."),
         ("set_costs", r"set_costs is now model\.set_schedule\(costs=\.\.\.\)\."),
         ("costs", r"costs is now model\.schedule\(\)\.options\.costs\."),
+        ("set_version_check", r'.* is now model\.set_in_place_check\("all"\) for True, and \("off"\) for False\.'),
         ("schedule_choice", r"schedule_choice is now model\.schedule\(\)\.choice\."),
         (
             "set_max_extra_bytes",

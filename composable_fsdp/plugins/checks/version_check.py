@@ -17,10 +17,9 @@ from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState
-from composable_fsdp.errors import LifecycleError
+from composable_fsdp.errors import ConfigurationError, LifecycleError
 
-__all__ = ["VersionCheck", "reads_shards", "set_version_check"]
-
+__all__ = ["VersionCheck", "reads_shards", "set_in_place_check"]
 
 _Seen: TypeAlias = tuple[Registration, list[int], list[list[int]] | None]
 """A group's registration, versions and, if shards are read, the bits of their sums: as floats, nan would not equal nan.
@@ -30,16 +29,17 @@ Versions of different registrations are not comparable.
 
 _reads_shards: WeakKeyDictionary[FSDPState, bool | None] = WeakKeyDictionary()
 """For states of which the user has set it: the sums of all shards are compared too; ``None`` compares nothing."""
-
-
+_LEVELS = {"off": None, "counted": False, "all": True}
 _is_set = False  # True once the user has set any: a truth test of the dictionary takes three calls
 
 
-def set_version_check(state: FSDPState, enable: bool) -> None:
-    """Compare the values of the shards of ``state`` too, or nothing."""
+def set_in_place_check(states: Sequence[FSDPState], level: str) -> None:
+    """Set what is compared of ``states``: nothing, what torch counts, or the values of shards too."""
     global _is_set
+    if level not in _LEVELS:
+        raise ConfigurationError(f"set_in_place_check takes one of {[*_LEVELS]}, not {level!r}.")
     _is_set = True
-    _reads_shards[state] = True if enable else None
+    _reads_shards.update(dict.fromkeys(states, _LEVELS[level]))
 
 
 def reads_shards(state: FSDPState) -> bool | None:
@@ -95,8 +95,8 @@ def _compare(group: ParamGroup, seen: _Seen) -> None:
     raise LifecycleError(
         f"parameters of {group.name!r} were changed in place between forward and backward: {names}. Their gradients "
         "would be those of a model that never ran. Step the optimizer, or load values, after backward only. Then call "
-        "reset_iter_state() on the root module before the next step. model.set_version_check(False) turns this check "
-        "off."
+        "reset_iter_state() on the root module before the next step. model.set_in_place_check('off') turns this "
+        "check off."
     )
 
 

@@ -48,7 +48,7 @@ class ScheduleOptions:
         prefetch_limit: the number of groups that are prefetched.
         max_unsharded_bytes: the bound of the bytes of unsharded parameters on this rank.
         max_fused_bytes: the bytes of full parameters up to which small groups share messages.
-        costs: the table by which the settings that are ``None`` are chosen, given or measured.
+        costs: the table, given or measured, by which settings that are ``None`` are chosen.
     """
 
     prefetch_limit: int | None = None

@@ -16,7 +16,7 @@ from composable_fsdp._core.events import HELD_GRADIENTS, Hook, Pass
 from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.schedule import ScheduleSettings, set_by_user
 from composable_fsdp._core.seams import ObservedRoot, Observer
-from composable_fsdp._core.state import FSDPState, connections
+from composable_fsdp._core.state import ROOT_OPTIONS, FSDPState, connections
 from composable_fsdp.plugins.tuning.calibration import Calibration, StepObserver
 from composable_fsdp.plugins.tuning.choose import Choice, ScheduleOptions, choose
 from composable_fsdp.plugins.tuning.clock import Clock
@@ -176,7 +176,7 @@ def tuning_of(root: ObservedRoot) -> Tuning:
 def options_of(root: ObservedRoot) -> ScheduleOptions:
     """Return the options of the schedule of ``root``."""
     given = root.root_state.options
-    return ScheduleOptions(given.prefetch_limit, given.max_unsharded_bytes, given.max_fused_bytes, _costs_of(root))
+    return ScheduleOptions(**{each: getattr(given, each) for each in ROOT_OPTIONS}, costs=_costs_of(root))
 
 
 def choice_of(root: ObservedRoot) -> Choice | None:
