@@ -32,6 +32,8 @@ Matrices = Callable[[str, torch.Tensor], bool | Iterable[Index] | None]
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MOST_STEPS = 99
+_MOST_PLANS = 256
+"""With more sets of parameters that get gradients together, plans are made again."""
 _OF_BOTH = ("lr", "weight_decay")
 
 
@@ -124,7 +126,8 @@ class Muon(Optimizer):
             raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
         self._matrices, self._bucket_bytes = matrices, bucket_bytes
         self._adamw_options = dict(adamw or {})
-        self._plan: _Plan | None = None
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+        """By the ids of their parameters: with ``offload_optimizer``, a step has several."""
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +135,7 @@ class Muon(Optimizer):
         return {**cast(Any, super()).__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_plan": None})
+        super().__setstate__({**state, "_plans": {}})
         for group in self.param_groups:  # those of torch's Muon and AdamW do not say
             group.setdefault("algorithm", "muon" if "ns_steps" in group else "adamw")
 
@@ -202,22 +205,27 @@ class Muon(Optimizer):
             cast(Any, torch.optim.AdamW).step.__wrapped__(optimizer)  # without hooks, which belong to this step
 
     def _step_matrices(self, planned: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        if self._plan is None or not self._plan.is_of([p for p, _ in planned]):
+        parameters = [p for p, _ in planned]
+        key = tuple(map(id, parameters))
+        plan = self._plans.get(key)
+        if plan is None or not plan.is_of(parameters):
             names = _names(self.param_groups) if self._matrices is not None else {}
-            regions = [_regions(self._matrices, names.get(id(p), ""), p) for p, _ in planned]
-            for (p, _), found in zip(planned, regions, strict=True):
+            regions = [_regions(self._matrices, names.get(id(p), ""), p) for p in parameters]
+            for p, found in zip(parameters, regions, strict=True):
                 if not found:
                     raise ConfigurationError(
                         f"matrices= returned matrices for a parameter of shape {tuple(p.shape)} before, but none for "
                         f"its name now, {names.get(id(p))!r}. load_state_dict takes the names from the state dict."
                     )
-            self._plan = _Plan([p for p, _ in planned], regions, self._bucket_bytes)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan = _Plan(parameters, regions, self._bucket_bytes)
         steps = [None if p.grad is None else _ParameterStep(p, group, self.state[p]) for p, group in planned]
-        for exchange, keys in self._plan.exchanges:
-            of_units = [(steps[index], self._plan.regions[index][number]) for index, number in keys]
+        for exchange, keys in plan.exchanges:
+            of_units = [(steps[index], plan.regions[index][number]) for index, number in keys]
             exchange.run([None if step is None else _MatrixTask(step, region) for step, region in of_units])
         # Autograd's version counter of the DTensors does not see writes to the local shards.
-        increment_version([p for p, _ in planned if p.grad is not None])
+        increment_version([p for p in parameters if p.grad is not None])
 
 
 def _check(settings: Mapping[str, Any]) -> None:

@@ -35,6 +35,9 @@ from composable_fsdp.optim.local_optimizer import Step, check_step, class_step, 
 
 __all__ = ["matrix_cost", "owner_step"]
 
+_MOST_PLANS = 256
+"""With more sets of parameters that get gradients together, plans are made again."""
+
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Cost = Callable[[torch.Size], float]
 
@@ -209,8 +212,8 @@ class _OwnerStep:
 
     def __init__(self, update: Step, cost: Cost, bucket_bytes: int) -> None:
         self.update, self.cost, self.bucket_bytes = update, cost, bucket_bytes
-        self._key: Any = None
-        self._exchanges: list[tuple[Exchange, list[tuple[int, int]]]] = []
+        self._plans: dict[tuple[int, ...], tuple[Any, list[tuple[Exchange, list[tuple[int, int]]]]]] = {}
+        """By the ids of their parameters: with ``offload_optimizer``, a step has several. The key is what they fit."""
 
     def on_owners(self) -> Step:
         """Return the step. The closure runs before: it calls ``backward``, and ``zero_grad`` on the optimizer."""
@@ -256,11 +259,15 @@ class _OwnerStep:
 
     def _planned(self, tasks: Sequence[_Task]) -> list[tuple[Exchange, list[tuple[int, int]]]]:
         key = [(id(task.parameter), id(task.parameter.device_mesh), task.dtype, task.form) for task in tasks]
-        if key != self._key:
+        ids = tuple(id(task.parameter) for task in tasks)
+        found, exchanges = self._plans.get(ids, (None, []))
+        if found != key:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             parameters = [task.parameter for task in tasks]
-            self._exchanges = make_exchanges(parameters, lambda i: [tasks[i].unit(self.cost)], self.bucket_bytes)
-            self._key = key
-        return self._exchanges
+            exchanges = make_exchanges(parameters, lambda i: [tasks[i].unit(self.cost)], self.bucket_bytes)
+            self._plans[ids] = key, exchanges
+        return exchanges
 
 
 class _Task:

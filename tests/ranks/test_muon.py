@@ -142,8 +142,8 @@ def most_bytes(exchange: Exchange) -> int:
 
 
 def exchanges_of(optimizer: Muon) -> list[Exchange]:
-    assert optimizer._plan is not None
-    return [exchange for exchange, _ in optimizer._plan.exchanges]
+    first, *_ = optimizer._plans.values()
+    return [exchange for exchange, _ in first.exchanges]
 
 
 def compare(shape: tuple[int, ...], bucket_bytes: int, options: dict[str, Any]) -> tuple[int, int]:
