@@ -36,6 +36,7 @@ from composable_fsdp.init.random_shards import sharded_rng
 from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
 from composable_fsdp.optim.local_optimizer import local_optimizer
 from composable_fsdp.optim.muon import Muon
+from composable_fsdp.optim.offload_optimizer import offload_optimizer, reload_optimizer
 from composable_fsdp.optim.owner_step import owner_step
 from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
 from composable_fsdp.plugins.torch_views import client_state
@@ -83,8 +84,10 @@ __all__ = [
     "initialize",
     "local_optimizer",
     "no_sync",
+    "offload_optimizer",
     "owner_step",
     "register_fsdp_forward_method",
+    "reload_optimizer",
     "set_wait_warning",
     "sharded_rng",
     "share_comm_ctx",

@@ -29,6 +29,7 @@ __all__ = [
     "PeerError",
     "PlainParameterWarning",
     "ShardDimError",
+    "StorageError",
     "UnsupportedError",
 ]
 
@@ -99,6 +100,10 @@ class DivergenceError(FSDPError, RuntimeError):
 
 class CheckpointError(FSDPError, RuntimeError):
     """A checkpoint or state dict is damaged, incomplete, or of another model. The text says what is wrong and where."""
+
+
+class StorageError(FSDPError, OSError):
+    """A file of optimizer state cannot be written, or is damaged. The text names its folder and what to do."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):

@@ -218,6 +218,7 @@ if TYPE_CHECKING:
         newton_schulz_cost,
         replicas_together,
     )
+    from composable_fsdp.optim.offload_optimizer import _offloads as optimizer_offloads
     from composable_fsdp.plan.known_accelerators import KnownAccelerator, as_accelerator
     from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulated_job import simulated_job

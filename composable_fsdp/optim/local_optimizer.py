@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
@@ -84,6 +84,27 @@ def class_step(optimizer: Optimizer) -> Step:
     return cast(Step, cast(Any, type(optimizer)).step.__wrapped__)
 
 
+_updates: WeakKeyDictionary[Callable[..., Any], Step] = WeakKeyDictionary()
+"""What the steps of single objects call, without hooks."""
+
+
+def update_of(optimizer: Optimizer, call: str) -> Step:
+    """Return the step without hooks: that of the class, or what another call has replaced it by before ``call`` does.
+
+    Raises:
+        ConfigurationError: somebody else has replaced it.
+    """
+    replaced = vars(optimizer).get("step")
+    if replaced is None:
+        return class_step(optimizer)
+    if replaced not in _updates:
+        raise ConfigurationError(
+            f"the step of this {type(optimizer).__name__} has been replaced already, by a learning-rate scheduler or "
+            f"another library. Call {call} before anything else gets the optimizer."
+        )
+    return _updates[replaced]
+
+
 def replace_step(optimizer: Optimizer, step_of: Step) -> None:
     """Replace ``optimizer.step`` by ``step_of``, which takes the optimizer first. Hooks run around it as before."""
     hooked = Optimizer.profile_hook_step(step_of)
@@ -99,6 +120,7 @@ def replace_step(optimizer: Optimizer, step_of: Step) -> None:
             )
         return hooked(this, *args, **kwargs)
 
+    _updates[step] = step_of
     cast(Any, step).__func__ = hooked  # learning-rate schedulers read it: they expect a bound method
     cast(Any, optimizer).step = step
 

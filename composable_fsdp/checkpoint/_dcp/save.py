@@ -118,6 +118,8 @@ class Contents:
 
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
         params = OptimizerParams(model, optimizer)
+        for hook in cast(Any, optimizer)._optimizer_state_dict_pre_hooks.values():  # as of optimizer.state_dict()
+            hook(optimizer)
         for members, group in zip(params.groups, optimizer.param_groups, strict=True):
             names = [member.name for member in members]
             self.groups[tuple(names)] = {**{key: on_host(value) for key, value in group.items()}, "params": names}

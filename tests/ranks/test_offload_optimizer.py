@@ -1,0 +1,234 @@
+"""Optimizer state that rests in files or host memory, over sharded parameters of several ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from composable_fsdp import (
+    CheckpointError,
+    Muon,
+    StorageError,
+    clip_grad_norm_,
+    fully_shard,
+    local_optimizer,
+    offload_optimizer,
+    owner_step,
+)
+from composable_fsdp.checkpoint import load, save
+from tests._internals import local_part, optimizer_offloads
+from tests.helpers.models import UnevenMLP
+from tests.helpers.run_ranks import run_ranks
+from tests.helpers.sharding import assert_exact, full_value
+from tests.helpers.transports import SOCKETS
+from tests.simulation import BACKEND, simulated_accelerator
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1),
+    "adamw-foreach": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True),
+    "adamw-local": lambda m: local_optimizer(torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "muon": lambda m: Muon(m.named_parameters(), lr=0.1),
+    "adafactor": lambda m: owner_step(torch.optim.Adafactor(m.parameters(), lr=0.1)),
+}
+BUCKET = 150
+
+
+def build(shape: tuple[int, ...] = ()) -> nn.Module:
+    torch.manual_seed(0)
+    model = UnevenMLP()
+    mesh = init_device_mesh("cpu", shape) if shape else None
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    found = {name: full_value(p).clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}.{key}"] = full_value(value).clone()
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_exact(found[name], value, name)
+
+
+def compare(kind: str, folder: Path, shape: tuple[int, ...]) -> int:
+    expected, model = build(shape), build(shape)
+    plain, optimizer = OPTIMIZERS[kind](expected), OPTIMIZERS[kind](model)
+    offload_optimizer(optimizer, folder, bucket_bytes=BUCKET)
+    for step in range(4):
+        train(expected, plain, range(step, step + 1))
+        train(model, optimizer, range(step, step + 1))
+        assert_same(values(model, optimizer), values(expected, plain))
+    return len(optimizer_offloads[optimizer]._buckets)
+
+
+@pytest.mark.behaviour("C-01", "C-02", "D-02")
+@pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), (4, (4,)), (4, (2, 2))])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_offloaded_state_gives_the_bits_of_the_plain_step(
+    kind: str, ranks: int, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    buckets = run_ranks(compare, ranks, kind, tmp_path, shape)
+    assert len(set(buckets)) == 1, "ranks cut alike"
+    assert buckets[0] > 2
+
+
+def make_plans_once(folder: Path) -> None:
+    for kind in ("muon", "adafactor"):
+        model = build()
+        optimizer = offload_optimizer(OPTIMIZERS[kind](model), folder, bucket_bytes=BUCKET)
+        train(model, optimizer, range(3))
+        again = {"make_exchanges": mock.Mock(side_effect=AssertionError("a plan was made again"))}
+        globals_of = Muon.add_param_group.__globals__, owner_step.__globals__
+        with mock.patch.dict(globals_of[0], again), mock.patch.dict(globals_of[1], again):
+            train(model, optimizer, range(3, 5))
+
+
+def test_buckets_of_matrices_are_planned_once(tmp_path: Path) -> None:
+    run_ranks(make_plans_once, 2, tmp_path)
+
+
+# -- checkpoints
+
+
+def train_and_save(kind: str, folder: Path) -> None:
+    model = build()
+    optimizer = offload_optimizer(OPTIMIZERS[kind](model), folder / "state", bucket_bytes=BUCKET)
+    train(model, optimizer, range(2))
+    pending = save(folder / "run", model, optimizer, step=2, asynchronous=True)
+    train(model, optimizer, range(2, 4))  # while it is being written
+    pending.wait()
+
+
+def train_plainly(kind: str) -> dict[str, torch.Tensor]:
+    model = build()
+    optimizer = OPTIMIZERS[kind](model)
+    train(model, optimizer, range(2))
+    return values(model, optimizer)
+
+
+def resume(kind: str, folder: Path, *, offload: bool) -> dict[str, torch.Tensor]:
+    model = build()
+    optimizer = OPTIMIZERS[kind](model)
+    if offload:
+        offload_optimizer(optimizer, folder / "state", bucket_bytes=BUCKET)
+    load(folder / "run", model, optimizer)
+    return values(model, optimizer)
+
+
+@pytest.mark.behaviour("F-07")
+@pytest.mark.parametrize("kind", ["adamw-local", "muon"])
+def test_checkpoints_resume_on_other_numbers_of_ranks_with_and_without_offload(kind: str, tmp_path: Path) -> None:
+    run_ranks(train_and_save, 2, kind, tmp_path)
+    expected = run_ranks(train_plainly, 2, kind)[0]
+    for ranks in (1, 2, 4):
+        for offload in (False, True):
+            assert_same(run_ranks(resume, ranks, kind, tmp_path, offload=offload)[0], expected)
+
+
+def save_damaged_state(folder: Path) -> None:
+    model = build()
+    optimizer = offload_optimizer(OPTIMIZERS["adamw-local"](model), folder / "state", bucket_bytes=BUCKET)
+    train(model, optimizer, range(2))
+    save(folder / "run", model, optimizer, step=2)
+    expected = values(model, optimizer)
+    if dist.get_rank() == 1:
+        rest: Any = optimizer_offloads[optimizer]._buckets[1].rest
+        os.pwrite(rest._file.fileno(), b"damage", 8)
+    with pytest.raises((StorageError, CheckpointError), match=r"a file of optimizer state in '.*' is damaged"):
+        save(folder / "run", model, optimizer, step=3)
+    load(folder / "run", model, optimizer)
+    assert_same(values(model, optimizer), expected)
+
+
+@pytest.mark.behaviour("F-12", "H-05")
+def test_state_damaged_on_one_rank_is_saved_on_none(tmp_path: Path) -> None:
+    run_ranks(save_damaged_state, 2, tmp_path)
+
+
+# -- accelerators
+
+
+class AtOnce:
+    """Runs what is submitted at once: the simulated accelerator has one current stream for all threads."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args))
+        return future
+
+    def shutdown(self) -> None: ...
+
+
+@contextmanager
+def as_accelerator() -> Iterator[None]:
+    """Take tensors of the simulated accelerator, whose device is the host's, for those of an accelerator."""
+    replaced = {"is_host": lambda _: False, "ThreadPoolExecutor": AtOnce}
+    with mock.patch.dict(offload_optimizer.__globals__, replaced):
+        yield
+
+
+def shards(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = local_part(p).detach().clone()
+        for key, value in optimizer.state[p].items():
+            found[f"{name}.{key}"] = local_part(value).clone()
+    return found
+
+
+def step_on_a_device(to: str | Path, kept: int) -> None:
+    """Step on a simulated device, which would find an access that its streams do not order."""
+    mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
+    models = []
+    with simulated_accelerator() as device, as_accelerator():
+        for offload in (False, True):
+            torch.manual_seed(0)
+            model = fully_shard(UnevenMLP(), mesh=mesh)
+            optimizer = OPTIMIZERS["adamw-local"](model)
+            if offload:
+                offload_optimizer(optimizer, to, bucket_bytes=BUCKET, keep_bytes=kept, pin_memory=False)
+            train(model, optimizer, range(4))
+            models.append((model, optimizer))
+        device.synchronize()
+        found = [shards(model, optimizer) for model, optimizer in models]
+        assert_same(found[1], found[0])
+        assert len(optimizer_offloads[models[1][1]]._buckets) > 2
+    assert not device.races, "\n".join(map(str, device.races))
+
+
+@pytest.mark.behaviour("M-01", "D-02")
+@pytest.mark.parametrize("kept", [0, 200])
+@pytest.mark.parametrize("to", ["cpu", "files"])
+def test_copies_have_no_races_on_a_device(to: str, kept: int, tmp_path: Path) -> None:
+    run_ranks(step_on_a_device, 2, "cpu" if to == "cpu" else tmp_path, kept, environment=SOCKETS, timeout=120)
