@@ -109,6 +109,7 @@ BENCHMARKS = [
             Benchmark(f"checkpoint-{ranks}", "checkpoint.py", ranks),
             Benchmark(f"weight-stream-{ranks}", "weight_stream.py", ranks),
             Benchmark(f"muon-{ranks}", "muon.py", ranks),
+            Benchmark(f"offload-optimizer-{ranks}", "offload_optimizer.py", ranks),
         )
     ),
     Benchmark("muon-text", "muon_text.py", 2, 30),
