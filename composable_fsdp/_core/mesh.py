@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -266,6 +267,7 @@ def as_dtensor_at_zero(local: torch.Tensor, spec: Any, *, requires_grad: bool = 
 
 _specs: MutableMapping[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
 """The specs in use. Building and hashing one takes longer than all else of a ``DTensor``, and layers repeat shapes."""
+atexit.register(_specs.clear)  # later, torch's modules are cleared, which the hash of a _StridedShard needs
 
 
 def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:

@@ -18,9 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from composable_fsdp import (
-    CheckpointError,
     Muon,
-    StorageError,
     clip_grad_norm_,
     fully_shard,
     local_optimizer,
@@ -28,6 +26,7 @@ from composable_fsdp import (
     owner_step,
 )
 from composable_fsdp.checkpoint import load, save
+from composable_fsdp.errors import CheckpointError, StorageError
 from tests._internals import local_part, optimizer_offloads
 from tests.helpers.models import UnevenMLP
 from tests.helpers.run_ranks import run_ranks

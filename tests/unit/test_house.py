@@ -15,17 +15,17 @@ from tests.helpers.house import class_fields, code_lines, imported_by, imported_
 HOOKS = "_core/hooks.py"
 
 MOST_LINES = {
-    ".": 729,
-    "_api": 2736,
+    ".": 737,
+    "_api": 2731,
     "_consistency": 2099,
     "_core": 10374,
-    "checkpoint": 4655,
+    "checkpoint": 4659,
     "cli": 894,
     "codecs": 931,
     "diagnostics": 1428,
     "init": 687,
     "interop": 108,
-    "optim": 2036,
+    "optim": 2777,
     "plan": 950,
     "plugins": 9949,
     "testing": 743,
@@ -33,10 +33,10 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 21656
+MOST_CODE = 22119
 """The lines of the package with a statement that is no import."""
 
-MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10515
+MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10520
 """The files and lines that importing the hooks reads."""
 
 MOST_FIELDS = {

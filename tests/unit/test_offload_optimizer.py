@@ -24,10 +24,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from composable_fsdp import (
-    ArgumentTypeError,
-    ConfigurationError,
     Muon,
-    StorageError,
     fully_shard,
     local_optimizer,
     offload_optimizer,
@@ -35,6 +32,7 @@ from composable_fsdp import (
     reload_optimizer,
 )
 from composable_fsdp.checkpoint import load, save
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, StorageError
 from tests._internals import optimizer_offloads
 from tests.helpers.sharding import assert_exact, full_value, single_rank
 
@@ -507,7 +505,8 @@ def test_a_full_disk_keeps_the_state_in_memory(after: int, steps_before: int, tm
 LIMITED = """
 import resource, sys, torch
 from torch import nn
-from composable_fsdp import StorageError, offload_optimizer
+from composable_fsdp import offload_optimizer
+from composable_fsdp.errors import StorageError
 
 model = nn.ParameterList(nn.Parameter(torch.ones(1 << 16)) for _ in range(4))
 expected = nn.ParameterList(nn.Parameter(torch.ones(1 << 16)) for _ in range(4))

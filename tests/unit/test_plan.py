@@ -536,7 +536,7 @@ def test_warnings_of_other_libraries_are_silent(run: Callable[..., Done], progra
     program.write_text(
         "import logging, warnings\nimport composable_fsdp, torch\n"
         "def build():\n    warnings.warn('of another', stacklevel=1)\n    logging.warning('logged')\n"
-        "    warnings.warn('ours', composable_fsdp.LowPrecisionWarning, stacklevel=1)\n"
+        "    warnings.warn('ours', composable_fsdp.errors.LowPrecisionWarning, stacklevel=1)\n"
         "    return torch.nn.Linear(64, 64)\n"
     )
     done = run(f"{program}:build", *OPTIONS, "--policy", "none")
