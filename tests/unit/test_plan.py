@@ -535,7 +535,9 @@ def test_a_model_that_does_not_fit_has_exit_code_1_and_the_set_that_fits(
 def test_warnings_of_other_libraries_are_silent(run: Callable[..., Done], program: Path) -> None:
     program.write_text(
         "import logging, warnings\nimport composable_fsdp, torch\n"
-        "def build():\n    warnings.warn('of another', stacklevel=1)\n    logging.warning('logged')\n"
+        "def build():\n    warnings.warn('of another', stacklevel=1)\n"
+        "    logger = logging.getLogger('another')\n    logger.addHandler(logging.StreamHandler())\n"
+        "    logger.warning('logged')\n"
         "    warnings.warn('ours', composable_fsdp.errors.LowPrecisionWarning, stacklevel=1)\n"
         "    return torch.nn.Linear(64, 64)\n"
     )
