@@ -43,8 +43,11 @@ READ_LATE = "COMPOSABLE_FSDP_"
 BOOT = (
     "import json, sys; requests = int(sys.argv.pop()); sys.path[:] = json.loads(sys.argv.pop()); "
     "from composable_fsdp.testing.ranks import main; import tests.helpers.worker_pool.reset; "
+    "import torch._inductor, composable_fsdp.checkpoint; "
     "from tests.helpers.worker_pool.template import serve; serve(requests, main)"
 )
+"""What templates run. ``use_deterministic_algorithms``, which :func:`reset` calls, imports ``torch._inductor``: without
+that, this takes half a second in each process; checkpoints take an eighth."""
 
 
 def run_ranks(
