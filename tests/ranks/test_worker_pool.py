@@ -177,6 +177,9 @@ def test_processes_are_forked_from_two_for_each_environment() -> None:
     assert run_ranks(parent_pid, 3) == parents
     assert run_ranks(variable, 1, "FORKED", environment={"FORKED": "1"}) == ["1"]
     assert run_ranks(parent_pid, 1, environment={"FORKED": "1"}) != parents[:1]
+    ours = "COMPOSABLE_FSDP_OF_THIS_TEST"  # read late: from the same processes
+    assert run_ranks(variable, 1, ours, environment={ours: "1"}) == ["1"]
+    assert run_ranks(parent_pid, 1, environment={ours: "1"}) == parents[:1]
     assert run_ranks(variable, 1, "FORKED") == [None]
     for parent in set(parents):
         assert len(os.listdir(f"/proc/{parent}/task")) == 1  # a fork copies only one thread

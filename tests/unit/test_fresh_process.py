@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.fresh_process import run_module, run_program, run_script_on_ranks
+from tests.helpers.fresh_process import Program, run_module, run_program, run_script_on_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -69,3 +69,27 @@ def test_a_rank_that_fails_ends_the_others_and_is_shown(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 150
     with pytest.raises(AssertionError):
         run_script_on_ranks(script, "raise", ranks=1, timeout=0.5)
+
+
+def test_ranks_of_a_script_that_fails_end_by_themselves(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nif os.environ['RANK'] == '1': raise KeyError('own')\ntime.sleep(1)\nprint('end')"
+    )
+    said = run_script_on_ranks(script, fails=True)
+    assert "KeyError: 'own'" in said
+    assert said.endswith("end\n")
+    with pytest.raises(AssertionError, match="end"):
+        run_script_on_ranks(script, ranks=1, fails=True)
+
+
+def test_a_module_runs_until_a_signal_or_its_end(tmp_path: Path) -> None:
+    outputs = tmp_path / "stdout", tmp_path / "stderr"
+    no_ranks = {"RANK": "0", "WORLD_SIZE": "0"}
+    program = Program("tests.helpers.paused_rank", "none", outputs=outputs, environment=no_ranks)
+    assert program.wait() == program.wait() == 1
+    assert "ValueError" in outputs[1].read_text()
+    server = Program("http.server", "0", outputs=outputs, environment={})
+    server.send_signal(signal.SIGKILL)
+    assert server.wait() == -signal.SIGKILL
+    server.send_signal(signal.SIGKILL)  # it is known to have ended
