@@ -182,11 +182,14 @@ class _InFile:
                 done += os.pwrite(self._file.fileno(), view[done:], number * _PIECE + done)
             self._sum += _sum(piece)
 
+    def read_ahead(self) -> None:
+        """Begin to read all bytes into the page cache."""
+        if sys.platform == "linux":
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
     def read(self, into: torch.Tensor) -> None:
         """Read all bytes into ``into``. Raise ``StorageError`` if they are not those that were written."""
         file = self._file.fileno()
-        if sys.platform == "linux":
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
         found = 0
         for number, piece in enumerate(into.split(_PIECE)):
             view, done = piece.numpy().data, 0
@@ -431,7 +434,7 @@ class _Offload:
 
     def note(self, error: OSError) -> None:
         """Note that a file could not be written. The step raises when it is done."""
-        self._failures.append(error)
+        self._failures.append(error.with_traceback(None))  # which would keep the file open, and its space in use
 
     def stored(self, data: torch.Tensor) -> _InMemory | _InFile:
         """Return ``data`` in a new file, or ``data`` itself if none can be written."""
@@ -657,6 +660,9 @@ class _Transfers:
 
     def _fetch(self, number: int) -> Any:
         """Return the event of the arrival on an accelerator."""
+        for ahead in self._buckets[number : number + 3]:  # so that the disk is busy also while a bucket is written
+            if isinstance(ahead.rest, _InFile):
+                ahead.rest.read_ahead()
         bucket, slot = self._buckets[number], number % 2
         if bucket.rest is None:
             return None

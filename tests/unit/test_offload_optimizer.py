@@ -569,12 +569,25 @@ def test_a_damaged_file_is_named_and_never_taken_for_state(how: str, action: str
     text = rf"a file of optimizer state in '{tmp_path / 'state'}' is damaged: {found}.*load the newest checkpoint"
     with pytest.raises(StorageError, match=text):
         actions[action]()
+    assert [p in optimizer.state for p in model] == [True] * 2 + [False] * 2 + [True] * 4
     for later in actions.values():
         with pytest.raises(StorageError, match=text):
             later()
     load(tmp_path / "run", model, optimizer)
     train(model, optimizer, range(2, 4))
     assert_same(tensors_of(model, optimizer), tensors_of(expected, plain))
+
+
+def test_damage_is_found_also_after_somebody_has_written_to_the_state(tmp_path: Path) -> None:
+    model = squares(4)
+    optimizer = offload_optimizer(torch.optim.AdamW(model), tmp_path, bucket_bytes=1024)
+    train(model, optimizer, range(1))
+    optimizer.state[model[2]]["exp_avg"].mul_(2)
+    train(model, optimizer, range(1, 2))
+    damage(optimizer, "one bit")
+    set_gradients(model, 2)
+    with pytest.raises(StorageError, match="its checksum differs"):
+        optimizer.step()
 
 
 def test_an_error_of_the_disk_names_the_folder(tmp_path: Path) -> None:
