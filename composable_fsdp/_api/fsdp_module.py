@@ -132,12 +132,13 @@ class FSDPModule(TorchFSDPModule):
 
     @runs_outside
     def reset_iter_state(self) -> None:
-        """Return all ranks to a state in which a new step can begin, after an exception in forward or backward.
+        """Return all ranks to a state in which a new step can begin, after an exception anywhere in the step.
 
         Completes or drops collectives in flight, reshards every group of the root, and drops gradients that have not
         been reduced, including those accumulated with ``set_requires_gradient_sync(False)``. Reduced gradients stay:
         call ``zero_grad`` as usual, then repeat the step from its first microbatch. Residuals of ``ErrorFeedback`` are
-        restored to their values before the step. All ranks must call this method; they wait for each other.
+        restored to their values before the step. All ranks must call this method; they wait for each other. A rank that
+        waits in forward or backward for one that has called it raises a ``PeerError``.
 
         Raises:
             PeerError: some ranks did not call it within the timeout of the process group. The text names them.

@@ -13,7 +13,21 @@ from types import MappingProxyType
 
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["OperationId", "RankReport", "diagnose", "format_ranks", "order_text", "ranks_text", "reports_text"]
+__all__ = [
+    "ABANDONED",
+    "RESET",
+    "OperationId",
+    "RankReport",
+    "diagnose",
+    "format_ranks",
+    "order_text",
+    "ranks_text",
+    "reports_text",
+]
+
+RESET = "called reset_iter_state()"
+"""The failure of a rank whose program began the step again outside of all passes, with no backward to come."""
+ABANDONED = f"{RESET} between a forward and its backward"
 
 _SHOWN_RANGES = 8
 
@@ -109,7 +123,7 @@ def diagnose(
     missing = gone or [rank for rank in own.ranks if rank not in reports]
     lost = lost or ("The process has ended without a report." if gone else "")
     timed_out = timed_out and not gone
-    failed = [report for report in reports.values() if report.failure]
+    failed = [report for report in reports.values() if report.failure and not _may_have_done(report, own)]
     failed.sort(key=lambda report: (report.left, report.rank not in own.ranks))
     if failed and not (failed[0].left and lost and missing):
         others = {rank: report for rank, report in reports.items() if report is not failed[0]}
@@ -130,6 +144,13 @@ def diagnose(
         f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{reports_text(reports, known)}\n  {lost}",
         missing or late,
     )
+
+
+def _may_have_done(report: RankReport, own: OperationId) -> bool:
+    """Return whether a rank may have done its part of ``own`` before it called ``reset_iter_state`` between steps."""
+    last = report.last
+    is_before = last is None or ((last.ranks, last.line) == (own.ranks, own.line) and last.number < own.number)
+    return report.failure == RESET and not is_before
 
 
 def _last_known(rank: int, own: OperationId, reports: Mapping[int, RankReport]) -> OperationId | None:

@@ -34,8 +34,12 @@ def main(name: str = "composable-fsdp", arguments: Sequence[str] | None = None) 
         name: the name of the command in its help.
         arguments: the arguments of the command. ``None``: those of the process.
     """
-    options = vars(_parser(name).parse_args((sys.argv[1:] if arguments is None else arguments) or ["--help"]))
-    command, traceback = options.pop("command"), options.pop("traceback")
+    given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    found, unknown = _parser(name).parse_known_args(given)
+    options = vars(found)
+    command, traceback, parser = (options.pop(key) for key in ("command", "traceback", "parser"))
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code = command(**options)
         sys.stdout.flush()

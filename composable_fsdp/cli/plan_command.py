@@ -97,19 +97,22 @@ def plan_model(model: str, batch: str, mesh: str, device: str, sweep: bool, as_j
         options = {name: value for name, value in options.items() if value is not None}
         found = tried = plan.sweep(build, batch, every if sweep else {"recompute": [given["recompute"]]}, **options)
         best = found[0][1]
-        if not best.fits and not as_json:
+        if as_json:
+            every_plan = [{"settings": each, **made.as_dict()} for each, made in found]
+            printing.show_json(every_plan if sweep else best.as_dict())
+            return int(not best.fits)
+        printing.show(_table(found) if sweep else str(best))
+        if not best.fits:
+            sys.stdout.flush()
+            printing.show_error("planning with other options, which takes as long for each ...")
             if not sweep:  # without recomputation less memory is needed only if parameters were kept after forward
                 every["recompute"] = [False, True] if given["reshard"] == "false" else [True]
                 tried = plan.sweep(build, batch, every, **options)
             if not (tried[0][1].fits or given["sharded"] or given["offload"]):
                 every |= {"reshard_after_forward": [True], "offload_policy": [CPUOffloadPolicy()]}
                 tried = plan.sweep(build, batch, every, **options)
-    if as_json:
-        printing.show_json([{"settings": each, **made.as_dict()} for each, made in found] if sweep else best.as_dict())
-    else:
-        printing.show(_table(found) if sweep else str(best))
-        if sweep or not best.fits:
-            printing.show(f"\n{_cheapest(*tried[0])}")
+    if sweep or not best.fits:
+        printing.show(f"\n{_cheapest(*tried[0])}")
     return int(not best.fits)
 
 

@@ -40,7 +40,7 @@ def add_command(
     parser = commands.add_parser(
         name, help=first_line(text), description=text, formatter_class=form, allow_abbrev=False
     )
-    parser.set_defaults(command=function)
+    parser.set_defaults(command=function, parser=parser)
     if has_json:
         parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     return parser

@@ -132,6 +132,6 @@ def as_accelerator(device: Accelerator | str) -> Accelerator:
     if not found:
         raise ConfigurationError(
             f"there are no figures for the device {device!r}. Known are {', '.join(ACCELERATORS)}; for others pass "
-            "Accelerator(tflops=, gbit=, gib=)."
+            "Accelerator(tflops=, gbit=, gib=), or --tflops, --gbit and --gib to the command."
         )
     return found[0]

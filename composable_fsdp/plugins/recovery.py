@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from composable_fsdp._consistency.process_groups import timeout_of
-from composable_fsdp._consistency.rank_report import ranks_text
+from composable_fsdp._consistency.rank_report import ABANDONED, RESET, ranks_text
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._core.comm import communicators, reopen
 from composable_fsdp._core.params import sharded_steps
@@ -24,7 +25,11 @@ __all__ = ["Recovery", "Rendezvous", "disconnect", "has_failed", "reconnect", "r
 
 
 class Recovery(Observer):
-    """Lets the ranks of one root meet in ``reset_iter_state`` after a failed pass, and reconnect if they must."""
+    """Lets the ranks of one root meet in ``reset_iter_state``, and reconnect if they must.
+
+    A rank may call it because its program raised outside of all passes, where the library sees no failure. The others
+    may be in a pass then, and wait for this rank: they are told that it will not come.
+    """
 
     def __init__(self) -> None:
         self._steps = sharded_steps()
@@ -35,9 +40,11 @@ class Recovery(Observer):
         return Recovery()
 
     def reset(self, root: ObservedRoot) -> bool:
-        states = root.states.values()
-        if not has_failed(states):
+        states, watchdog = root.states.values(), job_watchdog()
+        if watchdog is None:
             return False
+        if not has_failed(states):
+            watchdog.fail(ABANDONED if cast(Any, root).progress.has_forwards else RESET)
         self._result = result = rendezvous(states, sharded_steps() - self._steps)
         self._steps = sharded_steps()
         if not result.is_in_sync:

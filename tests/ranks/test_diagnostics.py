@@ -211,6 +211,6 @@ def test_a_waiting_rank_ends_on_a_signal(job: list[Program], tmp_path: Path) -> 
 
 
 def shown(folder: Path) -> str:
-    done = run_module("composable_fsdp", "diagnostics", "merge", folder)
+    done = run_module("composable_fsdp", "diagnostics", folder)
     assert done.returncode == 1, done.stderr
     return done.stdout

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from composable_fsdp import DivergenceError, PeerError, find_nonfinite, fully_shard
+from composable_fsdp import DivergenceError, FSDPModule, PeerError, find_nonfinite, fully_shard
 from composable_fsdp.errors import LifecycleError
 from tests._internals import (
     Collective,
@@ -316,6 +316,64 @@ OUTCOMES: dict[tuple[str, bool], tuple[tuple[type[Exception], ...], str]] = {
 def test_continuing_without_recovery_is_correct_or_an_error(point: str, alone: bool, transport: Environment) -> None:
     plan = Plan(point, 1, 0, 1, alone, True, False, False)
     run_ranks(continue_without_recovery, 2, plan, environment=transport)
+
+
+# -- errors outside of passes
+
+TEXTS = {
+    "before forward": r"rank 1 called reset_iter_state\(\) \(",
+    "between forward and backward": r"rank 1 called reset_iter_state\(\) between a forward and its backward \(",
+    "after backward": r"rank 1 called reset_iter_state\(\) \(",
+}
+
+
+def fail_outside_of_passes(place: str) -> None:
+    """Raise in the program of the last rank, in the third step. Both ranks begin it again."""
+
+    def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, failing: str = "") -> None:
+        def reach(here: str) -> None:
+            if here == failing and is_last():
+                fail()
+
+        torch.manual_seed(10 * number + dist.get_rank())
+        reach("before forward")
+        loss = model(torch.randn(4, 8)).square().mean()
+        reach("between forward and backward")
+        loss.backward()
+        reach("after backward")
+        find_nonfinite(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    undisturbed, other = build()
+    for number in range(5):
+        train(undisturbed, other, number)
+        if number == 2:
+            kind, text = (ArithmeticError, "test failure") if is_last() else (PeerError, TEXTS[place])
+            with pytest.raises(kind, match=text):
+                train(model, optimizer, number, place)
+            cast(FSDPModule, model).reset_iter_state()
+            optimizer.zero_grad()
+        train(model, optimizer, number)
+    for name, expected in undisturbed.state_dict().items():
+        assert torch.equal(model.state_dict()[name].to_local(), expected.to_local()), name
+
+
+@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.parametrize("place", TEXTS)
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_rank_that_raises_outside_of_passes_begins_the_step_again_with_all(
+    place: str, transport: Environment
+) -> None:
+    run_ranks(fail_outside_of_passes, 2, place, environment=transport)
 
 
 # -- an optimizer step on some ranks only

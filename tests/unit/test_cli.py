@@ -117,7 +117,7 @@ def test_errors_are_one_line_unless_their_tracebacks_are_asked_for(tmp_path: Pat
         (["novel"], "invalid choice: 'novel'"),
         (["checkpoint"], "the following arguments are required: COMMAND"),
         (["checkpoint", "inspect"], "the following arguments are required: path"),
-        (["diagnostics", "folder", "--json"], "unrecognized arguments: --json"),
+        (["diagnostics", "folder", "--json"], "diagnostics: error: unrecognized arguments: --json"),
         (["run"], "error: run needs a program, or -m and the name of a module."),
         (["run", "-m"], "error: run needs a program, or -m and the name of a module."),
         (["run", "novel.py"], "error: there is no program novel.py."),

@@ -16,24 +16,24 @@ HOOKS = "_core/hooks.py"
 
 MOST_LINES = {
     ".": 737,
-    "_api": 2731,
-    "_consistency": 2099,
+    "_api": 2732,
+    "_consistency": 2120,
     "_core": 10376,
     "checkpoint": 4659,
-    "cli": 894,
+    "cli": 901,
     "codecs": 931,
     "diagnostics": 1428,
     "init": 687,
     "interop": 108,
     "optim": 2783,
     "plan": 950,
-    "plugins": 9949,
+    "plugins": 9956,
     "testing": 743,
     "wrap": 595,
 }
 """The lines of each folder."""
 
-MOST_CODE = 22124
+MOST_CODE = 22140
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10522

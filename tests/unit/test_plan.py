@@ -527,6 +527,7 @@ def test_a_model_that_does_not_fit_has_exit_code_1_and_the_set_that_fits(
     peaks.update({"": 1.2, fitting: 0.5})
     done = run(f"{program}:build")
     assert (done.exit_code, "does NOT fit: " in done.stdout) == (1, True), done
+    assert done.stderr == "planning with other options, which takes as long for each ...\n"
     assert done.stdout.splitlines()[-1].startswith(last)
     found = run(f"{program}:build", "--json")
     assert (found.exit_code, json.loads(found.stdout)["fits"]) == (1, False)
