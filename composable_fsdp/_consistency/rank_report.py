@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 RESET = "called reset_iter_state()"
-"""The failure of a rank whose program began the step again outside of all passes, with no backward to come."""
+"""The failure of a rank whose program begins the step again outside of all passes, with no backward to come."""
 ABANDONED = f"{RESET} between a forward and its backward"
 
 _SHOWN_RANGES = 8
@@ -61,6 +61,7 @@ class RankReport:
         diverged: whether it gave up because ranks were about to run different operations.
         at_fault: the ranks because of which it gave up.
         place: the line of its program that it executes, if known.
+        meeting: the ranks that it waits for in ``reset_iter_state``, if its failure is that it called it.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class RankReport:
     diverged: bool = False
     at_fault: tuple[int, ...] = ()
     place: str = ""
+    meeting: tuple[int, ...] = ()
 
     def encoded(self) -> str:
         return json.dumps(asdict(self))
@@ -86,7 +88,7 @@ class RankReport:
             values[name] = (
                 None if operation is None else OperationId(**operation | {"ranks": tuple(operation["ranks"])})
             )
-        return RankReport(**values | {"at_fault": tuple(values.get("at_fault", ()))})
+        return RankReport(**values | {name: tuple(values.get(name, ())) for name in ("at_fault", "meeting")})
 
     def __str__(self) -> str:
         steps = f"{self.steps} step{'s' * (self.steps != 1)} done"
@@ -123,7 +125,7 @@ def diagnose(
     missing = gone or [rank for rank in own.ranks if rank not in reports]
     lost = lost or ("The process has ended without a report." if gone else "")
     timed_out = timed_out and not gone
-    failed = [report for report in reports.values() if report.failure and not _may_have_done(report, own)]
+    failed = [report for report in reports.values() if report.failure and not _still_comes(report, own)]
     failed.sort(key=lambda report: (report.left, report.rank not in own.ranks))
     if failed and not (failed[0].left and lost and missing):
         others = {rank: report for rank, report in reports.items() if report is not failed[0]}
@@ -146,11 +148,16 @@ def diagnose(
     )
 
 
-def _may_have_done(report: RankReport, own: OperationId) -> bool:
-    """Return whether a rank may have done its part of ``own`` before it called ``reset_iter_state`` between steps."""
+def _still_comes(report: RankReport, own: OperationId) -> bool:
+    """Return whether a rank that has called ``reset_iter_state`` has done its part of ``own``, or will do it later."""
+    if not report.meeting:
+        return False
+    if not set(own.ranks) <= set(report.meeting):  # of another model: it comes once the ranks of this one have met
+        return True
     last = report.last
-    is_before = last is None or ((last.ranks, last.line) == (own.ranks, own.line) and last.number < own.number)
-    return report.failure == RESET and not is_before
+    if last is not None and (last.ranks, last.line) == (own.ranks, own.line):
+        return last.number >= own.number
+    return last is not None and report.failure == RESET  # unknown
 
 
 def _last_known(rank: int, own: OperationId, reports: Mapping[int, RankReport]) -> OperationId | None:

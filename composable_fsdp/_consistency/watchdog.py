@@ -69,6 +69,8 @@ class _LocalStatus:
     last: OperationId | None = None
     steps: int = 0
     failure: str = ""
+    meeting: tuple[int, ...] = ()
+    """The ranks that it waits for after ``failure``, to begin the step again."""
     has_left: bool = False
     """True if the program has ended."""
     verdict: FSDPError | None = None
@@ -160,10 +162,10 @@ class Watchdog:
             self.here.passes.pop(ended, None)
             self.here.steps = steps or self.here.steps
 
-    def fail(self, failure: str) -> None:
-        """Record that a pass of this rank failed, and publish it."""
+    def fail(self, failure: str, meeting: tuple[int, ...] = ()) -> None:
+        """Record that a pass of this rank failed, and publish it. ``meeting``: it waits for these ranks."""
         if not self.here.failure:
-            self.here.failure = failure
+            self.here.failure, self.here.meeting = failure, meeting
             self._publish()
 
     def go_on(self) -> None:
@@ -172,7 +174,7 @@ class Watchdog:
         here.at_fault = ()
         left = [each for each in list(here.passes) if each.left]
         if here.failure or here.verdict or left:
-            here.failure, here.verdict = "", None
+            here.failure, here.meeting, here.verdict = "", (), None
             for each in left:
                 here.passes.pop(each, None)
             self._publish()
@@ -243,7 +245,20 @@ class Watchdog:
         at_fault = here.verdict.ranks if isinstance(here.verdict, PeerError) else ()
         place = user_line(self._stack.read()) if threading.current_thread() is self._thread else ""
         return RankReport(
-            self.rank, here.steps, waiting, seconds, last, failure, here.has_left, verdict, diverged, at_fault, place
+            *(
+                self.rank,
+                here.steps,
+                waiting,
+                seconds,
+                last,
+                failure,
+                here.has_left,
+                verdict,
+                diverged,
+                at_fault,
+                place,
+            ),
+            here.meeting,
         )
 
     def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, RankReport]:

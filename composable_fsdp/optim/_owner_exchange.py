@@ -36,8 +36,8 @@ __all__ = ["Exchange", "Members", "Slot", "Tiling", "Unit", "is_planned", "make_
 
 Coordinate = tuple[int, ...]
 
-_ALIGNMENT = 8
-"""Every piece of a message begins at a multiple of this, the bytes of a word, so that it can be viewed in any dtype."""
+_WORD, _ALIGNMENT = 8, 16
+"""The bytes of a word; and of what every piece begins at a multiple of, so that it can be viewed in any dtype."""
 
 
 class AxisCut(NamedTuple):
@@ -235,7 +235,7 @@ class _Message:
 
     def begin_part(self) -> None:
         """Begin the part of the next rank."""
-        self.words.append(self.nbytes // _ALIGNMENT)
+        self.words.append(self.nbytes // _WORD)
         self.splits.append(_ALIGNMENT)
         self.nbytes += _ALIGNMENT
 

@@ -1,8 +1,8 @@
 """Optimizer state that rests in host memory or in files, and is on the device bucket by bucket during a step.
 
 Invariant: between steps ``optimizer.state`` holds tensors in the memory where they rest, which can be read and written
-there as any others: a file is mapped. During a step the tensors of at most two buckets are on the device, the one that
-is stepped and the next one.
+there by operations of torch: a file is mapped. During a step the tensors of at most two buckets are on the device, the
+one that is stepped and the next one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from composable_fsdp._core.memory import device_capabilities, group_by_key, is_h
 from composable_fsdp._core.mesh import as_dtensor_at_zero
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, StorageError
+from composable_fsdp.optim._owner_exchange import is_planned
 from composable_fsdp.optim.local_optimizer import Step, replace_step, update_of
 
 __all__ = ["offload_optimizer", "reload_optimizer"]
@@ -90,7 +91,7 @@ def offload_optimizer(
     """
     _check(optimizer, bucket_bytes, keep_bytes)
     offload = _Offload(None if to == HOST else _folder(to), bucket_bytes, keep_bytes, pin_memory)
-    replace_step(optimizer, offload.by_buckets(update_of(optimizer, "offload_optimizer")))
+    replace_step(optimizer, offload.by_buckets(update_of(optimizer, "offload_optimizer")), offload.raise_failures)
     optimizer.register_state_dict_pre_hook(offload.verify)
     optimizer.register_load_state_dict_pre_hook(offload.hold)
     optimizer.register_load_state_dict_post_hook(offload.take)
@@ -112,6 +113,7 @@ def reload_optimizer(optimizer: OptimizerT) -> OptimizerT:
     offload.verify(optimizer)
     offload.keep_bytes = inf
     offload.cut(optimizer)
+    offload.free_slots()
     return optimizer
 
 
@@ -323,8 +325,9 @@ class _Bucket:
         return local_part(self.members[0].parameter).device
 
     @property
-    def has_gradients(self) -> bool:
-        return any(member.parameter.grad is not None for member in self.members)
+    def is_stepped(self) -> bool:
+        """True if a parameter may have a gradient: the same on all ranks, which step whole matrices together."""
+        return any(is_planned(member.parameter) for member in self.members)
 
     def leaves(self, optimizer: Optimizer) -> list[_Leaf]:
         state = optimizer.state
@@ -432,6 +435,9 @@ class _Offload:
             self._slots[device] = slots = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         return slots
 
+    def free_slots(self) -> None:
+        self._slots.clear()
+
     def note(self, error: OSError) -> None:
         """Note that a file could not be written. The step raises when it is done."""
         self._failures.append(error.with_traceback(None))  # which would keep the file open, and its space in use
@@ -445,7 +451,8 @@ class _Offload:
                 self.note(error)
         return _InMemory(data)
 
-    def _raise_failures(self) -> None:
+    def raise_failures(self) -> None:
+        """Raise for files that could not be written in the step, which is complete."""
         failures, self._failures = self._failures, []
         if failures:
             raise StorageError(
@@ -468,7 +475,6 @@ class _Offload:
             with torch.inference_mode(False), torch.no_grad():
                 self._failures.clear()  # of loading: this step writes again
                 self._carry_out(optimizer, _Update(optimizer, lambda: update(optimizer, **options)))
-            self._raise_failures()
             return loss
 
         return step
@@ -476,8 +482,8 @@ class _Offload:
     def _carry_out(self, optimizer: Optimizer, update: _Update) -> None:
         self._check_not_lost()
         self._follow(optimizer)
-        stepped = [bucket for bucket in self._buckets if bucket.has_gradients]
-        others = [*self._resident.members, *(m for b in self._buckets if not b.has_gradients for m in b.members)]
+        stepped = [bucket for bucket in self._buckets if bucket.is_stepped]
+        others = [*self._resident.members, *(m for b in self._buckets if not b.is_stepped for m in b.members)]
         if others or not stepped:
             update(others)
         replaced: dict[int, list[_Bucket]] = {}

@@ -41,11 +41,15 @@ class Recovery(Observer):
 
     def reset(self, root: ObservedRoot) -> bool:
         states, watchdog = root.states.values(), job_watchdog()
-        if watchdog is None:
+        failed = has_failed(states)
+        if watchdog is None or not (failed or connections(states)):
             return False
-        if not has_failed(states):
-            watchdog.fail(ABANDONED if cast(Any, root).progress.has_forwards else RESET)
-        self._result = result = rendezvous(states, sharded_steps() - self._steps)
+        if not failed:
+            progress = cast(Any, root).progress
+            progress.forget_before_step()
+            failed = progress.has_forwards
+            watchdog.fail(ABANDONED if failed else RESET, tuple(_ranks(states)))
+        self._result = result = rendezvous(states, sharded_steps() - self._steps, has_failed=failed)
         self._steps = sharded_steps()
         if not result.is_in_sync:
             disconnect(states)
@@ -56,11 +60,11 @@ class Recovery(Observer):
                 places = "".join(f"\n  rank {rank}: {place}" for rank, place in result.places.items())
                 text = f"{error}\nNumbers of operations that ranks launched over each process group:{places}"
                 raise PeerError(text, error.ranks) from error
-        return True
+        return result.has_failed or not result.is_in_sync
 
     def after_reset(self, root: ObservedRoot) -> None:
         result, self._result = self._result, None
-        if result is not None:
+        if result is not None and result.has_failed:
             result.check_steps()
 
 
@@ -71,11 +75,13 @@ class Rendezvous:
     Args:
         is_in_sync: all ranks are at the same place, so the work in flight will complete. Otherwise call
             :func:`reconnect`.
+        has_failed: a step has failed on some rank, so they may have gathered other groups.
         steps: by rank, the number of its optimizer steps since the last rendezvous.
         places: by rank, the number of operations that it has launched over each process group, or ``broken``.
     """
 
     is_in_sync: bool = True
+    has_failed: bool = True
     steps: Mapping[int, int] = field(default_factory=dict)
     places: Mapping[int, str] = field(default_factory=dict)
 
@@ -105,12 +111,13 @@ def has_failed(states: Iterable[FSDPState]) -> bool:
     )
 
 
-def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
+def rendezvous(states: Iterable[FSDPState], steps: int, *, has_failed: bool = True) -> Rendezvous:
     """Wait for all ranks that hold parameters of ``states``. All of them must call it.
 
     Args:
         states: the FSDP states of one root.
         steps: the number of optimizer steps of this rank since the last rendezvous.
+        has_failed: a step has failed on this rank.
 
     Raises:
         PeerError: some ranks did not come within the timeout of the process groups. The text names them.
@@ -121,12 +128,13 @@ def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
     seconds = max(timeout_of(group) for group in groups)
     here = " ".join(map(_position, groups))
     occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
-    notes = watchdog.meet(_ranks(states), f"{steps} {here}", seconds, occasion)
+    notes = watchdog.meet(_ranks(states), f"{steps} {has_failed:d} {here}", seconds, occasion)
     watchdog.go_on()
-    by_rank = {rank: note.partition(" ") for note, who in notes.items() for rank in who}
+    by_rank = {rank: note.split(" ", 2) for note, who in notes.items() for rank in who}
     places = {rank: place for rank, (_, _, place) in sorted(by_rank.items())}
     is_in_sync = "broken" not in here and len(set(places.values())) == 1
-    return Rendezvous(is_in_sync, {rank: int(taken) for rank, (taken, _, _) in by_rank.items()}, places)
+    some_failed = any(failed == "1" for _, failed, _ in by_rank.values())
+    return Rendezvous(is_in_sync, some_failed, {rank: int(taken) for rank, (taken, *_) in by_rank.items()}, places)
 
 
 def disconnect(states: Iterable[FSDPState]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from composable_fsdp import DivergenceError, Muon, PeerError, fully_shard, owner_step
+from composable_fsdp import DivergenceError, Muon, PeerError, fully_shard, offload_optimizer, owner_step
 from composable_fsdp.optim import muon
 from tests._internals import Exchange
 from tests.helpers.models import seeded
@@ -88,6 +89,21 @@ def step_with_other_gradients(name: str, missing: tuple[str, ...]) -> None:
 def test_gradients_of_different_parameters_are_an_error_on_all_ranks(name: str) -> None:
     run_ranks(step_with_other_gradients, 2, name, ("", "down.weight"))
     run_ranks(step_with_other_gradients, 4, name, ("up.weight", "", "again.weight", ""))  # of equal sizes
+
+
+def step_offloaded_with_other_gradients(name: str, folder: str) -> None:
+    """Each parameter is a bucket. The ranks lack the gradients of two parameters of one shape."""
+    model, optimizer = trained(name)
+    offload_optimizer(optimizer, folder, bucket_bytes=1)
+    model.get_parameter(("up.weight", "again.weight")[dist.get_rank()]).grad = None
+    with pytest.raises(DivergenceError, match=r"different parameters: 'up\.weight' on ranks \[1\] only"):
+        optimizer.step()
+
+
+@pytest.mark.behaviour("H-05")
+@pytest.mark.parametrize("name", MAKERS)
+def test_gradients_of_different_parameters_are_an_error_also_with_state_in_files(name: str, tmp_path: Path) -> None:
+    run_ranks(step_offloaded_with_other_gradients, 2, name, str(tmp_path))
 
 
 def step_without(name: str) -> None:

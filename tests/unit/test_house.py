@@ -17,7 +17,7 @@ HOOKS = "_core/hooks.py"
 MOST_LINES = {
     ".": 737,
     "_api": 2732,
-    "_consistency": 2120,
+    "_consistency": 2142,
     "_core": 10376,
     "checkpoint": 4659,
     "cli": 901,
@@ -25,15 +25,15 @@ MOST_LINES = {
     "diagnostics": 1428,
     "init": 687,
     "interop": 108,
-    "optim": 2783,
+    "optim": 2795,
     "plan": 950,
-    "plugins": 9956,
+    "plugins": 9964,
     "testing": 743,
     "wrap": 595,
 }
 """The lines of each folder."""
 
-MOST_CODE = 22140
+MOST_CODE = 22171
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10522
