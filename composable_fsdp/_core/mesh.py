@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -265,9 +264,13 @@ def as_dtensor_at_zero(local: torch.Tensor, spec: Any, *, requires_grad: bool = 
     return made
 
 
-_specs: MutableMapping[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
-"""The specs in use. Building and hashing one takes longer than all else of a ``DTensor``, and layers repeat shapes."""
-atexit.register(_specs.clear)  # later, torch's modules are cleared, which the hash of a _StridedShard needs
+_specs: dict[tuple[object, ...], ref[DTensorSpec]] = {}
+"""The specs in use. Building and hashing one takes longer than all else of a ``DTensor``, and layers repeat shapes.
+
+Not a ``WeakValueDictionary``: that hashes keys when the interpreter ends, and torch's hash of a ``_StridedShard`` fails
+there.
+"""
+_MOST_UNUSED_SPECS = 1024
 
 
 def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -276,10 +279,15 @@ def _spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[i
     Meshes that are equal can differ: one may be of process groups that have been destroyed.
     """
     key = (id(mesh), placements, shape, dtype)  # the spec keeps the mesh alive
-    spec = _specs.get(key)
+    known = _specs.get(key)
+    spec = None if known is None else known()
     if spec is None:
+        if len(_specs) % _MOST_UNUSED_SPECS == 0:
+            for unused in [other for other, reference in list(_specs.items()) if reference() is None]:
+                _specs.pop(unused, None)
         meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), dtype)
-        spec = _specs.setdefault(key, DTensorSpec(mesh, placements, tensor_meta=meta))
+        spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+        _specs[key] = ref(spec)
     return spec
 
 
