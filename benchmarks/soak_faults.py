@@ -148,7 +148,7 @@ def inject(model: Any, fault: Planned) -> AbstractContextManager[object]:
     if not is_affected or fault.kind == KILLED_IN_SAVE:
         return ExitStack()
     if fault.kind == "allocation":
-        return _raising_at(storage, "allocate_storage", fault.index % ALLOCATIONS)
+        return _raising_at(storage.OwnedBuffer, "allocate", fault.index % ALLOCATIONS)
     if fault.kind in ("encode", "decode"):
         return _raising_at(FragileInt8, fault.kind, turn)
     return _hooked(layer, fault.kind)
