@@ -245,20 +245,13 @@ class Watchdog:
         at_fault = here.verdict.ranks if isinstance(here.verdict, PeerError) else ()
         place = user_line(self._stack.read()) if threading.current_thread() is self._thread else ""
         return RankReport(
-            *(
-                self.rank,
-                here.steps,
-                waiting,
-                seconds,
-                last,
-                failure,
-                here.has_left,
-                verdict,
-                diverged,
-                at_fault,
-                place,
-            ),
-            here.meeting,
+            *(self.rank, here.steps, waiting, seconds, last, failure),
+            left=here.has_left,
+            verdict=verdict,
+            diverged=diverged,
+            at_fault=at_fault,
+            place=place,
+            meeting=here.meeting,
         )
 
     def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, RankReport]:

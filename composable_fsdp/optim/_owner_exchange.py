@@ -230,7 +230,7 @@ class _Message:
         self.pieces: list[_Piece] = []
         self.splits: list[int] = []
         self.words: list[int] = []
-        """Where the word of each rank is, in words."""
+        """The position of each rank's word, counted in words."""
         self.nbytes = 0
 
     def begin_part(self) -> None:

@@ -85,7 +85,7 @@ def class_step(optimizer: Optimizer) -> Step:
 
 
 _updates: WeakKeyDictionary[Callable[..., Any], Step] = WeakKeyDictionary()
-"""What the steps of single objects call, without hooks."""
+"""The functions that the steps of single objects call, without hooks."""
 
 
 def update_of(optimizer: Optimizer, call: str) -> Step:

@@ -223,7 +223,7 @@ def _sum(data: torch.Tensor) -> int:
 
 
 class _Place(NamedTuple):
-    """Where a tensor is in flat bytes."""
+    """The place of a tensor in flat bytes."""
 
     start: int
     nbytes: int

@@ -1,4 +1,4 @@
-"""Recovery after a failed pass: a rendezvous of all ranks, then new connections if ranks stopped at different places.
+"""Recovery after a failed step: a rendezvous of all ranks, then new connections if ranks stopped at different places.
 
 Work in flight on the old connections is lost on all ranks. The rendezvous comes first because a rank may get here long
 before the others have noticed the failure. If all ranks failed at the same place, nothing is lost.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -45,9 +44,7 @@ class Recovery(Observer):
         if watchdog is None or not (failed or connections(states)):
             return False
         if not failed:
-            progress = cast(Any, root).progress
-            progress.forget_before_step()
-            failed = progress.has_forwards
+            failed = any(map(root.may_come_back_to, states))
             watchdog.fail(ABANDONED if failed else RESET, tuple(_ranks(states)))
         self._result = result = rendezvous(states, sharded_steps() - self._steps, has_failed=failed)
         self._steps = sharded_steps()
@@ -127,7 +124,7 @@ def rendezvous(states: Iterable[FSDPState], steps: int, *, has_failed: bool = Tr
         return Rendezvous()
     seconds = max(timeout_of(group) for group in groups)
     here = " ".join(map(_position, groups))
-    occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
+    occasion = "all ranks must call reset_iter_state() to go on"
     notes = watchdog.meet(_ranks(states), f"{steps} {has_failed:d} {here}", seconds, occasion)
     watchdog.go_on()
     by_rank = {rank: note.split(" ", 2) for note, who in notes.items() for rank in who}
