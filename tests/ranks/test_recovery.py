@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from composable_fsdp import DivergenceError, FSDPModule, PeerError, find_nonfinite, fully_shard
@@ -374,6 +375,33 @@ def test_a_rank_that_raises_outside_of_passes_begins_the_step_again_with_all(
     place: str, transport: Environment
 ) -> None:
     run_ranks(fail_outside_of_passes, 2, place, environment=transport)
+
+
+def reset_without_a_failure() -> None:
+    """One rank has taken more steps, of a model of its own. Both keep what they know of the order of modules."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    meshes = [DeviceMesh("cpu", [rank]) for rank in range(2)]
+    if is_last():
+        alone = fully_shard(nn.Linear(4, 4), mesh=meshes[1])
+        alone(torch.ones(2, 4)).sum().backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    with mock.patch.object(root_of(state_of(model)).plans, "forget") as forget:
+        cast(FSDPModule, model).reset_iter_state()
+    forget.assert_not_called()
+    model(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.behaviour("H-01")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_reset_without_a_failure_forgets_nothing(transport: Environment) -> None:
+    run_ranks(reset_without_a_failure, 2, environment=transport)
 
 
 # -- an optimizer step on some ranks only
