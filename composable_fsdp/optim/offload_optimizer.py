@@ -2,11 +2,14 @@
 
 Invariant: between steps ``optimizer.state`` holds tensors in the memory where they rest, which can be read and written
 there by operations of torch: a file is mapped. During a step the tensors of at most two buckets are on the device, the
-one that is stepped and the next one.
+one that is stepped and the next one. Where the device is the host, a file is stepped in its mapping, so that nothing is
+copied; a thread has read the pages before, and takes them out of the process's memory afterwards.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -39,8 +42,10 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 HOST = "cpu"
 _MEMBERS = frozenset(("params", "param_names"))
 _ALIGNMENT = 64
-_PIECE = 1 << 20
-"""The bytes that are read or written at once, few enough that their checksum finds them in the processor's cache."""
+_PIECE = 2 << 20
+"""The bytes that are read ahead at once: a large page of x86."""
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""Advice for ``madvise`` of Linux 5.14, which Python does not name: make pages present, readable or writable."""
 
 
 def offload_optimizer(
@@ -159,9 +164,9 @@ class _InMemory:
 
 
 class _InFile:
-    """Bytes in a file without a name. ``flat``, one dim, uint8, is its mapping, through which all others see them.
+    """Bytes in a file without a name. ``flat``, one dim, uint8, is its mapping.
 
-    A step reads and writes the file instead: a mapping could not report an error, and its page faults take longer.
+    An error of the disk in a mapping would kill the process. So ``fetch`` makes all pages present before they are used.
 
     Raises:
         OSError: the file cannot be written.
@@ -171,43 +176,57 @@ class _InFile:
         self._folder = folder
         self._file = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - it lives as long as this object
         finalize(self, self._file.close)
-        self.write(data)
+        view, done = data.numpy().data, 0
+        while done < len(view):
+            done += os.pwrite(self._file.fileno(), view[done:], done)
         self.flat = torch.frombuffer(mmap.mmap(self._file.fileno(), len(data)), dtype=torch.uint8)
-        self._version = self.flat._version
-
-    def write(self, data: torch.Tensor) -> None:
-        """Replace all bytes by ``data``. If this raises, the file has some of both."""
-        self._sum = 0
-        for number, piece in enumerate(data.split(_PIECE)):
-            view, done = piece.numpy().data, 0
-            while done < len(view):
-                done += os.pwrite(self._file.fileno(), view[done:], number * _PIECE + done)
-            self._sum += _sum(piece)
+        if sys.platform == "linux":  # with large pages, a file is read at the bandwidth of the disk, by little CPU time
+            _advise(self.flat, mmap.MADV_HUGEPAGE)
+        self._sum, self._version = _sum(data), self.flat._version
 
     def read_ahead(self) -> None:
-        """Begin to read all bytes into the page cache."""
+        """Read all bytes into the page cache, but not into this process's memory. ``fetch`` finds what fails here."""
         if sys.platform == "linux":
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            for piece in self.flat.split(_PIECE):
+                if not _is_cached(piece):
+                    _advise(piece, _POPULATE_READ)
+                    _advise(piece, mmap.MADV_DONTNEED)
 
-    def read(self, into: torch.Tensor) -> None:
-        """Read all bytes into ``into``. Raise ``StorageError`` if they are not those that were written."""
-        file = self._file.fileno()
-        found = 0
-        for number, piece in enumerate(into.split(_PIECE)):
-            view, done = piece.numpy().data, 0
-            while done < len(view):
-                try:
-                    count = os.preadv(file, [view[done:]], number * _PIECE + done)
-                except OSError as error:
-                    raise self._damage(str(error)) from error
-                if not count:
-                    raise self._damage(f"it has {number * _PIECE + done} bytes, not {len(into)}")
-                done += count
-            found += _sum(piece)
+    def fetch(self, advice: int = _POPULATE_WRITE) -> OSError | None:
+        """Make all pages present, and writable. Return the error if they are present, but cannot be written.
+
+        Raises:
+            StorageError: the bytes are not those that were written.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        if size < len(self.flat):
+            raise self._damage(f"it has {size} bytes, not {len(self.flat)}")
+        failure = _advise(self.flat, advice)
+        if failure:
+            self._read()
+        found = _sum(self.flat)
         if self._version != self.flat._version:  # somebody has written to ``optimizer.state``
             self._sum, self._version = found, self.flat._version
         elif found != self._sum:
             raise self._damage("its checksum differs from that of what was written")
+        # EINVAL: the system does not have the advice, so that page faults come in the step.
+        return None if failure in (0, errno.EINVAL) else OSError(failure, "the pages of a file cannot be written")
+
+    def release(self, *, changed: bool = True) -> None:
+        """Take the pages out of this process's memory. They stay in the page cache, and go to the disk from there."""
+        if changed:
+            self._sum, self._version = _sum(self.flat), self.flat._version
+        if sys.platform == "linux":
+            _advise(self.flat, mmap.MADV_DONTNEED)
+
+    def _read(self) -> None:
+        """Read all bytes into the page cache. Raise ``StorageError`` for an error of the disk."""
+        piece = bytearray(_PIECE)
+        try:
+            for offset in range(0, len(self.flat), _PIECE):
+                os.preadv(self._file.fileno(), [piece], offset)
+        except OSError as error:
+            raise self._damage(str(error)) from error
 
     def _damage(self, what: str) -> StorageError:
         return StorageError(
@@ -215,6 +234,24 @@ class _InFile:
             "lost. Check the disk, and load the newest checkpoint into model and optimizer: "
             "composable_fsdp.checkpoint.load(folder, model, optimizer)."
         )
+
+
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _advise(flat: torch.Tensor, advice: int) -> int:
+    """Call ``madvise`` for the mapping ``flat``, and return its error number. ``mmap.madvise`` would keep the GIL."""
+    if _libc is None:
+        return errno.EINVAL
+    failed = _libc.madvise(ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(len(flat)), advice)
+    return ctypes.get_errno() if failed else 0
+
+
+def _is_cached(piece: torch.Tensor) -> bool:
+    """Return whether the first page of ``piece`` is in the page cache."""
+    found = ctypes.c_ubyte()
+    failed = _libc is None or _libc.mincore(ctypes.c_void_p(piece.data_ptr()), ctypes.c_size_t(1), ctypes.byref(found))
+    return not failed and bool(found.value & 1)
 
 
 def _sum(data: torch.Tensor) -> int:
@@ -419,20 +456,20 @@ class _Offload:
             for leaf, place in zip(leaves, bucket.places, strict=True):
                 if place is not None:
                     place.of(flat).copy_(local_part(leaf.tensor))
-            self._rest_in(bucket, leaves, self.stored(flat))
+            self.put_in(bucket, leaves, self.stored(flat))
         else:
             bucket.resting = [leaf.tensor for leaf in leaves]
 
-    def _rest_in(self, bucket: _Bucket, leaves: Sequence[_Leaf], rest: _InMemory | _InFile) -> None:
+    def put_in(self, bucket: _Bucket, leaves: Sequence[_Leaf], rest: _InMemory | _InFile) -> None:
         bucket.rest = rest
         bucket.resting = bucket.put(leaves, rest.flat)
 
     def host_slots(self, nbytes: int, device: torch.device) -> list[torch.Tensor]:
         """Return memory of the host for two buckets between files and ``device``. It is kept for later steps."""
         slots = self._slots.get(device, [])
-        if self.folder is not None and (not slots or len(slots[0]) < nbytes):
-            pin = self.pin_memory and not is_host(device)
-            self._slots[device] = slots = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        if self.folder is not None and not is_host(device) and (not slots or len(slots[0]) < nbytes):
+            slots = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pin_memory) for _ in range(2)]
+            self._slots[device] = slots
         return slots
 
     def free_slots(self) -> None:
@@ -500,10 +537,11 @@ class _Offload:
                         same = _are(leaves, staged)
                         if not same:  # new state, or another form of it
                             replaced[id(bucket)] = self._put_to_rest(optimizer, bucket.members)
+                            bucket.rest, bucket.resting = None, []
                         transfers.send_back(number, leaves if same else None)
             finally:
                 for bucket, rest in transfers.finish():
-                    self._rest_in(bucket, bucket.leaves(optimizer), rest)
+                    self.put_in(bucket, bucket.leaves(optimizer), rest)
                 self._replace(replaced)
 
     def _follow(self, optimizer: Optimizer) -> None:
@@ -527,11 +565,11 @@ class _Offload:
     def verify(self, optimizer: Optimizer) -> None:
         """Raise ``StorageError`` if some state is lost, or a file is damaged."""
         self._check_not_lost()
-        scratch = torch.empty(max((bucket.nbytes for bucket in self._buckets), default=0), dtype=torch.uint8)
         for bucket in self._buckets:
             if isinstance(bucket.rest, _InFile):
                 with self._losing(optimizer, bucket):
-                    bucket.rest.read(scratch[: bucket.nbytes])
+                    bucket.rest.fetch(_POPULATE_READ)
+                bucket.rest.release(changed=False)
 
     def _check_not_lost(self) -> None:
         if self._lost:
@@ -611,14 +649,16 @@ class _Update:
 class _Transfers:
     """Brings the state of ``buckets``, all of one device, to it and back, in their order, by a thread.
 
-    There are two slots. A bucket takes that of the last but one, once that one has gone back. Files are read into slots
-    in host memory, beside those of an accelerator.
+    An accelerator has two slots, and two beside them in host memory for files. A bucket takes that of the last but one,
+    once that one has gone back. On the host, state is stepped where it rests.
+
+    Another thread reads files into the page cache before, so that the disk is always busy.
     """
 
     def __init__(self, offload: _Offload, device: torch.device, buckets: Sequence[_Bucket]) -> None:
         self._offload, self._buckets = offload, buckets
         nbytes = max(bucket.nbytes for bucket in buckets)
-        self._host = self._slots = offload.host_slots(nbytes, device)
+        self._host = offload.host_slots(nbytes, device)
         self._module: Any = None if is_host(device) else device_capabilities(device).module
         self._departed: Any = None
         if self._module is not None:
@@ -628,6 +668,8 @@ class _Transfers:
                 stream.wait_stream(self._module.current_stream())  # the memory of the slots may be in use until now
         set_device = None if self._module is None else partial(self._module.set_device, device)  # new threads have 0
         self._thread = ThreadPoolExecutor(1, "optimizer-state", set_device)
+        self._reader = ThreadPoolExecutor(1, "optimizer-state-reader")
+        self._reads = [self._reader.submit(self._read_ahead, number) for number in range(min(3, len(buckets)))]
         self._arrivals = [self._thread.submit(self._fetch, number) for number in range(min(2, len(buckets)))]
         self._returns: list[Future[None]] = []
         self._moved: list[tuple[_Bucket, _InMemory | _InFile]] = []
@@ -637,22 +679,30 @@ class _Transfers:
         arrival, bucket = self._arrivals[number].result(), self._buckets[number]
         if bucket.rest is None:
             return bucket.resting
-        if arrival is not None:
+        if self._module is not None:
             self._module.current_stream().wait_event(arrival)
-        return bucket.put(leaves, self._slots[number % 2])
+            return bucket.put(leaves, self._slots[number % 2])
+        if arrival:
+            self._offload.put_in(bucket, leaves, bucket.rest)
+        return bucket.resting
 
     def send_back(self, number: int, leaves: Sequence[_Leaf] | None) -> None:
         """Bring back the state of a bucket, which is in ``leaves``, unless it rests already. Fetch another one."""
         bucket = self._buckets[number]
         if leaves is not None and bucket.rest is not None:
-            stepped = None if self._module is None else self._module.current_stream().record_event()
-            bucket.restore(leaves)
+            stepped = None
+            if self._module is not None:
+                stepped = self._module.current_stream().record_event()
+                bucket.restore(leaves)
             self._returns.append(self._thread.submit(self._return, number, bucket.rest, stepped))
+        if number + 3 < len(self._buckets):
+            self._reads.append(self._reader.submit(self._read_ahead, number + 3))
         if number + 2 < len(self._buckets):
             self._arrivals.append(self._thread.submit(self._fetch, number + 2))
 
     def finish(self) -> list[tuple[_Bucket, _InMemory | _InFile]]:
         """Wait for everything. Return the buckets that rest elsewhere now."""
+        self._reader.shutdown()
         self._thread.shutdown()
         if self._module is not None:
             for stream in (self._in, self._out):
@@ -662,24 +712,29 @@ class _Transfers:
             each.result()
         return self._moved
 
-    # -- on the thread
+    # -- on the threads
+
+    def _read_ahead(self, number: int) -> None:
+        rest = self._buckets[number].rest
+        if isinstance(rest, _InFile):
+            rest.read_ahead()
 
     def _fetch(self, number: int) -> Any:
-        """Return the event of the arrival on an accelerator."""
-        for ahead in self._buckets[number : number + 3]:  # so that the disk is busy also while a bucket is written
-            if isinstance(ahead.rest, _InFile):
-                ahead.rest.read_ahead()
-        bucket, slot = self._buckets[number], number % 2
+        """Return the event of the arrival on an accelerator; on the host, whether the state has moved to memory."""
+        self._reads[number].result()
+        bucket, slot, has_moved = self._buckets[number], number % 2, False
         if bucket.rest is None:
             return None
-        source = bucket.rest.flat
         if isinstance(bucket.rest, _InFile):
-            source = self._host[slot][: bucket.nbytes]
-            bucket.rest.read(source)
-        elif self._module is None:
-            self._host[slot][: bucket.nbytes].copy_(source)
+            error = bucket.rest.fetch()
+            if error is not None:
+                self._offload.note(error)
+                bucket.rest, has_moved = _InMemory(bucket.rest.flat.clone()), True
         if self._module is None:
-            return None
+            return has_moved
+        source = bucket.rest.flat
+        if self._host:
+            source = _copy_on_host(self._host[slot][: bucket.nbytes], source)
         if self._departed is not None:
             self._in.wait_event(self._departed)
         with self._module.stream(self._in):
@@ -688,20 +743,26 @@ class _Transfers:
 
     def _return(self, number: int, rest: _InMemory | _InFile, stepped: Any) -> None:
         bucket, slot = self._buckets[number], number % 2
-        in_files = self._offload.folder is not None
-        target = self._host[slot][: bucket.nbytes] if in_files else rest.flat
+        stepped_state = rest.flat
         if self._module is not None:
+            if self._host:
+                stepped_state = self._host[slot][: bucket.nbytes]
             self._out.wait_event(stepped)
             with self._module.stream(self._out):
-                target.copy_(self._slots[slot][: bucket.nbytes], non_blocking=True)
+                stepped_state.copy_(self._slots[slot][: bucket.nbytes], non_blocking=True)
             self._departed = self._out.record_event()
-            if in_files:
+            if self._host:
                 self._departed.synchronize()
         if isinstance(rest, _InFile):
-            try:
-                rest.write(target)
-            except OSError as error:
-                self._offload.note(error)
-                self._moved.append((bucket, _InMemory(target.clone())))
-        elif in_files:  # its file could not be written before
-            self._moved.append((bucket, self._offload.stored(target.clone())))
+            if self._host:
+                _copy_on_host(rest.flat, stepped_state)
+            rest.release()
+        elif self._offload.folder is not None:  # its file could not be written before
+            data = stepped_state.clone() if self._host else stepped_state
+            self._moved.append((bucket, self._offload.stored(data)))
+
+
+def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Copy at once: a copy by torch from or to page-locked memory belongs to a stream."""
+    target.numpy()[:] = source.numpy()
+    return target
