@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from math import inf, prod
 from pathlib import Path
@@ -31,8 +31,8 @@ from torch.utils import _pytree as pytree
 from composable_fsdp._core.memory import device_capabilities, group_by_key, is_host
 from composable_fsdp._core.mesh import as_dtensor_at_zero
 from composable_fsdp._core.params import local_part
-from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, StorageError
-from composable_fsdp.optim._owner_exchange import is_planned
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, PeerError, StorageError
+from composable_fsdp.optim._owner_exchange import is_planned, without_gradients
 from composable_fsdp.optim.local_optimizer import Step, replace_step, update_of
 
 __all__ = ["offload_optimizer", "reload_optimizer"]
@@ -88,7 +88,8 @@ def offload_optimizer(
         ConfigurationError: an argument makes no sense, the folder takes no files, or the ``step`` of the object has
             been replaced by a scheduler.
         StorageError: in a step, a file cannot be written: the step is complete, and its state stays in host memory. Or,
-            also in ``state_dict``, a file is damaged: its state is lost, and a checkpoint must be loaded.
+            also in ``state_dict``, a file is damaged: its state is lost, and a checkpoint must be loaded. With
+            :class:`Muon` and :func:`owner_step`, the other ranks then get a ``PeerError`` in the same step.
 
     Example::
 
@@ -528,7 +529,7 @@ class _Offload:
             transfers = _Transfers(self, device, buckets)
             try:
                 for number, bucket in enumerate(buckets):
-                    with self._losing(optimizer, bucket):
+                    with self._losing(optimizer, bucket), _telling_others(update, buckets[number:]):
                         staged = transfers.stage(number, bucket.leaves(optimizer))
                     try:
                         update(bucket.members)
@@ -612,6 +613,19 @@ def _released(value: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, _Held):
         return value
     return value.tensor if dtype is None else value.tensor.to(dtype)
+
+
+@contextmanager
+def _telling_others(update: _Update, buckets: Sequence[_Bucket]) -> Iterator[None]:
+    """If state is lost, have the ranks raise that step whole matrices of ``buckets`` together with this one."""
+    try:
+        yield
+    except StorageError as error:
+        with suppress(PeerError):  # they stop there
+            for bucket in buckets:
+                with without_gradients([member.parameter for member in bucket.members], str(error)):
+                    update(bucket.members)
+        raise
 
 
 class _Update:
