@@ -7,7 +7,6 @@ import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from os import PathLike
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
@@ -29,7 +28,7 @@ from composable_fsdp._api.group_setters import (
 from composable_fsdp._api.torch_types import TorchFSDPModule, TorchUnshardHandle, find_state
 from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.dry import schedule_of
-from composable_fsdp._core.events import HELD_GRADIENTS, GradientState, ParameterState, Schedule
+from composable_fsdp._core.events import HELD_GRADIENTS, GradientState, ParameterState
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import hooked_forward, root_of, states_by_name
 from composable_fsdp._core.params import ShardedParameter
@@ -47,6 +46,7 @@ from composable_fsdp.errors import (
 from composable_fsdp.policies import Reshard
 
 if TYPE_CHECKING:
+    from composable_fsdp.plugins.tuning.choose import TunedSchedule
     from composable_fsdp.plugins.tuning.costs import Costs
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
@@ -396,18 +396,19 @@ class FSDPModule(TorchFSDPModule):
 
             tuning_of(state.root)
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> TunedSchedule:
         """Return the schedule of the next training iteration: what happens at each event of forward and backward.
 
         ``print(model.schedule())`` shows it as a table. It is a dry run of the events of the last iteration, so it is
         empty before the first one. Its ``options`` are the :class:`~composable_fsdp.plugins.tuning.ScheduleOptions`
-        that were set, with the costs that were measured; its ``choice`` is what was chosen by costs. Call it on the
-        root.
+        that were set, with the costs that were measured; its ``choice`` is what was chosen by costs, or ``None``. Call
+        it on the root.
         """
+        from composable_fsdp.plugins.tuning.choose import TunedSchedule
         from composable_fsdp.plugins.tuning.tuning import choice_of, options_of
 
         root = root_of(_state(self))
-        return replace(schedule_of(root), options=options_of(root), choice=choice_of(root))
+        return TunedSchedule(schedule_of(root).steps, options_of(root), choice_of(root))
 
     def calibrate(self, steps: int = 2) -> None:
         """Measure the costs of collectives, and of computation in the next training steps, and choose by them.

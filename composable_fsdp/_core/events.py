@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from html import escape
 from types import FrameType
@@ -365,9 +365,6 @@ class Schedule:
     """
 
     steps: tuple[Step, ...]
-    options: Any = field(default=None, compare=False, repr=False)
-    choice: Any = field(default=None, compare=False, repr=False)
-    """The ``ScheduleOptions`` that are set, and the ``Choice`` by costs, both of ``plugins.tuning``, or ``None``."""
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)

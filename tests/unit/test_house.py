@@ -16,9 +16,9 @@ HOOKS = "_core/hooks.py"
 
 MOST_LINES = {
     ".": 737,
-    "_api": 2732,
+    "_api": 2733,
     "_consistency": 2135,
-    "_core": 10388,
+    "_core": 10385,
     "checkpoint": 4659,
     "cli": 901,
     "codecs": 931,
@@ -27,16 +27,16 @@ MOST_LINES = {
     "interop": 108,
     "optim": 2911,
     "plan": 950,
-    "plugins": 9961,
+    "plugins": 9975,
     "testing": 743,
     "wrap": 595,
 }
 """The lines of each folder."""
 
-MOST_CODE = 22232
+MOST_CODE = 22234
 """The lines of the package with a statement that is no import."""
 
-MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10534
+MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10531
 """The files and lines that importing the hooks reads."""
 
 MOST_FIELDS = {

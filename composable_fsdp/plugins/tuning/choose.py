@@ -8,11 +8,12 @@ from functools import cache
 from html import escape
 from typing import Any
 
+from composable_fsdp._core.events import Schedule
 from composable_fsdp._core.schedule import ScheduleSettings
 from composable_fsdp.plugins.tuning.costs import Costs
 from composable_fsdp.plugins.tuning.simulate import Timeline
 
-__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "ScheduleOptions", "choose"]
+__all__ = ["DEFAULT_SETTINGS", "EXTRA_BYTES", "Choice", "ScheduleOptions", "TunedSchedule", "choose"]
 
 
 DEFAULT_SETTINGS = ScheduleSettings()
@@ -96,6 +97,19 @@ class Choice:
                 f"{'costs':<16} {self.source}",
             ]
         )
+
+
+@dataclass(frozen=True, eq=False)
+class TunedSchedule(Schedule):
+    """A schedule with what its root was told. Two are equal if their steps are.
+
+    Args:
+        options: those that were set.
+        choice: the last one by costs, if any.
+    """
+
+    options: ScheduleOptions
+    choice: Choice | None
 
 
 def choose(
