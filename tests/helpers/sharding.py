@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
 
 from composable_fsdp import FSDPModule
-from tests._internals import Bucket, InPlaceBucket, state_of
+from tests._internals import Bucket, InPlaceBucket, _default_meshes, state_of
+from tests.helpers.mesh_caches import forget_meshes
 from tests.helpers.models import Task
 
 __all__ = [
@@ -44,6 +45,8 @@ def single_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _default_meshes.clear()  # they and the caches keep the group, whose threads would wake to the end of the suite
+        forget_meshes()
 
 
 def sharded(module: nn.Module) -> FSDPModule:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests._internals import known_watchdog
+from tests.helpers.mesh_caches import forget_meshes
 
 __all__ = ["reset"]
 
@@ -39,7 +40,7 @@ def reset(number: int, path: Sequence[str], directory: str) -> None:
     for group in made:
         dist.destroy_process_group(group)
     if made:
-        _forget_meshes()
+        forget_meshes()
     watchdog = known_watchdog()
     if watchdog is not None:
         watchdog.go_on()  # other ranks would give the failure of an earlier call as the reason of a process' end
@@ -65,17 +66,3 @@ def _separate_store(number: int) -> None:
     if not _stores:
         _stores.append(store)
     groups[world] = (backend, dist.PrefixStore(f"call {number}", _stores[0]))
-
-
-def _forget_meshes() -> None:
-    """Clear DTensor caches: they are keyed by *equal* meshes, and would return earlier meshes with destroyed groups.
-
-    They also keep the threads of these groups alive: three for each, of which gloo's wakes 100 times per second.
-    """
-    from torch.distributed.tensor import _collective_utils, _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
