@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from composable_fsdp._core.gather import (
         AllGatherBuffers,
         Bucket,
+        CachedGather,
         CachedLaunch,
         CachedPart,
         GatherCache,

@@ -30,7 +30,7 @@ from tests._internals import START_TIMEOUT, VARIABLES, Outcome, RankProcess, ask
 from tests.helpers.worker_pool.reset import reset
 from tests.helpers.worker_pool.template import Template
 
-__all__ = ["run_ranks", "shutdown"]
+__all__ = ["kill_ranks", "run_ranks", "shutdown"]
 
 T = TypeVar("T")
 
@@ -84,11 +84,17 @@ def run_ranks(
     return results_of(function, outcomes, lost)
 
 
-def shutdown() -> None:
-    """End all processes, as the interpreter's exit does. The next :func:`run_ranks` starts new ones."""
+def kill_ranks() -> None:
+    """End the ranks, but not the processes from which they are forked. The next :func:`run_ranks` forks new ranks."""
     with _lock:
         while _pools:
             _pools.popitem()[1].kill()
+
+
+def shutdown() -> None:
+    """End all processes, as the interpreter's exit does. The next :func:`run_ranks` starts new ones."""
+    with _lock:
+        kill_ranks()
         while _templates:
             _templates.popitem()[1].end()
 

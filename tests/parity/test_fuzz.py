@@ -10,6 +10,9 @@ hypothesis found. ``run_alone(...)`` runs it again.
 
 All programs are drawn first and run in batches, since a call of ``run_ranks`` takes as long as a program. If a program
 fails, hypothesis draws the same programs again, uses the known results, and shrinks the failing program.
+
+CI leaves out the longest of the programs that it draws, but none whose features fewer than ``FLOOR`` others have.
+Longer runs train all of them.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from composable_fsdp.testing import RanksError
 from tests._internals import (
     Bucket,
     BucketReduceScatter,
+    CachedGather,
     EncodedReduce,
     ModelParallel,
     OptimizerSteps,
@@ -43,9 +47,9 @@ from tests._internals import (
 )
 from tests.helpers.fuzz.draw import programs
 from tests.helpers.fuzz.features import FEATURES, features
-from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, Step
+from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, Step, module_calls
 from tests.helpers.fuzz.reference import differences
-from tests.helpers.run_ranks import run_ranks, shutdown
+from tests.helpers.run_ranks import kill_ranks, run_ranks
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 DRAW_SIZE = 1000
@@ -65,7 +69,13 @@ use the process groups of the other thread's mesh.
 """
 
 IN_CI = {2: 260, 4: 20}
-"""The number of programs by number of ranks. Longer runs use the same proportions."""
+"""The number of drawn programs by number of ranks. Longer runs use the same proportions."""
+
+LONG = 300
+"""The number of module calls from which on CI may leave a program out."""
+
+FLOOR = 5
+"""The number of programs in CI that have each feature, at least."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,18 @@ def beside(program: Program, second: Program) -> Program:
 
 
 drawn = lru_cache(DrawnPrograms.programs)
+
+
+@lru_cache
+def in_ci(world_size: int) -> list[Program]:
+    """Return the programs that CI trains, the shortest ones first."""
+    found = sorted(drawn(DrawnPrograms(IN_CI[world_size], world_size)), key=module_calls)
+    used = Counter(name for program in found for name in features(program))
+    for program in reversed([program for program in found if module_calls(program) > LONG]):
+        if all(used[name] > FLOOR for name in features(program)):
+            found.remove(program)
+            used.subtract(features(program))
+    return found
 
 
 def run_alone(program: Program, timeout: float = 20.0) -> str:
@@ -202,8 +224,8 @@ def test_programs_train_like_the_unsharded_model(world_size: int, capsys: pytest
 
     begin, number, used, failed = time.monotonic(), 0, Counter[str](), list[tuple[DrawnPrograms, dict[Program, str]]]()
     for draw in requested_draws(world_size):
-        found = drawn(draw)
-        assert len(found) == draw.size
+        found = in_ci(world_size) if draw.seed is None else drawn(draw)
+        assert len(drawn(draw)) == draw.size
         if bad := failures(found):
             failed.append((draw, bad))
         if draw.seed is not None:
@@ -222,8 +244,8 @@ def test_programs_train_like_the_unsharded_model(world_size: int, capsys: pytest
 
 
 def test_the_programs_of_ci_make_use_of_every_feature() -> None:
-    used = Counter(name for program in drawn(DrawnPrograms(IN_CI[2], 2)) for name in features(program))
-    assert {name: used[name] for name in FEATURES if used[name] < 5} == {}
+    used = Counter(name for program in in_ci(2) for name in features(program))
+    assert {name: used[name] for name in FEATURES if used[name] < FLOOR} == {}
 
 
 def _reentrant(times: int, *before: Leaf, reshard: bool | None = None) -> Program:
@@ -304,6 +326,11 @@ def leave_out_a_rank(self: Bucket, *args: object) -> object:
     return gather
 
 
+def leave_out_a_cached_rank(self: CachedGather, *args: object) -> object:
+    sent = ORIGINALS["pack"](self, *args)
+    return torch.zeros_like(sent) if self.communicator.rank else sent
+
+
 def divide_replicated_gradients(self: ModelParallel, *args: object) -> object:
     gradient, _ = args
     assert isinstance(gradient, DTensor)
@@ -323,7 +350,8 @@ BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
     "end_backward": (Root, forget_kept_groups, "keep always", SOCKETS),
     "hold": (ParamGroupGradients, forget_held_gradients, "hold all", SOCKETS),
     "commit": (EncodedReduce, forget_residuals, "error feedback", SOCKETS),
-    "prepare_gather": (Bucket, leave_out_a_rank, "backward all", SOCKETS),
+    "prepare_gather": (Bucket, leave_out_a_rank, "Shard(d), d > 0", SOCKETS),
+    "pack": (CachedGather, leave_out_a_cached_rank, "backward all", SOCKETS),
     "local_gradient": (ModelParallel, divide_replicated_gradients, "dp_mesh_dims, gradients replicated", SOCKETS),
     "__init__": (OptimizerSteps, count_steps_of_all_threads, "two threads", IN_COMMON),
 }
@@ -344,9 +372,9 @@ def differences_when_broken(name: str, some: Sequence[Program]) -> dict[int, str
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_a_broken_library_is_noticed(name: str) -> None:
     _, _, feature, transport = BREAKAGES[name]
-    fit = [program for program in drawn(DrawnPrograms(IN_CI[2], 2)) if feature in features(program)]
+    fit = [program for program in in_ci(2) if feature in features(program)]
     some = (fit[start : start + 5] for start in range(0, len(fit), 5))
     try:
         assert any(any(run_ranks(differences_when_broken, 2, name, each, environment=transport)) for each in some)
     finally:
-        shutdown()  # the ranks may have diverged and must not be reused by another test
+        kill_ranks()  # they may have diverged and must not be reused by another test

@@ -43,6 +43,7 @@ __all__ = [
     "borrowed",
     "completed",
     "groups",
+    "module_calls",
     "node_infos",
 ]
 
@@ -328,6 +329,31 @@ def node_infos(tree: Node) -> list[NodeInfo]:
         complete.append(path)
 
     return list(walk(tree, (), None))
+
+
+def module_calls(program: Program) -> int:
+    """Estimate how many modules a training calls, which is most of its time. Backwards count like forwards."""
+
+    def called(node: Node) -> int:
+        if not isinstance(node, Block):
+            return 1
+        children = [called(child) for child in node.children]
+        match node.kind:
+            case "fork":
+                return 1 + children[0] + children[-1]
+            case "repeat":
+                return 1 + node.times * sum(children)
+            case "recursive":
+                return 1 + node.times * (children[0] + children[-1])
+            case "checkpoint" | "reentrant checkpoint":
+                return 1 + 2 * sum(children)
+            case _:
+                return 1 + sum(children)
+
+    passes = sum(2 * len(step.backwards) + len(step.evaluate) + step.abandoned for step in program.steps)
+    trainings = 1 if program == program.undisturbed else 2
+    second = 0 if program.beside is None else module_calls(program.beside)
+    return trainings * passes * called(program.tree) + second
 
 
 def groups(tree: Node) -> dict[tuple[int, ...], ShardCall]:
