@@ -2,18 +2,21 @@
 
     python -m tests.helpers.kill_offloaded FOLDER KILLS SEED
 
-A run saves a checkpoint after each step. It is forked from this process, which has imported everything. Each run must
-resume with the bits of a run that was never killed, and no file may be left in the folder of the state.
+A run saves a checkpoint after each step, until the alarm of its timer kills it in a step. It is forked from this
+process, which has imported everything. Each run must resume with the bits of a run that was never killed, and no file
+may be left in the folder of the state.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +29,7 @@ from composable_fsdp.checkpoint import load, save
 from tests.helpers.sharding import full_value
 
 STEPS_AHEAD = 2
-"""The steps that a run finishes before it may be killed."""
+"""The most steps that a run finishes before it may be killed. It finishes one at least."""
 
 
 def build() -> tuple[nn.Module, torch.optim.AdamW]:
@@ -51,70 +54,81 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Ten
     return found
 
 
-def resumed(folder: Path) -> tuple[nn.Module, torch.optim.AdamW, int]:
+def resumed(folder: Path, finished: int, expected: Sequence[torch.Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Resume from the checkpoint after ``finished`` steps, if there are any, and check the ``expected`` values."""
     model, optimizer = build()
     offload_optimizer(optimizer, folder / "state", bucket_bytes=1 << 16)
-    step = load(folder / "run", model, optimizer)["step"] if (folder / "run").exists() else 0
-    return model, optimizer, step
+    if finished:
+        step = load(folder / "run", model, optimizer)["step"]
+        assert step == finished, f"resumed after step {step}, not {finished}"
+        for found, value in zip(values(model, optimizer), expected, strict=True):
+            assert torch.equal(found, value), f"other bits after step {step}"
+    return model, optimizer
 
 
-def run(folder: Path, round_: int) -> None:
-    """Step and save until killed. Write down when a step begins and when it ends."""
-    model, optimizer, step = resumed(folder)
-    with (folder / f"steps-{round_}").open("a", buffering=1) as steps:
+def run(folder: Path, step: int, expected: Sequence[torch.Tensor], chance: random.Random) -> None:
+    """Resume after ``step`` steps, then step and save until killed in a step.
+
+    The alarm kills the process as ``SIGKILL`` does: no code of the process runs any more. It comes at a random moment
+    within the time that the step before took. If the step was faster, the next one has an alarm too.
+    """
+    model, optimizer = resumed(folder, step, expected)
+    unharmed, seconds = step + chance.randint(1, STEPS_AHEAD), 0.0
+    with (folder / "steps").open("a", buffering=1) as steps:
         while True:
             steps.write("begin\n")
+            begin = time.monotonic()
+            if step >= unharmed:
+                signal.setitimer(signal.ITIMER_REAL, max(chance.uniform(0, seconds), 1e-6))
             step_once(model, optimizer, step)
-            step += 1
             steps.write("end\n")
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            seconds = time.monotonic() - begin
+            step += 1
             save(folder / "run", model, optimizer, {"step": step}, step=step, keep_last=2)
             steps.write("saved\n")
 
 
-def kill_in_a_step(folder: Path, round_: int, chance: random.Random) -> bool:
-    """Kill a run at a random moment, after some steps. Return whether it was in a step."""
+def run_until_killed(folder: Path, step: int, expected: Sequence[torch.Tensor], seed: float) -> tuple[int, bool]:
+    """Run in a forked process. Return the number of steps with a checkpoint, and whether the alarm came in a step."""
     child = os.fork()
     if not child:
         try:
-            run(folder, round_)
+            run(folder, step, expected, random.Random(seed))
         except BaseException:
             traceback.print_exc()
         os._exit(1)
-    file, begin = folder / f"steps-{round_}", time.monotonic()
-    wanted = chance.randint(STEPS_AHEAD, 2 * STEPS_AHEAD)
-    delay = chance.uniform(0, 0.01)
-    while True:
-        lines = file.read_text().split() if file.exists() else []
-        if lines.count("saved") >= wanted and lines[-1] == "begin":
-            break
-        assert time.monotonic() < begin + 60, "no step within a minute"
-    time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return file.read_text().split()[-1] == "begin"
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == -signal.SIGALRM, f"a run that resumed after step {step} ended with exit code {code}"
+    lines = (folder / "steps").read_text().split()
+    return lines.count("saved"), lines[-1] == "begin"
 
 
 def main() -> None:
     folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     warm, optimizer = build()
     step_once(warm, offload_optimizer(optimizer, folder / "warm"), 0)
     save(folder / "warm-run", warm, optimizer)
+    load(folder / "warm-run", warm, optimizer)
     reference, plain = build()
+    gc.collect()
+    gc.freeze()  # a collection in a run would copy the pages of this process
     done, in_steps, tries, chance = 0, 0, 0, random.Random(seed)
+    expected: list[torch.Tensor] = []
     while in_steps < kills:
         assert tries < 10 * kills, f"only {in_steps} of {tries} kills were in a step"
-        in_steps += kill_in_a_step(folder, tries, chance)
+        saved, was_in_step = run_until_killed(folder, done, expected, chance.random())
+        in_steps += was_in_step
         tries += 1
         assert os.listdir(folder / "state") == [], "files are left"
-        model, optimizer, step = resumed(folder)
-        while done < step:
-            step_once(reference, plain, done)
-            done += 1
-        for found, expected in zip(values(model, optimizer), values(reference, plain), strict=True):
-            assert torch.equal(found, expected), f"after kill {tries}, step {step}"
-        del model, optimizer
+        assert saved > done, "the run has saved nothing"
+        for step in range(done, saved):
+            step_once(reference, plain, step)
+        done, expected = saved, values(reference, plain)
+    resumed(folder, done, expected)
     print(f"{kills} kills wanted, {in_steps} in a step")  # noqa: T201
 
 
