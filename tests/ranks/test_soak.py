@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.fresh_process import run_module
 
 SEED = "253"
-"""Its faults are a kill, stalls within and beyond patience, and exceptions on one and on all ranks. No stall is long."""
+"""Faults: a kill, short stalls, one beyond patience, exceptions on one and on all ranks."""
 
 
 @pytest.mark.behaviour("H-01", "H-03", "H-05", "F-12")
