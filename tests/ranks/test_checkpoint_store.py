@@ -285,6 +285,9 @@ class Noisy(nn.Module):
 
 
 NOISY = Task(seeded(Noisy), vectors(5, 3), squared_error)
+NEW_PROCESSES: Environment = {"COMPOSABLE_FSDP_SHARED_MEMORY": "1"}
+"""The transport is the default, but ``run_ranks`` has other processes for it."""
+
 FEEDBACK = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int8()), min_numel=1)
 
 
@@ -343,7 +346,7 @@ def left_out(folder: Path) -> str:
 @pytest.mark.behaviour("F-07", "F-09")
 def test_training_resumes_bitwise_in_new_processes(tmp_path: Path) -> None:
     run_ranks(first_half, 2, tmp_path)
-    run_ranks(second_half, 2, tmp_path, environment={"PROCESSES": "new"})
+    run_ranks(second_half, 2, tmp_path, environment=NEW_PROCESSES)
     warnings = run_ranks(left_out, 4, tmp_path)
     assert "the state of codecs with error feedback is not loaded: it was saved on another number" in warnings[0]
     assert warnings[1:] == ["", "", ""]
