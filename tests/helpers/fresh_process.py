@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -160,16 +161,19 @@ def serve() -> str:
 def _exit_codes(children: Sequence[int], seconds: float, waits: bool) -> list[int]:
     """Wait for ``children``, and kill those that run when one has failed, unless ``waits``, or after ``seconds``."""
     codes: dict[int, int] = {}
-    end = time.monotonic() + seconds
-    while len(codes) < len(children):
-        for running in set(children) - codes.keys():
-            ended, status = os.waitpid(running, os.WNOHANG)
-            if ended:
-                codes[ended] = os.waitstatus_to_exitcode(status)
-        if (any(codes.values()) and not waits) or time.monotonic() > end:
-            for running in set(children) - codes.keys():
-                os.kill(running, signal.SIGKILL)
-        time.sleep(0.005)
+    end: float | None = time.monotonic() + seconds
+    running = {os.pidfd_open(child): child for child in children}  # readable once the child has ended
+    while running:
+        left = None if end is None else max(0.0, end - time.monotonic())
+        ended = select.select(list(running), [], [], left)[0]
+        for descriptor in ended:
+            child = running.pop(descriptor)
+            os.close(descriptor)
+            codes[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if not ended or (any(codes.values()) and not waits):
+            for descriptor in running:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            end = None
     return [codes[child] for child in children]
 
 
