@@ -13,6 +13,7 @@ import atexit
 import itertools
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,7 @@ def run_ranks(
         finally:
             if pool is not None and outcomes and _all_returned(outcomes) and not lost:
                 _pools[key] = pool
+                pool.pause()
                 while len(_pools) > MOST_POOLS:
                     _pools.pop(next(iter(_pools))).kill()
             elif pool is not None:
@@ -106,8 +108,8 @@ def _all_returned(outcomes: Collection[Outcome]) -> bool:
 class RankPool:
     """``size`` processes that have ``environment`` in addition to their parent's. Final.
 
-    Between calls every process waits for the next one. If one fails, the caller must ``kill`` the pool: a failed
-    collective leaves ranks out of step.
+    The caller may ``pause`` it until the next call, which begins with ``reset``. If a process fails, the caller must
+    ``kill`` the pool: a failed collective leaves ranks out of step.
     """
 
     def __init__(self, size: int, environment: Mapping[str, str]) -> None:
@@ -131,8 +133,22 @@ class RankPool:
 
     def reset(self) -> list[Outcome]:
         """Make all processes alike, with the caller's modules and directory. The first call waits for their start."""
+        self._signal(signal.SIGCONT)
         args = next(self._calls), sys.path, os.getcwd()
         return ask(self.ranks, pickle.dumps((reset, args, {}, [])), START_TIMEOUT)
+
+    def pause(self) -> None:
+        """Stop all processes. Threads of gloo, watchdogs and stores wake all the time otherwise: 3 ms per second each.
+
+        If the caller is killed, their template ends, and the system ends them: it hangs up and continues stopped
+        processes whose parent ends.
+        """
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            if rank.process.returncode is None:  # not collected, so the id is its own even if it has ended
+                os.kill(rank.process.pid, number)
 
     def kill(self) -> None:
         """Kill all processes and their children, and wait until they have ended."""

@@ -1,6 +1,7 @@
 """Test the public ``run_ranks``: results, the surroundings of a function, and errors for every kind of failure.
 
-Each call starts processes, which takes seconds. tests/ranks/test_worker_pool.py tests the one that all other tests use.
+Each call starts processes, which takes seconds. So failures that the same code reports for the ``run_ranks`` of the
+tests are tested with that one. tests/ranks/test_worker_pool.py tests what only that one does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
@@ -23,8 +25,8 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing import RanksError, run_ranks
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers import run_ranks as pool
+from tests.helpers.fresh_process import Program
 
 # Functions that run on the ranks
 
@@ -52,6 +54,7 @@ def surroundings(*args: object, **kwargs: object) -> tuple[object, ...]:
         os.environ["GLOO_SOCKET_IFNAME"],
         os.environ.get("ADDED"),
         warning(),
+        os.getpid(),
     )
 
 
@@ -121,9 +124,17 @@ def exists(pid: int) -> bool:
     return True
 
 
+def state(pid: int) -> str:
+    """Return the letter that ``ps`` shows, such as ``"T"`` for a stopped process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def runs(pid: int) -> bool:
     """Return whether the process runs. A zombie does not: init removes orphaned ones."""
-    return exists(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return state(pid) != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -133,9 +144,9 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return condition()
 
 
-def failure_of(function: Callable[..., object], world_size: int, *args: object, **options: object) -> RanksError:
+def failure_of(call: Callable[..., object], *args: object, **options: object) -> RanksError:
     with pytest.raises(RanksError) as error:
-        run_ranks(function, world_size, *args, **options)  # type: ignore[arg-type]  # options may be the timeout
+        call(*args, **options)
     return error.value
 
 
@@ -143,34 +154,28 @@ def failure_of(function: Callable[..., object], world_size: int, *args: object, 
 
 
 def test_results_come_in_rank_order_and_arguments_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from a module that only the caller's ``sys.path`` has, and with its warning filters."""
     torch.manual_seed(0)
     numbers = torch.rand(()).item(), random.Random(0).random(), numpy.random.RandomState(0).random()
-    monkeypatch.chdir(tmp_path)
-    found = run_ranks(surroundings, 2, "a", [1], key="b", environment={"ADDED": "1"})
-    common = ("gloo", 1, numbers, str(tmp_path), "lo", "1", "raised UserWarning('careful')")
-    assert found == [(rank, 1.0, ("a", [1]), {"key": "b"}, *common) for rank in range(2)]
-    assert "ADDED" not in os.environ
-
-
-def test_modules_and_warning_filters_are_those_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "from tests.ranks.test_run_ranks import warning\ndef warn_here():\n    return warning()\n"
+    text = "from tests.ranks.test_run_ranks import surroundings\ndef here(*a, **k):\n    return surroundings(*a, **k)\n"
     (tmp_path / "module_of_this_test.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     module = __import__("module_of_this_test")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "care", UserWarning)
-        assert run_ranks(module.warn_here, 1) == ["passed over"]
-
-
-def test_every_call_starts_processes_and_ends_them() -> None:
-    first, second = run_ranks(pid, 1), run_ranks(pid, 1)
-    assert len({*first, *second, os.getpid()}) == 3
-    assert not any(map(exists, first))
+        *found, ids = zip(*run_ranks(module.here, 2, "a", [1], key="b", environment={"ADDED": "1"}), strict=True)
+    common = ("gloo", 1, numbers, str(tmp_path), "lo", "1", "passed over")
+    expected = [(rank, 1.0, ("a", [1]), {"key": "b"}, *common) for rank in range(2)]
+    assert found == list(zip(*expected, strict=True))
+    assert "ADDED" not in os.environ
+    assert len({*ids, os.getpid()}) == 3
+    assert not any(map(exists, ids))
 
 
 def test_lost_ranks_have_no_result_and_are_not_waited_for() -> None:
     begin = time.monotonic()
-    assert run_ranks(lose_rank_1, 2, lost=[1], timeout=300.0) == [0]
+    assert pool.run_ranks(lose_rank_1, 2, lost=[1], timeout=300.0) == [0]
     assert time.monotonic() - begin < 200
 
 
@@ -179,7 +184,7 @@ def test_lost_ranks_have_no_result_and_are_not_waited_for() -> None:
 
 def test_an_exception_on_one_rank_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     begin = time.monotonic()
-    error = failure_of(ids_in, 2, str(tmp_path), timeout=300.0)
+    error = failure_of(run_ranks, ids_in, 2, str(tmp_path), timeout=300.0)
     assert time.monotonic() - begin < 200
     text = str(error)
     assert text.startswith(f"{__name__}.ids_in failed on rank 1 of 2\n--- rank 0: killed after ")
@@ -194,7 +199,7 @@ def test_an_exception_on_one_rank_does_not_leave_the_others_waiting(tmp_path: Pa
 
 def test_a_timeout_shows_where_every_rank_was_and_ends_what_they_started(tmp_path: Path) -> None:
     child_file = tmp_path / "child"
-    error = failure_of(leave_others_waiting, 2, str(child_file), timeout=3.0)
+    error = failure_of(pool.run_ranks, leave_others_waiting, 2, str(child_file), timeout=3.0)
     assert str(error).startswith(
         f"{__name__}.leave_others_waiting did not return in time on ranks 0-1 of 2\n--- rank 0: "
     )
@@ -206,14 +211,14 @@ def test_a_timeout_shows_where_every_rank_was_and_ends_what_they_started(tmp_pat
 
 def test_a_rank_that_exits_is_reported_with_its_code_and_its_children_end_too(tmp_path: Path) -> None:
     child_file = tmp_path / "child"
-    error = failure_of(exit_on, 2, 1, str(child_file), code=3)
+    error = failure_of(pool.run_ranks, exit_on, 2, 1, str(child_file), code=3)
     assert error.failures[1] == "ended with exit code 3"
     assert "dist.barrier()" in error.failures[0]
     assert eventually(lambda: not runs(int(child_file.read_text())))
 
 
 def test_a_rank_that_crashes_shows_its_stack() -> None:
-    failure = failure_of(crash, 1).failures[0]
+    failure = failure_of(pool.run_ranks, crash, 1).failures[0]
     assert failure.startswith("died of SIGSEGV\nFatal Python error: Segmentation fault")
     assert "in crash" in failure
 
@@ -239,26 +244,24 @@ def test_unpicklable_functions_and_arguments_are_refused_before_the_run(monkeypa
 # Processes after the end of the caller
 
 
-SCRIPT = """
-import sys
-from composable_fsdp.testing import run_ranks
-from tests.ranks.test_run_ranks import leave_others_waiting
-run_ranks(leave_others_waiting, 2, sys.argv[1])
-"""
+@contextmanager
+def caller(folder: Path, how: str) -> Iterator[Program]:
+    """Start ``tests.helpers.caller_of_ranks``, and wait until its rank waits, if it has one. Kill it at the end."""
+    outputs = (folder / "out", folder / "err")
+    program = Program("tests.helpers.caller_of_ranks", how, str(folder), outputs=outputs, environment={})
+    try:
+        assert how == "end" or eventually((folder / "waiting").exists, 100.0), outputs[1].read_text()
+        yield program
+    finally:
+        program.send_signal(signal.SIGKILL)
+        program.wait()
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_their_caller(tmp_path: Path, end: signal.Signals) -> None:
-    child_file = tmp_path / "child"
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), str(child_file)]
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL) as process:
-        try:
-            assert eventually(lambda: child_file.exists() and len(child_file.read_text().split()) == 2, 100.0)
-            ids = [int(word) for word in child_file.read_text().split()]
-            assert all(map(runs, ids))
-            process.send_signal(end)
-            assert process.wait(20) == -end
-        finally:
-            process.kill()
+    with caller(tmp_path, "new") as program:
+        ids = [int(word) for word in (tmp_path / "waiting").read_text().split()]
+        assert all(map(runs, ids))
+        program.send_signal(end)
+        assert program.wait(100.0) == -end
     assert eventually(lambda: not any(map(runs, ids)))

@@ -7,11 +7,7 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy
@@ -25,7 +21,7 @@ from composable_fsdp.testing import RanksError
 from tests._internals import known_watchdog, watchdog
 from tests.helpers import run_ranks as pool
 from tests.helpers.run_ranks import run_ranks, shutdown
-from tests.ranks.test_run_ranks import ROOT, eventually, exists, fail_on, pid, runs, sum_of_ranks, warning
+from tests.ranks.test_run_ranks import caller, eventually, exists, fail_on, pid, runs, state, sum_of_ranks, warning
 
 # Functions that run on the ranks
 
@@ -93,11 +89,6 @@ def kill_rank_1() -> int:
     return os.getpid()
 
 
-def wait_for_caller(folder: str) -> None:
-    Path(folder, "waiting").touch()
-    time.sleep(600)
-
-
 def redistribute_on_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tensor"))
     placements = [Shard(0), Shard(0)]
@@ -157,57 +148,6 @@ def test_a_function_may_destroy_the_default_group() -> None:
     assert not any(map(exists, pids))
 
 
-def test_a_worker_that_was_killed_between_calls_is_replaced_and_shutdown_ends_it() -> None:
-    (before,) = run_ranks(pid, 1)
-    descriptor = os.pidfd_open(before)
-    os.kill(before, signal.SIGKILL)
-    assert select.select([descriptor], [], [], 20.0)[0]  # all of its threads have ended
-    os.close(descriptor)
-    (after,) = run_ranks(pid, 1)
-    assert not exists(before)
-    shutdown()
-    assert not exists(after)
-
-
-def test_processes_are_forked_from_two_for_each_environment() -> None:
-    parents = run_ranks(parent_pid, 3)
-    assert parents[0] == parents[2] != parents[1]
-    assert os.getpid() not in parents
-    run_ranks(destroy_default_group, 3)  # the next call starts processes
-    assert run_ranks(parent_pid, 3) == parents
-    assert run_ranks(variable, 1, "FORKED", environment={"FORKED": "1"}) == ["1"]
-    assert run_ranks(parent_pid, 1, environment={"FORKED": "1"}) != parents[:1]
-    ours = "COMPOSABLE_FSDP_OF_THIS_TEST"  # read late: from the same processes
-    assert run_ranks(variable, 1, ours, environment={ours: "1"}) == ["1"]
-    assert run_ranks(parent_pid, 1, environment={ours: "1"}) == parents[:1]
-    assert run_ranks(variable, 1, "FORKED") == [None]
-    for parent in set(parents):
-        assert len(os.listdir(f"/proc/{parent}/task")) == 1  # a fork copies only one thread
-    shutdown()
-    assert not any(map(exists, parents))
-
-
-def test_adjacent_ranks_hash_text_differently() -> None:
-    first, second = run_ranks(hash_of_text, 2)
-    assert first != second
-
-
-def test_an_interrupt_while_processes_start_does_not_affect_later_calls() -> None:
-    def interrupt(number: int, frame: object) -> None:
-        raise RuntimeError("stopped by the test")
-
-    shutdown()
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)  # the import takes longer than this
-        with pytest.raises(RuntimeError, match="stopped by the test"):
-            run_ranks(pid, 2)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert len(set(run_ranks(pid, 2))) == 2
-
-
 def test_later_processes_get_the_environment_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(destroy_default_group, 1)
     monkeypatch.setenv("SET_LATER", "2")
@@ -219,6 +159,17 @@ def test_process_groups_of_earlier_functions_leave_no_threads() -> None:
     before = run_ranks(count_threads, 2)
     run_ranks(redistribute_on_a_mesh, 2)
     assert run_ranks(count_threads, 2) == before
+
+
+def test_processes_are_stopped_between_calls() -> None:
+    ids = run_ranks(pid, 2)
+    assert eventually(lambda: all(state(each) == "T" for each in ids))
+    assert run_ranks(pid, 2) == ids
+
+
+def test_adjacent_ranks_hash_text_differently() -> None:
+    first, second = run_ranks(hash_of_text, 2)
+    assert first != second
 
 
 # Failures
@@ -240,6 +191,55 @@ def test_processes_are_replaced_after_a_call_with_lost_ranks() -> None:
     assert len(set(run_ranks(pid, 2))) == 2
 
 
+# Templates. Each takes seconds to start, so every test begins as the one before has ended.
+
+
+def test_a_worker_that_was_killed_between_calls_is_replaced_and_shutdown_ends_it() -> None:
+    (before,) = run_ranks(pid, 1)
+    descriptor = os.pidfd_open(before)
+    os.kill(before, signal.SIGKILL)
+    assert select.select([descriptor], [], [], 20.0)[0]  # all of its threads have ended
+    os.close(descriptor)
+    (after,) = run_ranks(pid, 1)
+    assert not exists(before)
+    shutdown()
+    assert not exists(after)
+
+
+def test_an_interrupt_while_processes_start_does_not_affect_later_calls() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise RuntimeError("stopped by the test")
+
+    shutdown()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)  # the import takes longer than this
+        with pytest.raises(RuntimeError, match="stopped by the test"):
+            run_ranks(pid, 2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(set(run_ranks(pid, 2))) == 2
+
+
+def test_processes_are_forked_from_two_for_each_environment() -> None:
+    parents = run_ranks(parent_pid, 3)
+    assert parents[0] == parents[2] != parents[1]
+    assert os.getpid() not in parents
+    run_ranks(destroy_default_group, 3)  # the next call starts processes
+    assert run_ranks(parent_pid, 3) == parents
+    assert run_ranks(variable, 1, "FORKED", environment={"FORKED": "1"}) == ["1"]
+    assert run_ranks(parent_pid, 1, environment={"FORKED": "1"}) != parents[:1]
+    ours = "COMPOSABLE_FSDP_OF_THIS_TEST"  # read late: from the same processes
+    assert run_ranks(variable, 1, ours, environment={ours: "1"}) == ["1"]
+    assert run_ranks(parent_pid, 1, environment={ours: "1"}) == parents[:1]
+    assert run_ranks(variable, 1, "FORKED") == [None]
+    for parent in set(parents):
+        assert len(os.listdir(f"/proc/{parent}/task")) == 1  # a fork copies only one thread
+    shutdown()
+    assert not any(map(exists, parents))
+
+
 def test_processes_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     shutdown()
     monkeypatch.setattr(pool, "BOOT", "raise SystemExit(7)")
@@ -253,53 +253,21 @@ def test_processes_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatc
 # Processes after the end of the caller
 
 
-SCRIPT = """
-import sys
-from tests.helpers.run_ranks import run_ranks
-from tests.ranks.test_run_ranks import pid
-from tests.ranks.test_worker_pool import wait_for_caller
-print(*run_ranks(pid, 2), flush=True)
-if sys.argv[1:]:
-    run_ranks(wait_for_caller, 2, sys.argv[1])
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*args: str) -> subprocess.Popen[str]:
-        (tmp_path / "script.py").write_text(SCRIPT)
-        command = [sys.executable, str(tmp_path / "script.py"), *args]
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=pipe, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        with process:
-            process.kill()
-
-
-def test_the_end_of_the_interpreter_ends_the_processes(script: Callable[..., subprocess.Popen[str]]) -> None:
-    process = script()
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(pids) == 2
-    assert process.wait(20) == 0
-    assert not any(map(runs, pids))
+def test_the_end_of_the_interpreter_ends_the_processes(tmp_path: Path) -> None:
+    with caller(tmp_path, "end") as program:
+        assert program.wait() == 0, (tmp_path / "err").read_text()
+        ids = [int(word) for word in (tmp_path / "stopped").read_text().split()]
+        assert len(ids) == 2
+        assert not any(map(runs, ids))
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_processes_end_with_their_caller(
-    script: Callable[..., subprocess.Popen[str]], tmp_path: Path, end: signal.Signals
-) -> None:
-    process = script(str(tmp_path))
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(pids) == 2
-    assert eventually((tmp_path / "waiting").exists)
-    assert all(map(runs, pids))
-    process.send_signal(end)
-    assert process.wait(20) == -end
-    assert eventually(lambda: not any(map(runs, pids)))
+def test_processes_end_with_their_caller(tmp_path: Path, end: signal.Signals) -> None:
+    """Both those that run and those that are stopped."""
+    with caller(tmp_path, "kept") as program:
+        ids = [int(word) for name in ("stopped", "waiting") for word in (tmp_path / name).read_text().split()]
+        assert len(ids) == 4
+        assert all(map(runs, ids))
+        program.send_signal(end)
+        assert program.wait(100.0) == -end
+    assert eventually(lambda: not any(map(runs, ids)))
