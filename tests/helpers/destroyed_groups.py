@@ -1,4 +1,4 @@
-"""Programs that destroy the default process group while work is in flight, and end. Run it under torchrun."""
+"""Programs that destroy the default process group while work is in flight, and end. Run it as torchrun does."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
@@ -70,9 +71,16 @@ class Program:
 
 
 def run_script_on_ranks(
-    script: str | Path, *arguments: str, ranks: int = 2, timeout: float = 200.0, fails: bool = False
+    script: str | Path,
+    *arguments: str,
+    ranks: int = 2,
+    timeout: float = 200.0,
+    fails: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Run a script on ``ranks`` processes with the variables of torchrun, and return their stdout and stderr.
+
+    ``environment`` has variables in addition to these, and to those of this process when it first ran a program.
 
     It saves the launcher, and the import of torch in each process, which take most of the time of a short example. The
     exit codes must be 0. If one is not, or after ``timeout`` seconds, the other processes are killed. With ``fails``,
@@ -87,6 +95,7 @@ def run_script_on_ranks(
     job: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     job |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "none"}
+    job |= environment
     environments = [
         {name: str(value) for name, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()} for rank in range(ranks)
     ]

@@ -9,19 +9,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.helpers.destroyed_groups import PROGRAMS, build
-from tests.helpers.torchrun import finished
+from tests.helpers.fresh_process import run_script_on_ranks
 from tests.simulation import simulated_accelerator
 from tests.simulation.nccl import VARIANTS, stands_in
 
 
 @pytest.mark.parametrize("transport", ["0", "copy", ""], ids=["sockets", "copies", "in common"])
-def test_programs_end_well_that_destroy_their_process_group_with_work_in_flight(
-    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if transport:
-        monkeypatch.setenv("COMPOSABLE_FSDP_SHARED_MEMORY", transport)
-    ended = finished("tests/helpers/destroyed_groups.py", str(tmp_path))
-    assert (ended.returncode, ended.stdout) == (0, "came to the end\n" * 2)
+def test_programs_end_well_that_destroy_their_process_group_with_work_in_flight(transport: str, tmp_path: Path) -> None:
+    environment = {"COMPOSABLE_FSDP_SHARED_MEMORY": transport} if transport else {}
+    said = run_script_on_ranks("tests/helpers/destroyed_groups.py", str(tmp_path), environment=environment)
+    assert said == "came to the end\n" * 2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
