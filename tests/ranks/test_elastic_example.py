@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.forked_python import forked_python
 from tests.helpers.torchrun import ROOT, torchrun
 
 SMALL = ("--layers", "1", "--dim", "64", "--heads", "2", "--hidden", "96", "--batch", "2", "--seq", "32")
@@ -20,8 +21,9 @@ STEPS, SAVE_EVERY, KILL_EVERY, KILLS = 14, 3, 4, 2
 def test_a_run_with_killed_ranks_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     restarts = ("--max-restarts", str(KILLS), "--monitor-interval", "0.1")
     often = ("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--kill-every", str(KILL_EVERY))
-    flags = (*SMALL, *often, "--validation-batches", "1", "--out", str(tmp_path))
-    said = torchrun("examples/elastic_text.py", *flags, launcher=restarts)
+    flags = (*SMALL, *often, "--validation-batches", "1", "--out", str(tmp_path / "out"))
+    with forked_python(tmp_path) as environment:
+        said = torchrun("examples/elastic_text.py", *flags, launcher=restarts, environment=environment)
     begun = [int(step) for step in re.findall(r"attempt \d begins after step (\d+)", said)]
     assert len(begun) == KILLS + 1
     assert all(step % SAVE_EVERY == 0 for step in begun)

@@ -7,13 +7,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.forked_python import forked_python
 from tests.helpers.torchrun import ROOT
 
 NETWORK = "10.88.9"
@@ -63,28 +63,30 @@ def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
 def test_two_hosts_continue_from_a_checkpoint_after_a_rank_has_raised(hosts: list[list[str]], tmp_path: Path) -> None:
     steps = ["--steps", "8", "--save-every", "3", "--fail-at", "4", "--fail-rank", "3"]
     command = ["examples/launch/torchrun.sh", "examples/launch/train.py", "--out", str(tmp_path / "saved"), *steps]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    settings = {"DOCTOR": "no", "HEAD": "host1", "OMP_NUM_THREADS": "1", "PATH": programs, "PYTHONPATH": paths}
-    processes = [
-        subprocess.Popen(
-            [*enter, *command],
-            cwd=ROOT,
-            env={**os.environ, **settings},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for enter in hosts
-    ]
-    try:
-        first, second = (process.communicate(timeout=100)[0] for process in processes)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+    settings = {"DOCTOR": "no", "HEAD": "host1", "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        processes = []
+        for number, enter in enumerate(hosts, 1):
+            (folder := tmp_path / f"host{number}").mkdir()
+            python = stack.enter_context(forked_python(folder, enter))
+            processes.append(
+                subprocess.Popen(
+                    [*enter, *command],
+                    cwd=ROOT,
+                    env={**os.environ, **settings, **python},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+        try:
+            first, second = (process.communicate(timeout=100)[0] for process in processes)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.communicate()
     assert [process.returncode for process in processes] == [0, 0], first + second
     assert "4 ranks begin after step 0\n" in first
     assert re.search(r"failed \(exitcode: 1\) local_rank: 1 ", second), second  # rank 3, which raised
