@@ -185,19 +185,19 @@ def check_step(what: str, model: nn.Module, reference: nn.Module, out: torch.Ten
 
 
 def compute_with_given_values(groups: str, reshard: bool) -> None:
+    """Make each call before the model has run, between its steps, and between a forward and its backward."""
     x, own = inputs_of(9), inputs_of(dist.get_rank())
-    for call, when in product(CALLS, WHENS):
-        what = f"{call.__name__}, {when}"
+    for call in CALLS:
         model, reference = shard(new_model(), groups=groups, reshard=reshard), new_model()
-        if when == "between steps":
-            check_step(what, model, reference, model(x), x)
-        out = model(x) if when == "between forward and backward" else None
-        for _ in range(2):
-            given = call(model, own)
-            torch.testing.assert_close(given, call(reference, own), msg=lambda text, w=what: f"{w}: {text}")  # type: ignore[misc]
-        assert all(parameter.grad is None for parameter in model.parameters()), what
-        check_step(what, model, reference, model(x) if out is None else out, x)
-        check_step(what, model, reference, model(x), x)
+        for when in WHENS:
+            what = f"{call.__name__}, {when}"
+            out = model(x) if when == "between forward and backward" else None
+            for _ in range(2):
+                given = call(model, own)
+                torch.testing.assert_close(given, call(reference, own), msg=lambda text, w=what: f"{w}: {text}")  # type: ignore[misc]
+            assert all(parameter.grad is None for parameter in model.parameters()), what
+            check_step(what, model, reference, model(x) if out is None else out, x)
+        check_step(f"{call.__name__}, at the end", model, reference, model(x), x)
 
 
 @pytest.mark.parametrize(
