@@ -137,12 +137,14 @@ def accumulate(mesh_shape: tuple[int, ...], reshard_after_forward: bool | int | 
     mesh = init_device_mesh("cpu", mesh_shape)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     build = TASKS["routed"].build
-    expected = train(build(), accumulating(unsharded), ranks=range(world_size), watched=rank, divide=world_size)
+    expected = train(
+        build(), accumulating(unsharded), ranks=range(world_size), watched=rank, divide=world_size, steps=3
+    )
     for setting in SETTINGS:
         model = shard_layers(build(), fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward)
         assert isinstance(model, FSDPModule)
         model.set_schedule(max_fused_bytes=0)  # unused layers would be fused with adjacent ones
-        ours = train(model, accumulating(setting), ranks=[rank], watched=rank)
+        ours = train(model, accumulating(setting), ranks=[rank], watched=rank, steps=3)
         assert_equal_runs(ours, expected, what=setting.__name__)
         states = [state for module in model.modules() if (state := find_state(module)) is not None]
         assert {state.options.accumulation for state in states} == {Accumulation.REDUCE}

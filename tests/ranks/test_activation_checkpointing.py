@@ -110,7 +110,12 @@ def train_with_checkpointing(use_reentrant: bool, reshard_after_forward: bool | 
     for what, (build, shard) in builders(use_reentrant).items():
         with Recorder() as recorder:
             check_parity(
-                build, play_task("transformer"), shard=shard, what=what, reshard_after_forward=reshard_after_forward
+                build,
+                play_task("transformer"),
+                shard=shard,
+                steps=3,
+                what=what,
+                reshard_after_forward=reshard_after_forward,
             )
         assert recorder.allocated == {}, what
 

@@ -73,7 +73,7 @@ def train_pairs(dp: int, tp: int) -> None:
         assert head.device_mesh == mesh["dp"]
         what = f"{reshard}, {optimizer}"
         rank = mesh.get_local_rank("dp")
-        assert_trains_like(model, reference, rank, dp, play(PAIRS), OPTIMIZERS[optimizer], what=what)
+        assert_trains_like(model, reference, rank, dp, play(PAIRS), OPTIMIZERS[optimizer], what=what, steps=3)
 
 
 @pytest.mark.behaviour("A-06", "C-02", "C-03")
@@ -92,7 +92,7 @@ def train_hybrid_pairs() -> None:
         assert isinstance(up, DTensor)
         assert up.placements == (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
         rank = mesh.get_local_rank("replicate" if replicate == 2 else "shard")
-        assert_trains_like(model, reference, rank, 2, play(PAIRS), what=f"{replicate}x{shard}")
+        assert_trains_like(model, reference, rank, 2, play(PAIRS), what=f"{replicate}x{shard}", steps=3)
 
 
 @pytest.mark.behaviour("A-06", "A-07", "C-02")
@@ -133,7 +133,7 @@ def gather_from_a_smaller_mesh() -> None:
             assert_exact(value, values[name], f"{name} between forward and backward")
         loss.backward()
         model.zero_grad()
-        assert_trains_like(model, build(), rank, 4, play(PAIRS), what=f"{placement}")
+        assert_trains_like(model, build(), rank, 4, play(PAIRS), what=f"{placement}", steps=3)
 
 
 @pytest.mark.behaviour("A-05", "A-06", "C-01")
@@ -162,7 +162,7 @@ def train_decoders() -> None:
             module.get_parameter("weight").register_hook(lambda gradient: seen.update(gradient.placements))
 
         model.get_submodule("norm").register_forward_pre_hook(watchdog)
-        assert_trains_like(model, reference, rank, 2, play(DECODER), what=f"checkpointing {checkpointed}")
+        assert_trains_like(model, reference, rank, 2, play(DECODER), what=f"checkpointing {checkpointed}", steps=3)
     assert Partial() in seen, "no gradient was partial, so the test checks nothing"
 
 
