@@ -146,12 +146,18 @@ def _folder(to: str | os.PathLike[str]) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
-            return folder
+            name = _COPY_ON_WRITE.get(_file_system_of(folder))
     except OSError as error:
         raise ConfigurationError(
             f"no file can be made in the folder {str(folder)!r}: {error.strerror}. Name one on a local disk that this "
             "process may write to."
         ) from error
+    if name is not None:
+        raise ConfigurationError(
+            f"the folder {str(folder)!r} is on {name}, which needs new space for each change of a file: on a full "
+            "disk, the system would end the process in a step. Name a folder on another one, such as ext4 or XFS."
+        )
+    return folder
 
 
 # -- where state rests
@@ -167,7 +173,7 @@ class _InMemory:
 class _InFile:
     """Bytes in a file without a name. ``flat``, one dim, uint8, is its mapping.
 
-    An error of the disk in a mapping would kill the process. So ``fetch`` makes all pages present before they are used.
+    An error of the disk in a mapping would end the process. So ``fetch`` makes all pages present before they are used.
 
     Raises:
         OSError: the file cannot be written.
@@ -193,25 +199,21 @@ class _InFile:
                     _advise(piece, _POPULATE_READ)
                     _advise(piece, mmap.MADV_DONTNEED)
 
-    def fetch(self, advice: int = _POPULATE_WRITE) -> OSError | None:
-        """Make all pages present, and writable. Return the error if they are present, but cannot be written.
-
-        Raises:
-            StorageError: the bytes are not those that were written.
-        """
+    def fetch(self, advice: int = _POPULATE_WRITE) -> None:
+        """Make all pages present, and writable. Raise ``StorageError`` if they are not those that were written."""
         size = os.fstat(self._file.fileno()).st_size
         if size < len(self.flat):
             raise self._damage(f"it has {size} bytes, not {len(self.flat)}")
         failure = _advise(self.flat, advice)
         if failure:
             self._read()
+        if failure not in (0, errno.EINVAL):  # EINVAL: the system has no such advice, so page faults come in the step
+            raise self._damage(f"its pages cannot be used: {os.strerror(failure)}")
         found = _sum(self.flat)
         if self._version != self.flat._version:  # somebody has written to ``optimizer.state``
             self._sum, self._version = found, self.flat._version
         elif found != self._sum:
             raise self._damage("its checksum differs from that of what was written")
-        # EINVAL: the system does not have the advice, so that page faults come in the step.
-        return None if failure in (0, errno.EINVAL) else OSError(failure, "the pages of a file cannot be written")
 
     def release(self, *, changed: bool = True) -> None:
         """Take the pages out of this process's memory. They stay in the page cache, and go to the disk from there."""
@@ -222,12 +224,15 @@ class _InFile:
 
     def _read(self) -> None:
         """Read all bytes into the page cache. Raise ``StorageError`` for an error of the disk."""
-        piece = bytearray(_PIECE)
-        try:
-            for offset in range(0, len(self.flat), _PIECE):
-                os.preadv(self._file.fileno(), [piece], offset)
-        except OSError as error:
-            raise self._damage(str(error)) from error
+        piece, done = bytearray(_PIECE), 0
+        while done < len(self.flat):
+            try:
+                count = os.preadv(self._file.fileno(), [piece], done)  # fewer bytes if an error follows them
+            except OSError as error:
+                raise self._damage(str(error)) from error
+            if not count:
+                raise self._damage(f"it has {done} bytes, not {len(self.flat)}")
+            done += count
 
     def _damage(self, what: str) -> StorageError:
         return StorageError(
@@ -246,6 +251,18 @@ def _advise(flat: torch.Tensor, advice: int) -> int:
         return errno.EINVAL
     failed = _libc.madvise(ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(len(flat)), advice)
     return ctypes.get_errno() if failed else 0
+
+
+_COPY_ON_WRITE = {0x9123683E: "btrfs", 0x2FC12FC1: "ZFS", 0xCA451A4E: "bcachefs"}
+"""File systems by their number in ``statfs``. A page that is written to disk needs new space to be changed again."""
+
+
+def _file_system_of(folder: Path) -> int:
+    """Return the number of the file system, 0 if it is not known."""
+    found = ctypes.create_string_buffer(256)
+    if _libc is None or _libc.statfs(os.fsencode(folder), found):
+        return 0
+    return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF
 
 
 def _is_cached(piece: torch.Tensor) -> bool:
@@ -540,6 +557,7 @@ class _Offload:
                             replaced[id(bucket)] = self._put_to_rest(optimizer, bucket.members)
                             bucket.rest, bucket.resting = None, []
                         transfers.send_back(number, leaves if same else None)
+                        del leaves, staged  # which would keep state that was replaced during the next update
             finally:
                 for bucket, rest in transfers.finish():
                     self.put_in(bucket, bucket.leaves(optimizer), rest)
@@ -696,8 +714,6 @@ class _Transfers:
         if self._module is not None:
             self._module.current_stream().wait_event(arrival)
             return bucket.put(leaves, self._slots[number % 2])
-        if arrival:
-            self._offload.put_in(bucket, leaves, bucket.rest)
         return bucket.resting
 
     def send_back(self, number: int, leaves: Sequence[_Leaf] | None) -> None:
@@ -718,6 +734,9 @@ class _Transfers:
         """Wait for everything. Return the buckets that rest elsewhere now."""
         self._reader.shutdown()
         self._thread.shutdown()
+        for bucket in self._buckets:
+            if isinstance(bucket.rest, _InFile):  # it was fetched, and an update failed
+                bucket.rest.release(changed=False)
         if self._module is not None:
             for stream in (self._in, self._out):
                 self._module.current_stream().wait_stream(stream)  # the memory of the slots returns to it
@@ -734,18 +753,13 @@ class _Transfers:
             rest.read_ahead()
 
     def _fetch(self, number: int) -> Any:
-        """Return the event of the arrival on an accelerator; on the host, whether the state has moved to memory."""
+        """Return the event of the arrival on an accelerator."""
         self._reads[number].result()
-        bucket, slot, has_moved = self._buckets[number], number % 2, False
-        if bucket.rest is None:
-            return None
+        bucket, slot = self._buckets[number], number % 2
         if isinstance(bucket.rest, _InFile):
-            error = bucket.rest.fetch()
-            if error is not None:
-                self._offload.note(error)
-                bucket.rest, has_moved = _InMemory(bucket.rest.flat.clone()), True
-        if self._module is None:
-            return has_moved
+            bucket.rest.fetch()
+        if bucket.rest is None or self._module is None:
+            return None
         source = bucket.rest.flat
         if self._host:
             source = _copy_on_host(self._host[slot][: bucket.nbytes], source)
