@@ -158,7 +158,7 @@ class RankPool:
 
 
 MOST_POOLS = 4
-"""The number of pools to keep: processes that wait take time too, those of 30 pools a quarter of two cores."""
+"""The number of pools to keep: every process has about 100 MB of its own."""
 
 _pools: dict[tuple[int, frozenset[tuple[str, str]]], RankPool] = {}
 """Pools by world size and environment, that of the last call last."""
