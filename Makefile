@@ -21,6 +21,9 @@ export OMP_NUM_THREADS ?= 1
 # A rank that waits must leave its core to the others: OpenMP threads spin by default.
 export OMP_WAIT_POLICY ?= passive
 
+# Each process of a test would compile the package and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-short quantized elastic test true-device test-fast plugins check goldens format docs behaviours upstream errors front-page bench bench-quick gpu clients suites clean
 
