@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,8 @@ _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The environment variables from which torch starts a process group."""
 
 
-_default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+_default_meshes: dict[dist.ProcessGroup, DeviceMesh] = {}
+"""The mesh over the default process group. It keeps the group alive, so that of an earlier one is dropped."""
 
 
 def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
@@ -90,6 +90,7 @@ def default_mesh() -> DeviceMesh:
     world = dist.group.WORLD
     assert world is not None
     if world not in _default_meshes:
+        _default_meshes.clear()
         _default_meshes[world] = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
     return _default_meshes[world]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -135,8 +134,8 @@ def _how_to_make(kind: _MeshKind, device_type: str, ranks: int) -> str:
     )
 
 
-_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
-"""Meshes keyed by default process group and number of shards."""
+_meshes: dict[dist.ProcessGroup, dict[int, DeviceMesh]] = {}
+"""Meshes over the default process group by number of shards. They may keep it alive, so those of others are dropped."""
 
 
 def _mesh_for(strategy: ShardingStrategy, kind: _MeshKind) -> DeviceMesh:
@@ -147,6 +146,8 @@ def _mesh_for(strategy: ShardingStrategy, kind: _MeshKind) -> DeviceMesh:
     shards = _ranks_per_host(strategy, flat) if kind is _HYBRID else 1
     world = dist.group.WORLD
     assert world is not None
+    if world not in _meshes:
+        _meshes.clear()
     known = _meshes.setdefault(world, {})
     if shards not in known or not _has_groups(known[shards]):
         known[shards] = init_device_mesh(flat.device_type, (flat.size() // shards, shards))

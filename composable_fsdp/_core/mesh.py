@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -72,11 +72,11 @@ class DataParallelAxes:
         names = self.mesh.mesh_dim_names
         if names is not None:
             return self.mesh[names[-1]]
-        group = self.mesh.get_group(self.mesh.ndim - 1)
-        known, kind = _shard_meshes.setdefault(group, {}), self.mesh.device_type
-        if kind not in known:
-            known[kind] = DeviceMesh.from_group(group, kind)
-        return known[kind]
+        key = self.mesh.get_group(self.mesh.ndim - 1), self.mesh.device_type
+        known = _shard_meshes.get(key)
+        if known is None:
+            known = _shard_meshes[key] = DeviceMesh.from_group(*key)
+        return known
 
     def on(self, device: torch.device | str | int) -> DataParallelAxes:
         """Return these axes for a rank that computes on ``device``; an int is a device index of the mesh's device type.
@@ -94,9 +94,9 @@ class DataParallelAxes:
         return self if chosen == torch.device(kind) else replace(self, device=chosen)
 
 
-# Keyed by process group, because every slice of a mesh is a new object; then by type of device, because a process group
+# Keyed by process group, because every slice of a mesh is a new object, and by type of device, because a process group
 # can have a backend for each.
-_shard_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
+_shard_meshes: WeakValueDictionary[tuple[dist.ProcessGroup, str], DeviceMesh] = WeakValueDictionary()
 
 
 def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:

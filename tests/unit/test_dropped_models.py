@@ -13,6 +13,7 @@ from torch import nn
 
 from composable_fsdp import fully_shard
 from tests.helpers.dropped_models import CASES, remaining_objects
+from tests.helpers.fresh_process import run_program
 from tests.helpers.sharding import single_rank
 
 
@@ -79,3 +80,38 @@ def test_the_graph_keeps_no_arguments_and_no_exception_of_the_calls(as_one_group
         gc.enable()
     assert len(given) == 5
     output.sum().backward()
+
+
+AGAIN = """
+import gc, os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from composable_fsdp import ShardingStrategy, fully_shard
+
+ARGUMENTS = {
+    "none": lambda: {},
+    "strategy": lambda: {"strategy": ShardingStrategy.HYBRID_SHARD},
+}
+
+def train():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Linear(4, 4)
+    fully_shard(model, **ARGUMENTS[sys.argv[1]]())
+    model(torch.ones(2, 4)).sum().backward()
+    dist.destroy_process_group()
+
+for _ in range(4):
+    train()
+    gc.collect()
+    print(len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mesh", ["none", "strategy"])
+def test_process_groups_of_earlier_rounds_are_freed(mesh: str) -> None:
+    done = run_program(AGAIN, mesh)
+    assert done.returncode == 0, done.stderr
+    threads = list(map(int, done.stdout.split()))
+    assert threads[1:] == [threads[1]] * 3

@@ -16,7 +16,7 @@ HOOKS = "_core/hooks.py"
 
 MOST_LINES = {
     ".": 737,
-    "_api": 2733,
+    "_api": 2735,
     "_consistency": 2135,
     "_core": 10385,
     "checkpoint": 4659,
@@ -33,7 +33,7 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 22247
+MOST_CODE = 22250
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10531
