@@ -45,7 +45,14 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.process_groups import part_of
     from composable_fsdp._consistency.process_groups import timeout_of as timeout_of_group
     from composable_fsdp._consistency.process_identity import has_died, process_identity
-    from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks
+    from composable_fsdp._consistency.rank_report import (
+        ABANDONED,
+        RESET,
+        OperationId,
+        RankReport,
+        diagnose,
+        format_ranks,
+    )
     from composable_fsdp._consistency.stacks import main_thread_frames, user_line, waits_in_torch
     from composable_fsdp._consistency.starting_values import Candidate, differing_starts, start_details
     from composable_fsdp._consistency.store_rendezvous import StoreRendezvous, Verdict

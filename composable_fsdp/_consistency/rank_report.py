@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -62,6 +63,7 @@ class RankReport:
         at_fault: the ranks because of which it gave up.
         place: the line of its program that it executes, if known.
         meeting: the ranks that it waits for in ``reset_iter_state``, if its failure is that it called it.
+        done: then, the last operation over each connection that it has completed after a wait.
     """
 
     rank: int
@@ -76,6 +78,7 @@ class RankReport:
     at_fault: tuple[int, ...] = ()
     place: str = ""
     meeting: tuple[int, ...] = ()
+    done: tuple[OperationId, ...] = ()
 
     def encoded(self) -> str:
         return json.dumps(asdict(self))
@@ -84,10 +87,8 @@ class RankReport:
     def decoded(text: str) -> RankReport:
         values = json.loads(text)
         for name in ("waiting", "last"):
-            operation = values[name]
-            values[name] = (
-                None if operation is None else OperationId(**operation | {"ranks": tuple(operation["ranks"])})
-            )
+            values[name] = None if values[name] is None else _operation(values[name])
+        values["done"] = tuple(map(_operation, values.get("done", ())))
         return RankReport(**values | {name: tuple(values.get(name, ())) for name in ("at_fault", "meeting")})
 
     def __str__(self) -> str:
@@ -98,6 +99,10 @@ class RankReport:
             return f"rank {self.rank} waits in {self.waiting}, for {self.seconds:.1f} s ({steps})"
         since = f" since {self.last}" if self.last is not None else ""
         return f"rank {self.rank} is at work{since} ({steps})"
+
+
+def _operation(values: Mapping[str, Any]) -> OperationId:
+    return OperationId(**{**values, "ranks": tuple(values["ranks"])})
 
 
 def diagnose(
@@ -154,10 +159,7 @@ def _still_comes(report: RankReport, own: OperationId) -> bool:
         return False
     if not set(own.ranks) <= set(report.meeting):  # of another model: it comes once the ranks of this one have met
         return True
-    last = report.last
-    if last is not None and (last.ranks, last.line) == (own.ranks, own.line):
-        return last.number >= own.number
-    return last is not None and report.failure == RESET  # unknown
+    return any((d.ranks, d.line) == (own.ranks, own.line) and d.number >= own.number for d in report.done)
 
 
 def _last_known(rank: int, own: OperationId, reports: Mapping[int, RankReport]) -> OperationId | None:

@@ -67,6 +67,8 @@ class _LocalStatus:
     waiting: OperationId | None = None
     since: float = 0.0
     last: OperationId | None = None
+    done: dict[tuple[tuple[int, ...], str], OperationId] = field(default_factory=dict)
+    """The last completed operation by ranks and connection."""
     steps: int = 0
     failure: str = ""
     meeting: tuple[int, ...] = ()
@@ -146,7 +148,8 @@ class Watchdog:
         here = self.here
         if here.interrupt is not None:
             interrupt.stop_listening()
-        here.last = here.waiting if done else here.last
+        if done and here.waiting is not None:
+            here.last = here.done[here.waiting.ranks, here.waiting.line] = here.waiting
         here.waiting = here.interrupt = None
 
     def begin_pass(self, begun: RunningPass) -> None:
@@ -175,6 +178,7 @@ class Watchdog:
         left = [each for each in list(here.passes) if each.left]
         if here.failure or here.verdict or left:
             here.failure, here.meeting, here.verdict = "", (), None
+            here.done.clear()
             for each in left:
                 here.passes.pop(each, None)
             self._publish()
@@ -252,6 +256,7 @@ class Watchdog:
             at_fault=at_fault,
             place=place,
             meeting=here.meeting,
+            done=tuple(here.done.values()) if here.meeting else (),
         )
 
     def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, RankReport]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from composable_fsdp import DivergenceError, FSDPModule, PeerError, find_nonfinite, fully_shard
@@ -324,9 +324,9 @@ def test_continuing_without_recovery_is_correct_or_an_error(point: str, alone: b
 # -- errors outside of passes
 
 TEXTS = {
-    "before forward": r"rank 1 called reset_iter_state\(\) \(",
-    "between forward and backward": r"rank 1 called reset_iter_state\(\) between a forward and its backward \(",
-    "after backward": r"rank 1 called reset_iter_state\(\) \(",
+    "before forward": r"called reset_iter_state\(\) \(",
+    "between forward and backward": r"called reset_iter_state\(\) between a forward and its backward \(",
+    "after backward": r"called reset_iter_state\(\) \(",
 }
 
 
@@ -336,8 +336,9 @@ def fail_outside_of_passes(place: str) -> None:
     def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        mesh = init_device_mesh("cpu", (2, 2)) if dist.get_world_size() == 4 else None
         for layer in (model[0], model[2], model):
-            fully_shard(layer)
+            fully_shard(layer, mesh=mesh)
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, failing: str = "") -> None:
@@ -360,7 +361,8 @@ def fail_outside_of_passes(place: str) -> None:
     for number in range(5):
         train(undisturbed, other, number)
         if number == 2:
-            kind, text = (ArithmeticError, "test failure") if is_last() else (PeerError, TEXTS[place])
+            text = rf"rank {dist.get_world_size() - 1} {TEXTS[place]}"
+            kind, text = (ArithmeticError, "test failure") if is_last() else (PeerError, text)
             with pytest.raises(kind, match=text):
                 train(model, optimizer, number, place)
             cast(FSDPModule, model).reset_iter_state()
@@ -377,6 +379,13 @@ def test_a_rank_that_raises_outside_of_passes_begins_the_step_again_with_all(
     place: str, transport: Environment
 ) -> None:
     run_ranks(fail_outside_of_passes, 2, place, environment=transport)
+
+
+@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.parametrize("place", TEXTS)
+def test_ranks_learn_of_a_reset_also_over_another_connection(place: str) -> None:
+    """With hybrid sharding, the last operation of the rank that raised is over other ranks than that of the others."""
+    run_ranks(fail_outside_of_passes, 4, place, environment=SOCKETS)
 
 
 def reset_without_a_failure() -> None:

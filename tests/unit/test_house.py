@@ -17,7 +17,7 @@ HOOKS = "_core/hooks.py"
 MOST_LINES = {
     ".": 737,
     "_api": 2735,
-    "_consistency": 2135,
+    "_consistency": 2142,
     "_core": 10385,
     "checkpoint": 4659,
     "cli": 901,
@@ -33,7 +33,7 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 22250
+MOST_CODE = 22252
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10531

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,10 +25,12 @@ from hypothesis import strategies as st
 from torch.autograd import Variable
 
 import composable_fsdp
-from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
+from composable_fsdp.errors import ConfigurationError, DivergenceError, FSDPError, PeerError
 from tests._internals import (
+    ABANDONED,
     CONTEXT,
     MEASUREMENT,
+    RESET,
     EndOfRun,
     OperationId,
     OrderCheck,
@@ -71,6 +74,7 @@ def test_reports_survive_the_store() -> None:
         RankReport(2, last=OWN, failure="raised X", left=True),
         RankReport(1, verdict="why", diverged=True),
         RankReport(1, verdict="why", at_fault=(2, 3)),
+        RankReport(1, failure=RESET, meeting=(0, 1), done=(OWN, OTHER)),
     ):
         assert RankReport.decoded(report.encoded()) == report
 
@@ -97,6 +101,24 @@ def test_a_rank_that_failed_is_named_with_what_it_raised() -> None:
     error = diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=failed))
     assert isinstance(error, PeerError)
     assert "cannot be done: rank 2 raised ValueError: boom in the forward of layers.1 (3 steps done)" in str(error)
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+@pytest.mark.parametrize("failure", [RESET, ABANDONED])
+def test_a_rank_that_has_called_a_reset_comes_no_more_unless_it_has_done_its_part(failure: str) -> None:
+    def found(meeting: tuple[int, ...], *done: OperationId) -> FSDPError | None:
+        last = done[-1] if done else None
+        reset = RankReport(1, 3, last=last, failure=failure, meeting=meeting, done=done)
+        return diagnose(OWN, reports(a=WAITING, b=reset, c=RankReport(2, 3, OWN, 1.0)))
+
+    before, other_line = replace(OWN, number=6), replace(OWN, number=9, line="another group of the same ranks")
+    for done in ((), (before,), (other_line,), (before, other_line)):
+        error = found((0, 1, 2), *done)
+        assert isinstance(error, PeerError)
+        assert f"cannot be done: rank 1 {failure} (3 steps done)" in str(error)
+    assert found((0, 1, 2), OWN) is None
+    assert found((0, 1, 2), OWN, other_line) is None
+    assert found((1, 3)) is None  # of another model: it comes once these ranks have met
 
 
 @pytest.mark.behaviour("H-03", "H-05")
