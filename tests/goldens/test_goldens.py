@@ -13,6 +13,7 @@ import torch
 
 from tests._internals import BucketReduceScatter, FSDPState, ReducedBucket, Root, schedule
 from tests.goldens.cases import Found, known_programs
+from tests.goldens.chosen import CHOSEN
 from tests.goldens.observe import PORTABLE, Digest, Observation, observe_programs
 from tests.goldens.records import UNSTABLE, Key, Record, differences, read, stable, write
 from tests.helpers.fuzz.programs import Program
@@ -120,3 +121,8 @@ def test_programs_and_records_belong_together() -> None:
     assert of_programs
     assert of_programs <= known_programs().keys()
     assert {Key(name, transport) for name in of_programs for transport in TRANSPORTS} <= records.keys()
+
+
+def test_all_chosen_tests_exist() -> None:
+    text = "".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
+    assert [name for name in CHOSEN if f"def {name}(" not in text] == []
