@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._api.meshes import (
         ShardPlacementResult,
-        _default_meshes,
         default_mesh,
         named_data_parallel_axes,
         warn_without_cpu_backend,

@@ -26,6 +26,7 @@ from composable_fsdp._core.mesh import (
     axis_communicator,
     data_parallel_axes,
     join_meshes,
+    known_meshes,
     shard_within,
 )
 from composable_fsdp.errors import (
@@ -39,10 +40,6 @@ from composable_fsdp.policies import DataParallelMeshDims
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The environment variables from which torch starts a process group."""
-
-
-_default_meshes: dict[dist.ProcessGroup, DeviceMesh] = {}
-"""The mesh over the default process group. It keeps the group alive, so that of an earlier one is dropped."""
 
 
 def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
@@ -87,12 +84,10 @@ def default_mesh() -> DeviceMesh:
                 f"environment, which lacks {', '.join(missing)}. {HOW_TO_START}"
             )
         dist.init_process_group()
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _default_meshes:
-        _default_meshes.clear()
-        _default_meshes[world] = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
-    return _default_meshes[world]
+    known = known_meshes()
+    if "default" not in known:
+        known["default"] = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
+    return known["default"]
 
 
 def _default_device_type() -> str:

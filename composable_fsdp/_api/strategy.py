@@ -9,10 +9,10 @@ from enum import Enum
 from math import prod
 from typing import Literal
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp._api.meshes import default_mesh
+from composable_fsdp._core.mesh import known_meshes
 from composable_fsdp.errors import ConfigurationError, MeshError
 from composable_fsdp.policies import DataParallelMeshDims
 
@@ -134,21 +134,13 @@ def _how_to_make(kind: _MeshKind, device_type: str, ranks: int) -> str:
     )
 
 
-_meshes: dict[dist.ProcessGroup, dict[int, DeviceMesh]] = {}
-"""Meshes over the default process group by number of shards. They may keep it alive, so those of others are dropped."""
-
-
 def _mesh_for(strategy: ShardingStrategy, kind: _MeshKind) -> DeviceMesh:
     """Return the mesh for ``kind`` over the default process group. It is the same object for all callers."""
     flat = default_mesh()
     if kind is _SHARDED:
         return flat
     shards = _ranks_per_host(strategy, flat) if kind is _HYBRID else 1
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _meshes:
-        _meshes.clear()
-    known = _meshes.setdefault(world, {})
+    known = known_meshes()
     if shards not in known or not _has_groups(known[shards]):
         known[shards] = init_device_mesh(flat.device_type, (flat.size() // shards, shards))
     return known[shards]

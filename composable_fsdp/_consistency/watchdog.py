@@ -67,8 +67,8 @@ class _LocalStatus:
     waiting: OperationId | None = None
     since: float = 0.0
     last: OperationId | None = None
-    done: dict[tuple[tuple[int, ...], str], OperationId] = field(default_factory=dict)
-    """The last completed operation by ranks and connection."""
+    done: list[OperationId] = field(default_factory=list)
+    """The last completed operation over each connection."""
     steps: int = 0
     failure: str = ""
     meeting: tuple[int, ...] = ()
@@ -81,6 +81,15 @@ class _LocalStatus:
     passes: dict[RunningPass, None] = field(default_factory=dict)
     """The running passes, in order."""
     interrupt: Callable[[str], None] | None = None
+
+    def note_done(self, operation: OperationId) -> None:
+        self.last = operation
+        for index, other in enumerate(self.done):
+            # Mostly the same object: to compare or hash thousands of ranks would take microseconds in each wait.
+            if other.line == operation.line and (other.ranks is operation.ranks or other.ranks == operation.ranks):
+                self.done[index] = operation
+                return
+        self.done.append(operation)
 
     @property
     def left(self) -> str:
@@ -149,7 +158,7 @@ class Watchdog:
         if here.interrupt is not None:
             interrupt.stop_listening()
         if done and here.waiting is not None:
-            here.last = here.done[here.waiting.ranks, here.waiting.line] = here.waiting
+            here.note_done(here.waiting)
         here.waiting = here.interrupt = None
 
     def begin_pass(self, begun: RunningPass) -> None:
@@ -178,7 +187,7 @@ class Watchdog:
         left = [each for each in list(here.passes) if each.left]
         if here.failure or here.verdict or left:
             here.failure, here.meeting, here.verdict = "", (), None
-            here.done.clear()
+            here.done = []
             for each in left:
                 here.passes.pop(each, None)
             self._publish()
@@ -256,7 +265,7 @@ class Watchdog:
             at_fault=at_fault,
             place=place,
             meeting=here.meeting,
-            done=tuple(here.done.values()) if here.meeting else (),
+            done=tuple(here.done) if here.meeting else (),
         )
 
     def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, RankReport]:

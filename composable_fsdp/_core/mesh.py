@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, cast
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -72,11 +72,11 @@ class DataParallelAxes:
         names = self.mesh.mesh_dim_names
         if names is not None:
             return self.mesh[names[-1]]
-        key = self.mesh.get_group(self.mesh.ndim - 1), self.mesh.device_type
-        known = _shard_meshes.get(key)
-        if known is None:
-            known = _shard_meshes[key] = DeviceMesh.from_group(*key)
-        return known
+        # Every slice of a mesh is a new object, and a process group can have a backend for each type of device.
+        known, key = known_meshes(), (self.mesh.get_group(self.mesh.ndim - 1), self.mesh.device_type)
+        if key not in known:
+            known[key] = DeviceMesh.from_group(*key)
+        return known[key]
 
     def on(self, device: torch.device | str | int) -> DataParallelAxes:
         """Return these axes for a rank that computes on ``device``; an int is a device index of the mesh's device type.
@@ -94,9 +94,18 @@ class DataParallelAxes:
         return self if chosen == torch.device(kind) else replace(self, device=chosen)
 
 
-# Keyed by process group, because every slice of a mesh is a new object, and by type of device, because a process group
-# can have a backend for each.
-_shard_meshes: WeakValueDictionary[tuple[dist.ProcessGroup, str], DeviceMesh] = WeakValueDictionary()
+_meshes: dict[dist.ProcessGroup | None, dict[Any, DeviceMesh]] = {}
+
+
+def known_meshes() -> dict[Any, DeviceMesh]:
+    """Return the meshes that the library has made over the default process group, by a key of who makes them.
+
+    Meshes keep process groups alive, so those over an earlier default process group are dropped.
+    """
+    world = dist.group.WORLD
+    if world not in _meshes:
+        _meshes.clear()
+    return _meshes.setdefault(world, {})
 
 
 def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:

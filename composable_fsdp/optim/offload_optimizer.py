@@ -85,8 +85,8 @@ def offload_optimizer(
 
     Raises:
         ArgumentTypeError: ``optimizer`` is no optimizer.
-        ConfigurationError: an argument makes no sense, the folder takes no files, or the ``step`` of the object has
-            been replaced by a scheduler.
+        ConfigurationError: an argument makes no sense, the folder takes no files or copies on write, or the ``step`` of
+            the object has been replaced by a scheduler.
         StorageError: in a step, a file cannot be written: the step is complete, and its state stays in host memory. Or,
             also in ``state_dict``, a file is damaged: its state is lost, and a checkpoint must be loaded. With
             :class:`Muon` and :func:`owner_step`, the other ranks then get a ``PeerError`` in the same step.

@@ -72,7 +72,7 @@ def forked_python(folder: Path, enter: Sequence[str] = ()) -> Iterator[dict[str,
 
 
 def serve(path: str) -> list[str]:
-    """Fork for each caller until stdin is closed, then exit. A child returns the arguments of its's ``python``."""
+    """Fork for each caller until stdin is closed, then exit. A child returns the arguments of its ``python``."""
     gc.freeze()  # a collection in a child would copy all pages of the server
     children: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
 
 from composable_fsdp import FSDPModule
-from tests._internals import Bucket, InPlaceBucket, _default_meshes, state_of
+from tests._internals import Bucket, InPlaceBucket, mesh, state_of
 from tests.helpers.mesh_caches import forget_meshes
 from tests.helpers.models import Task
 
@@ -45,7 +45,7 @@ def single_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _default_meshes.clear()  # they and the caches keep the group, whose threads would wake to the end of the suite
+        mesh.known_meshes()  # drops those of the group; they and the caches keep its threads, which wake all the time
         forget_meshes()
 
 

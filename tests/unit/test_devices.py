@@ -68,7 +68,7 @@ def test_the_default_mesh_is_on_the_accelerator_if_a_backend_is_native_to_it(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    monkeypatch.setattr(meshes, "_default_meshes", {})
+    monkeypatch.setattr(meshes, "known_meshes", dict)
     monkeypatch.setattr(meshes, "init_device_mesh", lambda kind, shape: made.append(kind))
     meshes.default_mesh()
     assert made == [device]

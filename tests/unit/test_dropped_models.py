@@ -115,3 +115,30 @@ def test_process_groups_of_earlier_rounds_are_freed(mesh: str) -> None:
     assert done.returncode == 0, done.stderr
     threads = list(map(int, done.stdout.split()))
     assert threads[1:] == [threads[1]] * 3
+
+
+SHARD_AXIS = """
+import gc, weakref
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from composable_fsdp import fully_shard
+from tests._internals import data_parallel_axes
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+axes = data_parallel_axes(init_device_mesh("cpu", (1, 1)))
+assert axes.shard_mesh is axes.shard_mesh
+mesh = weakref.ref(axes.shard_mesh)
+del axes
+dist.destroy_process_group()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fully_shard(nn.Linear(4, 4))
+gc.collect()
+print(mesh())
+"""
+
+
+@pytest.mark.multiprocess
+def test_the_mesh_of_a_shard_axis_is_one_object_until_the_process_group_is_another() -> None:
+    done = run_program(SHARD_AXIS)
+    assert done.stdout == "None\n", done.stderr

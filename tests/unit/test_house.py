@@ -16,9 +16,9 @@ HOOKS = "_core/hooks.py"
 
 MOST_LINES = {
     ".": 737,
-    "_api": 2735,
-    "_consistency": 2142,
-    "_core": 10385,
+    "_api": 2722,
+    "_consistency": 2151,
+    "_core": 10394,
     "checkpoint": 4659,
     "cli": 901,
     "codecs": 931,
@@ -33,10 +33,10 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 22252
+MOST_CODE = 22256
 """The lines of the package with a statement that is no import."""
 
-MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10531
+MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10540
 """The files and lines that importing the hooks reads."""
 
 MOST_FIELDS = {
