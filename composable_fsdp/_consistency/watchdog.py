@@ -82,15 +82,6 @@ class _LocalStatus:
     """The running passes, in order."""
     interrupt: Callable[[str], None] | None = None
 
-    def note_done(self, operation: OperationId) -> None:
-        self.last = operation
-        for index, other in enumerate(self.done):
-            # Mostly the same object: to compare or hash thousands of ranks would take microseconds in each wait.
-            if other.line == operation.line and (other.ranks is operation.ranks or other.ranks == operation.ranks):
-                self.done[index] = operation
-                return
-        self.done.append(operation)
-
     @property
     def left(self) -> str:
         """The text that reports a pass that ended unexpectedly, or an empty one."""
@@ -157,8 +148,16 @@ class Watchdog:
         here = self.here
         if here.interrupt is not None:
             interrupt.stop_listening()
-        if done and here.waiting is not None:
-            here.note_done(here.waiting)
+        operation = here.waiting
+        if done and operation is not None:
+            here.last = operation
+            for index, other in enumerate(here.done):
+                # Mostly the same object: to compare or hash thousands of ranks would take microseconds in each wait.
+                if other.line == operation.line and (other.ranks is operation.ranks or other.ranks == operation.ranks):
+                    here.done[index] = operation
+                    break
+            else:
+                here.done.append(operation)
         here.waiting = here.interrupt = None
 
     def begin_pass(self, begun: RunningPass) -> None:
