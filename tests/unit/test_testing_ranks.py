@@ -152,7 +152,7 @@ def test_the_same_failure_on_many_ranks_is_shown_once() -> None:
     [
         (["false"], "", "ended with exit code 1"),
         (["sh", "-c", f"kill -{signal.SIGKILL:d} $$"], "", "died of SIGKILL"),
-        (["sh", "-c", f"kill -{signal.SIGHUP:d} $$"], "Fatal\n", "died of SIGHUP\nFatal"),
+        (["sh", "-c", f"kill -{signal.SIGTERM:d} $$"], "Fatal\n", "died of SIGTERM\nFatal"),
         (["sh", "-c", f"kill -{signal.SIGRTMIN + 1:d} $$"], "", f"died of signal {signal.SIGRTMIN + 1:d}"),
     ],
 )
