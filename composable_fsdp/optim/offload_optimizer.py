@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial, wraps
 from math import inf, prod
 from pathlib import Path
@@ -638,11 +638,15 @@ def _telling_others(update: _Update, buckets: Sequence[_Bucket]) -> Iterator[Non
     """If state is lost, have the ranks raise that step whole matrices of ``buckets`` together with this one."""
     try:
         yield
-    except StorageError as error:
-        with suppress(PeerError):  # they stop there
+    except StorageError as lost:
+        try:
             for bucket in buckets:
-                with without_gradients([member.parameter for member in bucket.members], str(error)):
+                with without_gradients([member.parameter for member in bucket.members], str(lost)):
                     update(bucket.members)
+        except PeerError:
+            pass  # the others stop there, too
+        except Exception as error:  # of an update that needs gradients
+            raise lost from error
         raise
 
 

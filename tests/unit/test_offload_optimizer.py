@@ -636,6 +636,27 @@ def test_damage_is_found_also_after_somebody_has_written_to_the_state(tmp_path: 
         optimizer.step()
 
 
+class NeedsGradients(torch.optim.SGD):
+    """It cannot update a parameter without a gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        if any(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise TypeError("a gradient is missing")
+        return super().step(closure)
+
+
+def test_damage_is_named_also_by_an_update_that_needs_gradients(tmp_path: Path) -> None:
+    model = squares(4)
+    optimizer = offload_optimizer(NeedsGradients(model, momentum=0.5), tmp_path, bucket_bytes=512)
+    train(model, optimizer, range(2))
+    damage(optimizer, "truncated")
+    set_gradients(model, 2)
+    with pytest.raises(StorageError, match="is damaged: it has 100 bytes") as raised:
+        optimizer.step()
+    assert str(raised.value.__cause__) == "a gradient is missing"
+    assert all(p.grad is not None for p in model)
+
+
 @pytest.mark.parametrize("readable", [0, 300])
 def test_an_error_of_the_disk_names_the_folder(readable: int, tmp_path: Path) -> None:
     model = squares(4)
