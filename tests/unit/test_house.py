@@ -17,7 +17,7 @@ HOOKS = "_core/hooks.py"
 MOST_LINES = {
     ".": 737,
     "_api": 2722,
-    "_consistency": 2151,
+    "_consistency": 2150,
     "_core": 10394,
     "checkpoint": 4659,
     "cli": 901,
@@ -25,7 +25,7 @@ MOST_LINES = {
     "diagnostics": 1428,
     "init": 687,
     "interop": 108,
-    "optim": 2925,
+    "optim": 2929,
     "plan": 950,
     "plugins": 9975,
     "testing": 743,
@@ -33,7 +33,7 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 22256
+MOST_CODE = 22257
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10540
