@@ -112,6 +112,7 @@ BENCHMARKS = [
             Benchmark(f"offload-optimizer-{ranks}", "offload_optimizer.py", ranks),
         )
     ),
+    Benchmark("bucket-sweep", "bucket_sweep.py"),
     Benchmark("muon-text", "muon_text.py", 2, 30),
     Benchmark("network", "network.py", minutes=30),
     Benchmark("memory-prediction", "memory_prediction.py"),

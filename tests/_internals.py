@@ -218,7 +218,16 @@ if TYPE_CHECKING:
     from composable_fsdp.diagnostics.fault_file import Recorder as DiagnosticsRecorder
     from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace
     from composable_fsdp.init.materialize import reset_parameters
-    from composable_fsdp.optim._owner_exchange import AxisCut, Exchange, Slot, Tiling, axis_cuts
+    from composable_fsdp.optim._owner_exchange import (
+        AxisCut,
+        Exchange,
+        Slot,
+        Tiling,
+        Unit,
+        axis_cuts,
+        make_exchanges,
+        tiling_of,
+    )
     from composable_fsdp.optim._owner_plan import (
         assign_owners,
         cut_buckets,

@@ -333,7 +333,7 @@ class Exchange:
     Args:
         members: the ranks.
         units: the same ones in the same order on all of them.
-        limit: the most bytes of a message, except for a single unit.
+        limit: the most bytes of the units in a message, except for a single unit.
         copies: the number of ranks that receive each output.
         owners: the owner of each unit, if they are not to be assigned by cost.
     """
@@ -349,10 +349,7 @@ class Exchange:
         self.members, self.units, self.limit, self.copies = members, units, limit, copies
         costs = [unit.cost for unit in units]
         self.owners = assign_owners(costs, len(members.coordinates)) if owners is None else owners
-        words = _ALIGNMENT * len(members.coordinates)
-        buckets = cut_buckets(
-            costs, self.owners, lambda i: copies * units[i].largest, lambda i: units[i].held, limit - words
-        )
+        buckets = cut_buckets(costs, self.owners, lambda i: copies * units[i].largest, lambda i: units[i].held, limit)
         self.buckets = [_Bucket(units, self.owners, indices, members) for indices in buckets]
 
     def run(self, tasks: Sequence[Task | None]) -> None:
@@ -545,7 +542,7 @@ def make_exchanges(
     for (mesh, uncut, device), keys in by_ranks.items():
         of_mesh = [units[key] for key in keys]
         largest = max(unit.largest for unit in of_mesh)
-        limit = message_limit(bucket_bytes, largest)
+        limit = message_limit(bucket_bytes, largest, _ALIGNMENT * (1 if mesh is None else mesh.size()))
         if mesh is None:
             members, copies = Members(device=device), 1
         else:

@@ -47,12 +47,13 @@ def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-def message_limit(bucket_bytes: int, largest: int) -> int:
-    """Return the most bytes of a message, so that two buckets hold all messages that live at once.
+def message_limit(bucket_bytes: int, largest: int, words: int = 0) -> int:
+    """Return the most bytes of the matrices in a message, so that two buckets hold all messages that live at once.
 
-    It is at least ``largest``, the bytes of the largest matrix: a smaller message would leave all owners but one idle.
+    It is at least ``largest``, the bytes of the largest matrix: with less, each of the largest matrices would be a
+    bucket of its own, and one rank would compute it while all others wait. ``words`` are the bytes of anything else.
     """
-    return max(2 * bucket_bytes // MESSAGES_IN_FLIGHT, largest)
+    return max(2 * bucket_bytes // MESSAGES_IN_FLIGHT - words, largest)
 
 
 def replicas_together(replicas: int, largest: int, limit: int) -> int:

@@ -6,22 +6,29 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests._internals import (
     AxisCut,
     Slot,
     Tiling,
+    Unit,
     assign_owners,
     axis_cuts,
     cut_buckets,
     data_parallel_placements,
+    make_exchanges,
     message_limit,
     newton_schulz_cost,
     replicas_together,
+    tiling_of,
 )
 
 LLAMA_70B = 80 * [*2 * [(8192, 8192)], *2 * [(1024, 8192)], *2 * [(28672, 8192)], (8192, 28672)]
@@ -58,6 +65,22 @@ def test_a_70b_model_is_sent_in_balanced_buckets() -> None:
     full = [costs[i] for i in buckets[0]]
     of_ranks = loads(full, [owners[i] for i in buckets[0]], 64)
     assert max(of_ranks) <= 1.10 * sum(of_ranks) / 64
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 8)])
+def test_matrices_that_exceed_bucket_bytes_are_computed_together(shape: tuple[int, ...]) -> None:
+    """A bucket of one matrix would be computed by one rank, while all others wait."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=prod(shape))
+    try:
+        mesh = init_device_mesh("cpu", shape)
+        placements = [*[Replicate()] * (len(shape) - 1), Shard(0)]
+        parameters = [distribute_tensor(torch.zeros(64, 32), mesh, placements) for _ in range(8)]
+        slot = Slot(tiling_of(parameters[0]), torch.bfloat16)
+        ((exchange, _),) = make_exchanges(parameters, lambda _: [Unit((slot,), (slot,), 1.0)], bucket_bytes=slot.nbytes)
+        assert len(exchange.buckets) == 1
+        assert sorted(exchange.owners) == [*range(8)]
+    finally:
+        dist.destroy_process_group()
 
 
 @given(COSTS, st.integers(1, 9))
