@@ -52,7 +52,7 @@ def offload_optimizer(
     optimizer: OptimizerT,
     to: str | os.PathLike[str] = HOST,
     *,
-    bucket_bytes: int = 256 << 20,
+    bucket_bytes: int = 64 << 20,
     keep_bytes: int = 0,
     pin_memory: bool = True,
 ) -> OptimizerT:
@@ -74,9 +74,10 @@ def offload_optimizer(
         optimizer: an optimizer whose update of a parameter depends on that parameter, its gradient, its state and its
             group only; also one of :func:`local_optimizer` or :func:`owner_step`, or :class:`Muon`.
         to: ``"cpu"``, or the path of a folder on a local disk, which is created if needed.
-        bucket_bytes: the bytes of state of a bucket on a rank. A larger parameter is a bucket of its own. During a
-            step, twice as many are on the device. The first step, which creates the state, takes it for twice the bytes
-            of its parameters.
+        bucket_bytes: the bytes of state of a bucket on a rank. A larger parameter is a bucket of its own; one of
+            :class:`Muon` and :func:`owner_step` may have as many bytes as the state of the largest whole matrix, so
+            that each rank has one to compute. During a step, twice as many are on the device. The first step, which
+            creates the state, takes it for twice the bytes of its parameters.
         keep_bytes: the bytes of state on a rank that always stay on the device, those of the first parameters.
         pin_memory: page-lock host memory that is copied to or from an accelerator, so that copies overlap with steps.
 
@@ -349,6 +350,17 @@ def _largest_bytes(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() // shards) * tensor.dtype.itemsize
 
 
+def _largest_exchanged(optimizer: Optimizer, members: Sequence[_Member]) -> int:
+    """Return the bytes of the largest whole state of a parameter that ranks exchange: each one can compute one then."""
+    is_exchanged = getattr(optimizer, "_is_exchanged", lambda _: False)
+    found = [0]
+    for p, group, _ in members:
+        if is_exchanged(optimizer.param_groups[group]):
+            tensors = [leaf.tensor for leaf in _leaves(optimizer.state.get(p, {}))] or [p, p]
+            found.append(sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors))
+    return max(found)
+
+
 class _Member(NamedTuple):
     """A parameter, its group's number, and its number in the group."""
 
@@ -435,10 +447,11 @@ class _Offload:
         with torch.inference_mode(False), torch.no_grad():
             self._buckets = self._put_to_rest(optimizer, members)
 
-    def _put_to_rest(self, optimizer: Optimizer, members: Iterable[_Member]) -> list[_Bucket]:
+    def _put_to_rest(self, optimizer: Optimizer, members: Sequence[_Member]) -> list[_Bucket]:
         """Cut ``members`` into buckets by the bytes of their state, and put it to rest. Some stay on their device."""
         buckets: list[_Bucket] = []
         filling: dict[Any, tuple[_Bucket, int]] = {}
+        limit = max(self.bucket_bytes, _largest_exchanged(optimizer, members))
         for member in members:
             p = member.parameter
             leaves = list(_leaves(optimizer.state.get(p, {})))
@@ -456,7 +469,7 @@ class _Offload:
             nbytes = nbytes or 2 * _largest_bytes(p)
             key = device, p.device_mesh if isinstance(p, DTensor) else None  # the ranks of a mesh cut alike
             bucket, filled = filling.get(key, (None, 0))
-            if bucket is None or filled + nbytes > self.bucket_bytes:
+            if bucket is None or filled + nbytes > limit:
                 bucket, filled = _Bucket(), 0
                 buckets.append(bucket)
             bucket.members.append(member)

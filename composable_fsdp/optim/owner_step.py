@@ -93,6 +93,7 @@ def owner_step(optimizer: OptimizerT, *, cost: Cost = matrix_cost, bucket_bytes:
     """
     _check(optimizer, bucket_bytes)
     replace_step(optimizer, _OwnerStep(class_step(optimizer), cost, bucket_bytes).on_owners())
+    cast(Any, optimizer)._is_exchanged = lambda group: True
     return optimizer
 
 

@@ -18,10 +18,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 from composable_fsdp import (
@@ -142,6 +144,24 @@ def test_buckets_are_cut_by_the_bytes_of_their_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.behaviour("C-03", "D-02")
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
+def test_a_bucket_of_whole_matrices_has_one_for_each_rank(kind: str, tmp_path: Path) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    model = fully_shard(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(32)), nn.Embedding(640, 64)))
+    *weights, table = model.parameters()
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": [table], "algorithm": "adamw"}]
+    if kind == "muon":
+        optimizer: Optimizer = Muon(groups)
+    elif kind == "adamw":
+        optimizer = torch.optim.AdamW(groups)
+    else:
+        optimizer = owner_step(torch.optim.Adafactor(weights))
+    offload_optimizer(optimizer, tmp_path, bucket_bytes=1)
+    fewest = 1 if kind == "adamw" else 8
+    assert [len(bucket.members) for bucket in buckets_of(optimizer)[:4]] == [fewest] * 4
+
+
 def test_a_step_on_the_host_copies_no_state(tmp_path: Path) -> None:
     model, seen = squares(16, 1 << 14), list[int]()  # 128 KiB of state each
     rests: list[Any] = []
