@@ -548,10 +548,11 @@ class _Offload:
         return step
 
     def _carry_out(self, optimizer: Optimizer, update: _Update) -> None:
-        self._check_not_lost()
         self._follow(optimizer)
         stepped = [bucket for bucket in self._buckets if bucket.is_stepped]
         others = [*self._resident.members, *(m for b in self._buckets if not b.is_stepped for m in b.members)]
+        with _telling_others(update, [_Bucket(others), *stepped]):
+            self._check_not_lost()
         if others or not stepped:
             update(others)
         replaced: dict[int, list[_Bucket]] = {}

@@ -110,7 +110,7 @@ def test_gradients_of_different_parameters_are_an_error_also_with_state_in_files
 
 
 def step_with_a_damaged_file(name: str, folder: Path, number: int) -> None:
-    """Damage the file of bucket ``number`` on rank 1. All ranks raise in the same step, and go on from a checkpoint."""
+    """Damage the file of bucket ``number`` on rank 1. All ranks raise in each step, and go on from a checkpoint."""
     model, optimizer = trained(name)
     offload_optimizer(optimizer, folder / "state", bucket_bytes=1)
     save(folder / "run", model, optimizer)
@@ -121,13 +121,14 @@ def step_with_a_damaged_file(name: str, folder: Path, number: int) -> None:
         rests: list[Any] = [bucket.rest for bucket in optimizer_offloads[optimizer]._buckets]
         os.truncate(rests[number]._file.fileno(), 0)
     damage = "a file of optimizer state in .* is damaged: it has 0 bytes.* load the newest checkpoint"
-    if dist.get_rank() == 1:
-        with pytest.raises(StorageError, match=damage):
-            optimizer.step()
-    else:
-        with pytest.raises(PeerError, match=rf"^a rank cannot take part in the step\. rank 1: {damage}") as caught:
-            optimizer.step()
-        assert caught.value.ranks == (1,)
+    for _ in range(2):
+        if dist.get_rank() == 1:
+            with pytest.raises(StorageError, match=damage):
+                optimizer.step()
+        else:
+            with pytest.raises(PeerError, match=rf"^a rank cannot take part in the step\. rank 1: {damage}") as caught:
+                optimizer.step()
+            assert caught.value.ranks == (1,)
     assert all(p.grad is not None for p in model.parameters())
     load(folder / "run", model, optimizer)
     optimizer.step()
