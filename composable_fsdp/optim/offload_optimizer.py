@@ -536,10 +536,8 @@ class _Offload:
 
         @wraps(update)
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+            with torch.enable_grad():
+                loss = None if closure is None else closure()
             with torch.inference_mode(False), torch.no_grad():
                 self._failures.clear()  # of loading: this step writes again
                 self._carry_out(optimizer, _Update(optimizer, lambda: update(optimizer, **options)))
