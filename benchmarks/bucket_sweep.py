@@ -83,19 +83,16 @@ def muon_buckets(model: str, ranks: int, bucket_bytes: int) -> list[Bucket]:
 
 
 def muon_seconds(buckets: Sequence[Bucket], exchange: Sequence[float], flops: float) -> float:
-    """Return the time of a step, in which messages are sent in the order of ``Exchange.run``."""
-    network = device = exchange[0]
-    last_sent = 0.0
+    """Return the time of a step, in which messages are sent one after the other, in the order of ``Exchange.run``."""
+    network = arrived = exchange[0]
+    computed = 0.0
     for number, bucket in enumerate(buckets):
-        arrived = network  # this bucket's shards were the last message that was launched
+        start = max(computed, arrived)
         if number + 1 < len(buckets):
-            network += exchange[number + 1]
-        device = max(device, arrived) + 2 * NS_STEPS * bucket.cost / flops
-        following = network
-        network = last_sent = max(network, device) + exchange[number]
-        if number + 1 < len(buckets):
-            network = max(network, following)
-    return last_sent
+            network = arrived = max(network, start) + exchange[number + 1]
+        computed = start + 2 * NS_STEPS * bucket.cost / flops
+        network = max(network, computed) + exchange[number]
+    return network
 
 
 def muon_step(model: str, ranks: int, latency: float, per_rank: float, bandwidth: float, flops: float) -> list[float]:
