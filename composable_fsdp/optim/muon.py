@@ -197,6 +197,7 @@ class Muon(Optimizer):
         return loss
 
     def _is_exchanged(self, group: Mapping[str, Any]) -> bool:
+        """Return whether ranks exchange the parameters of ``group``: ``offload_optimizer`` asks."""
         return bool(group["algorithm"] == "muon")
 
     def _step_adamw(self, groups: list[dict[str, Any]]) -> None:

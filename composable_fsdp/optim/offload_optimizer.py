@@ -341,24 +341,27 @@ def _is_movable(leaf: _Leaf) -> bool:
     return type(local) is torch.Tensor and local.layout == torch.strided and local.numel() > 0
 
 
-def _largest_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the largest shard of ``tensor``, about: the same on all ranks, so that they cut alike."""
-    shards = 1
-    if isinstance(tensor, DTensor):
-        placements = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-        shards = prod(size for size, placement in placements if not placement.is_replicate())
+def _shards(tensor: torch.Tensor) -> int:
+    if not isinstance(tensor, DTensor):
+        return 1
+    placements = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return prod(size for size, placement in placements if not placement.is_replicate())
+
+
+def _largest_bytes(tensor: torch.Tensor, shards: int) -> int:
+    """Return the bytes of the largest of ``shards`` shards, about: the same on all ranks, so that they cut alike."""
     return -(-tensor.numel() // shards) * tensor.dtype.itemsize
 
 
-def _largest_exchanged(optimizer: Optimizer, members: Sequence[_Member]) -> int:
-    """Return the bytes of the largest whole state of a parameter that ranks exchange: each one can compute one then."""
+def _exchanged(optimizer: Optimizer, members: Iterable[_Member]) -> list[torch.Tensor]:
+    """Return the parameters of ``members`` that ranks exchange as whole matrices, to compute them."""
     is_exchanged = getattr(optimizer, "_is_exchanged", lambda _: False)
-    found = [0]
-    for p, group, _ in members:
-        if is_exchanged(optimizer.param_groups[group]):
-            tensors = [leaf.tensor for leaf in _leaves(optimizer.state.get(p, {}))] or [p, p]
-            found.append(sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors))
-    return max(found)
+    return [member.parameter for member in members if is_exchanged(optimizer.param_groups[member.group])]
+
+
+def _whole_bytes(optimizer: Optimizer, p: torch.Tensor) -> int:
+    tensors = [leaf.tensor for leaf in _leaves(optimizer.state.get(p, {}))] or [p, p]
+    return sum(_largest_bytes(tensor, 1) for tensor in tensors)
 
 
 class _Member(NamedTuple):
@@ -436,6 +439,8 @@ class _Offload:
         self._buckets: list[_Bucket] = []
         self._lost = ""
         """The text of the error with which state was lost."""
+        self._lost_state: dict[Any, Any] = {}
+        """That state, by parameter. Its values must not be read."""
 
     # -- at rest
 
@@ -451,11 +456,15 @@ class _Offload:
         """Cut ``members`` into buckets by the bytes of their state, and put it to rest. Some stay on their device."""
         buckets: list[_Bucket] = []
         filling: dict[Any, tuple[_Bucket, int]] = {}
-        limit = max(self.bucket_bytes, _largest_exchanged(optimizer, members))
+        exchanged = {id(p): p for p in _exchanged(optimizer, members)}
+        # A bucket has room for a matrix of each rank, which computes it.
+        limit = max([self.bucket_bytes, *(_whole_bytes(optimizer, p) for p in exchanged.values())])
         for member in members:
             p = member.parameter
             leaves = list(_leaves(optimizer.state.get(p, {})))
-            nbytes, device = sum(_largest_bytes(leaf.tensor) for leaf in leaves), local_part(p).device
+            # Exchanges place state as the parameter. Until then, it may rest otherwise on ranks that have loaded it.
+            nbytes = sum(_largest_bytes(t, _shards(p if id(p) in exchanged else t)) for *_, t in leaves)
+            device = local_part(p).device
             if self.folder is None and is_host(device):
                 self._resident.members.append(member)
                 continue
@@ -466,7 +475,7 @@ class _Offload:
                     local = local_part(leaf.tensor)
                     leaf.replace(torch.empty_like(local, device=device).copy_(local))
                 continue
-            nbytes = nbytes or 2 * _largest_bytes(p)
+            nbytes = nbytes or 2 * _largest_bytes(p, _shards(p))
             key = device, p.device_mesh if isinstance(p, DTensor) else None  # the ranks of a mesh cut alike
             bucket, filled = filling.get(key, (None, 0))
             if bucket is None or filled + nbytes > limit:
@@ -548,9 +557,15 @@ class _Offload:
     def _carry_out(self, optimizer: Optimizer, update: _Update) -> None:
         self._follow(optimizer)
         stepped = [bucket for bucket in self._buckets if bucket.is_stepped]
+        # Exchanges come last: they tell other ranks of state that was lost before.
+        stepped.sort(key=lambda bucket: bool(_exchanged(optimizer, bucket.members)))
         others = [*self._resident.members, *(m for b in self._buckets if not b.is_stepped for m in b.members)]
-        with _telling_others(update, [_Bucket(others), *stepped]):
-            self._check_not_lost()
+        try:
+            optimizer.state.update(self._lost_state)  # exchanges have the bytes of the state, also if it is not read
+            with _telling_others(update, [_Bucket(others), *stepped]):
+                self._check_not_lost()
+        finally:
+            self._drop_lost(optimizer)
         if others or not stepped:
             update(others)
         replaced: dict[int, list[_Bucket]] = {}
@@ -606,6 +621,10 @@ class _Offload:
         if self._lost:
             raise StorageError(self._lost)
 
+    def _drop_lost(self, optimizer: Optimizer) -> None:
+        for p in self._lost_state:
+            optimizer.state.pop(p, None)
+
     @contextmanager
     def _losing(self, optimizer: Optimizer, bucket: _Bucket) -> Iterator[None]:
         """Drop the state of ``bucket`` if its file is damaged, so that nobody takes it for state."""
@@ -613,8 +632,8 @@ class _Offload:
             yield
         except StorageError as error:
             self._lost = str(error)
-            for member in bucket.members:
-                optimizer.state.pop(member.parameter, None)
+            self._lost_state |= {p: optimizer.state[p] for p, *_ in bucket.members if p in optimizer.state}
+            self._drop_lost(optimizer)
             bucket.rest, bucket.resting = None, []
             raise
 
@@ -631,7 +650,7 @@ class _Offload:
         for key, entry in state.items():
             dtype = key.dtype if isinstance(key, torch.Tensor) and key.is_floating_point() else None
             state[key] = pytree.tree_map(lambda value, to=dtype: _released(value, to), entry)
-        self._lost = ""
+        self._lost, self._lost_state = "", {}
         self.cut(optimizer)
 
 

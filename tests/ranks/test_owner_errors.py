@@ -137,7 +137,7 @@ def step_with_a_damaged_file(name: str, folder: Path, number: int) -> None:
 
 
 @pytest.mark.behaviour("H-05")
-@pytest.mark.parametrize(("ranks", "number"), [(2, 0)])
+@pytest.mark.parametrize(("ranks", "number"), [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_state_lost_on_one_rank_is_an_error_on_all_ranks(name: str, ranks: int, number: int, tmp_path: Path) -> None:
     run_ranks(step_with_a_damaged_file, ranks, name, tmp_path, number)

@@ -25,7 +25,7 @@ MOST_LINES = {
     "diagnostics": 1428,
     "init": 687,
     "interop": 108,
-    "optim": 2944,
+    "optim": 2963,
     "plan": 950,
     "plugins": 9975,
     "testing": 743,
@@ -33,7 +33,7 @@ MOST_LINES = {
 }
 """The lines of each folder."""
 
-MOST_CODE = 22266
+MOST_CODE = 22274
 """The lines of the package with a statement that is no import."""
 
 MOST_FILES_OF_HOOKS, MOST_LINES_OF_HOOKS = 23, 10540
