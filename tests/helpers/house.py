@@ -17,7 +17,7 @@ __all__ = [
     "class_fields",
     "code_lines",
     "imported_by",
-    "imported_lines",
+    "imported_code",
     "imported_names",
     "sizes_by_folder",
 ]
@@ -46,15 +46,19 @@ def trees() -> dict[str, ast.Module]:
 def sizes_by_folder() -> dict[str, Size]:
     """Return the size of each folder at the top of the package; ``"."`` for the files beside them."""
     sizes: dict[str, Size] = {}
-    for path, tree in trees().items():
+    for path in trees():
         folder = path.split("/")[0] if "/" in path else "."
-        lines = len((PACKAGE / path).read_text().splitlines())
-        sizes[folder] = sizes.get(folder, Size(0, 0)) + Size(lines, len(code_lines(tree)))
+        source = (PACKAGE / path).read_text()
+        size = Size(len(source.splitlines()), len(code_lines(source)))
+        sizes[folder] = sizes.get(folder, Size(0, 0)) + size
     return sizes
 
 
-def code_lines(tree: ast.Module) -> set[int]:
-    """Return the lines with a statement that is no import, docstring or ``__all__``."""
+def code_lines(source: str) -> set[int]:
+    """Return the lines with a statement that is no import, docstring or ``__all__``. Comments are free."""
+    tree = ast.parse(source)
+    stripped = [line.strip() for line in source.splitlines()]
+    silent = {number for number, line in enumerate(stripped, 1) if not line or line.startswith("#")}
     found: set[int] = set()
     for statement in ast.walk(tree):
         if not isinstance(statement, ast.stmt) or _is_declaration(statement):
@@ -69,7 +73,7 @@ def code_lines(tree: ast.Module) -> set[int]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
-    return found - docstrings
+    return found - docstrings - silent
 
 
 def _is_declaration(statement: ast.stmt) -> bool:
@@ -147,6 +151,6 @@ def imported_names() -> Counter[str]:
     )
 
 
-def imported_lines(path: str) -> int:
-    """Return the number of lines of the files that importing ``path`` reads."""
-    return sum(len((PACKAGE / each).read_text().splitlines()) for each in imported_by(path))
+def imported_code(path: str) -> int:
+    """Return the lines of code of the files that importing ``path`` reads."""
+    return sum(len(code_lines((PACKAGE / each).read_text())) for each in imported_by(path))
