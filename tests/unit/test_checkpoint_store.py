@@ -57,7 +57,7 @@ def test_the_files_of_a_checkpoint_folder(tmp_path: Path) -> None:
     assert latest(tmp_path / "deep" / "run") == saved.path == folder
     assert files_of(folder) == [".metadata", "__0_0.distcp", "manifest.json"]
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
-    assert (body["format"], body["step"], body["ranks"], body["torch"]) == (1, 20, 1, torch.__version__)
+    assert (body["format"], body["step"], body["ranks"], body["torch"]) == (2, 20, 1, torch.__version__)
     assert body["tensors"]["model.second.weight"] == {"shape": [3, 3], "dtype": "float32"}
     assert body["tensors"]["optimizer.state.first.weight.exp_avg"] == {"shape": [3, 3], "dtype": "float32"}
 
@@ -135,12 +135,22 @@ def test_a_folder_without_an_intact_checkpoint_is_an_error(tmp_path: Path) -> No
         assert f"loading {tmp_path}: no checkpoint in it {expected}" in refused(tmp_path, fallback=fallback)
 
 
-def test_a_newer_format_is_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [(1, "dcp_to_torch makes one file of it: load that with load_state_dict, and"), (3, "Update composable_fsdp.")],
+)
+def test_another_format_is_named_and_not_reported_as_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, advice: str
+) -> None:
     saved_steps(tmp_path, 1.0)
-    monkeypatch.setattr(directory, "FORMAT", 2)
+    monkeypatch.setattr(directory, "FORMAT", version)
     save(tmp_path, *trained(), step=2)
     monkeypatch.undo()
-    assert "has format version 2, written by " in refused(tmp_path, fallback=True)
+    for fallback in (True, False):
+        text = refused(tmp_path, fallback=fallback)
+        assert f"has format version {version}, written by composable_fsdp " in text
+        assert "; this one reads version 2. " in text
+        assert advice in text
 
 
 def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
@@ -189,15 +199,6 @@ def test_an_expanded_buffer_gets_memory_of_its_own(tmp_path: Path) -> None:
     save(tmp_path, model)
     load(tmp_path, other)
     assert_same(state_of(other), state_of(model))
-
-
-def test_a_checkpoint_of_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "FORMAT", 2)
-    save(tmp_path, *trained())
-    monkeypatch.undo()
-    text = refused(tmp_path)
-    assert "has format version 2, written by composable_fsdp " in text
-    assert text.endswith("this one reads versions up to 1. Update composable_fsdp.")
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:

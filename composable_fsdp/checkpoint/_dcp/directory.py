@@ -195,8 +195,8 @@ def _acquire_lock(path: Path) -> int:
 # -- manifests
 
 
-FORMAT = 1
-"""Version of the manifest and of the checkpoint's keys. All versions up to this one can be read."""
+FORMAT = 2
+"""Version of the manifest and of the checkpoint's keys. Only this one is read."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
-    """Return the manifest and an empty text, or ``None`` and the damage. A newer format is no damage, but an error."""
+    """Return the manifest and an empty text, or ``None`` and the damage. Another format is no damage, but an error."""
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_text())
@@ -255,16 +255,23 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
         return None, f"{path} is missing."
     except (ValueError, LookupError, TypeError) as error:
         return None, f"{path} is damaged: {error}."
-    if isinstance(version, int) and version > FORMAT:
+    if isinstance(version, int) and version != FORMAT:
         raise CheckpointError(
-            f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one "
-            f"reads versions up to {FORMAT}. Update composable_fsdp."
+            f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one reads "
+            f"version {FORMAT}. {_REMEDIES[version > FORMAT]}"
         )
     if document.get("crc32") != _checksum(body):
         return None, f"{path} is damaged: its checksum does not fit."
     del body["format"]
     body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
     return Manifest(**body), ""
+
+
+_REMEDIES = (
+    "torch.distributed.checkpoint.load reads it, and python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+    "makes one file of it: load that with load_state_dict, and save again.",
+    "Update composable_fsdp.",
+)
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -298,7 +305,7 @@ def _crc32(path: Path) -> str:
 
 
 def problems_of(checkpoint: Path, *, contents: bool = True) -> Iterator[str]:
-    """Yield a sentence for each damaged file of ``checkpoint``. A newer format of the manifest is an error."""
+    """Yield a sentence for each damaged file of ``checkpoint``. Another format of the manifest is an error."""
     manifest, problem = read_manifest(checkpoint)
     if manifest is None:
         yield problem

@@ -109,7 +109,7 @@ def load(
         The ``extra`` that this rank passed to ``save``, or that of rank 0 if the number of ranks has changed.
 
     Raises:
-        CheckpointError: there is no checkpoint; it is damaged, of a newer format, or of another model; ranks are
+        CheckpointError: there is no checkpoint; it is damaged, of another format, or of another model; ranks are
             missing; or an earlier asynchronous save failed. All ranks raise the same error, which names the file or
             lists the differences.
     """
@@ -279,8 +279,6 @@ class _Restore:
         """The optimizer's state by parameter name. Its new tensors are empty until they are read."""
         self._by_module: dict[str, Any] = {}
         """Values that modules load through ``load_state_dict``, by plain name."""
-        self._not_averaged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Tensors of which an earlier version saved no average, such as frozen ones, with those of the model."""
         self._params: OptimizerParams | None = None
         self._groups: list[Mapping[str, Any] | None] = []
         self.mismatch = Mismatch()
@@ -319,9 +317,6 @@ class _Restore:
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
         if self._params is not None:
             self._params.load(self._groups, self._state, {})
-        with torch.no_grad():
-            for average, own in self._not_averaged:
-                average.copy_(own)
         if self._averages is not None and (steps := self.objects.get("averages.steps")) is not None:
             self._averages.n_averaged.fill_(steps)
         if communication and self._communication:
@@ -334,10 +329,6 @@ class _Restore:
             names[path].append(alias)
         for path, part in contents.parts.items():
             key = next((k for k in map(key_of, names[path]) if k in self._saved or k in self._records), key_of(path))
-            own = contents.parts.get(("model", path[-1]))
-            if path[0] == "averages" and key not in self._saved and key not in self._records and own is not None:
-                self._not_averaged.append((local_part(part.value), local_part(own.value)))
-                continue
             is_made = path[0] == "model" and id(part.value) not in registered  # created by a state dict hook
             if is_made:
                 part = LocalShard(part.value.detach().clone())
