@@ -26,7 +26,7 @@ from composable_fsdp._core.gradients import AutogradTask
 from composable_fsdp._core.group import StreamLauncher
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.params import alias_of, local_part, note_optimizer_step, without_torch_function
-from composable_fsdp._core.pytree import CallInputs, InputView, map_tensors, tensors_in
+from composable_fsdp._core.pytree import CallInputs, InputView, cycle_error, map_tensors, tensors_in
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import HOOK_FRAMES, HOOK_WRAPPERS, OBSERVERS, HookHandles
 from composable_fsdp._core.state import (
@@ -325,22 +325,30 @@ class ModuleHooks:
         watches_all = watched and (in_transform() or dual_numbers._current_level >= 0)
         if watched or dtype is not None or device is not None or precision.output_dtype is not None:
             take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)
-            args = map_tensors(take, args, take.container)
-            if kwargs:
-                kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
+            try:
+                args = map_tensors(take, args, take.container)
+                if kwargs:
+                    kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
+            except RecursionError as error:
+                raise cycle_error(f"an input of {call.name!r}") from error
         return args, kwargs
 
     def finish(self, module: nn.Module, output: Any) -> Any:
         """End a call that returned: reshard, and register hooks for backward."""
         state, call = self._state, self._state.calls_under_way.pop()
-        inputs, dtype = call.end(), state.options.precision.output_dtype
-        if inputs.containers:
-            output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
-        elif dtype is not None:
-            output = map_tensors(_cast_to(dtype), output)
-        if call.is_inner or not call.root.post_forward(call, id(module)):
-            return output
-        return _watch_backward(call, inputs, output)
+        try:
+            inputs, dtype = call.end(), state.options.precision.output_dtype
+            if inputs.containers:
+                output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
+            elif dtype is not None:
+                output = map_tensors(_cast_to(dtype), output)
+            if call.is_inner or not call.root.post_forward(call, id(module)):
+                return output
+            return _watch_backward(call, inputs, output)
+        except RecursionError as error:
+            if not call.is_inner:
+                call.root.abort_forward(call, error)
+            raise cycle_error(f"the output of {call.name!r}") from error
 
     def abort(self) -> None:
         """End a call that raised, while its exception is being handled."""
