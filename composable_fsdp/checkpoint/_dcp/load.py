@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -124,7 +125,7 @@ def load(
 
     def match() -> _Fit:
         nonlocal restore
-        metadata = read_metadata(folder)
+        metadata = _with_plain_names(read_metadata(folder))
         kinds = ["model.", "classes.", "communication.", own]
         kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
         keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
@@ -413,7 +414,7 @@ class _Restore:
 
     def _state_keys(self) -> dict[str, dict[str, str]]:
         """Return the checkpoint's keys of optimizer state by parameter name and state key."""
-        paths = {k: tuple(p) for k, p in (self._metadata.planner_data or {}).items() if k in self._saved}
+        paths = {key: tuple(path) for key, path in _paths(self._metadata) if key in self._saved}
         paths = {key: path for key, path in paths.items() if path[:1] == ("optimizer",) and not self._outer_key(key)}
         paths |= {key: record.path for key, record in self._records.items()}
         found: dict[str, dict[str, str]] = {}
@@ -421,6 +422,26 @@ class _Restore:
             if path[:2] == ("optimizer", "state") and len(path) == 4:
                 found.setdefault(path[2], {})[path[3]] = key
         return found
+
+
+def _with_plain_names(metadata: Metadata) -> Metadata:
+    """Return ``metadata`` with the names that the model has without wrappers: others save those of a compiled one."""
+    keys = metadata.state_dict_metadata
+    plain = {key: name for key in keys if (name := plain_name(key)) not in keys}
+    if not plain:
+        return metadata
+    paths = {k: [plain_name(part) if isinstance(part, str) else part for part in path] for k, path in _paths(metadata)}
+    return replace(
+        metadata,
+        state_dict_metadata={plain.get(key, key): saved for key, saved in keys.items()},
+        planner_data={plain.get(key, key): path for key, path in paths.items()},
+        storage_data={replace(i, fqn=plain.get(i.fqn, i.fqn)): place for i, place in metadata.storage_data.items()},
+    )
+
+
+def _paths(metadata: Metadata) -> Iterable[tuple[str, ContentsPath]]:
+    """Return the path of each key in the nested state dict that was saved."""
+    return (metadata.planner_data or {}).items()
 
 
 def _label(key: str) -> str:

@@ -71,8 +71,11 @@ from composable_fsdp.errors import ArgumentTypeError, CheckpointError, Configura
 ContentsPath = tuple[str, ...]
 """The path of a value in a nested state dict. Joined by dots, it is the key in the checkpoint."""
 
-Groups = Mapping[tuple[str, ...], Mapping[str, Any]]
-"""The param groups of an optimizer by the names of their parameters, with these in ``params``."""
+GroupKey = tuple[int, tuple[str, ...]]
+"""The names of a group's parameters, and how many groups before it have the same ones: several may have none."""
+
+Groups = Mapping[GroupKey, Mapping[str, Any]]
+"""The param groups of an optimizer, with the names of their parameters in ``params``."""
 
 
 def key_of(path: ContentsPath) -> str:
@@ -114,7 +117,7 @@ class Contents:
     objects: dict[ContentsPath, Any] = field(default_factory=dict)
     aliases: dict[ContentsPath, ContentsPath] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
-    groups: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
+    groups: dict[GroupKey, dict[str, Any]] = field(default_factory=dict)
 
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
         params = OptimizerParams(model, optimizer)
@@ -122,7 +125,11 @@ class Contents:
             hook(optimizer)
         for members, group in zip(params.groups, optimizer.param_groups, strict=True):
             names = [member.name for member in members]
-            self.groups[tuple(names)] = {**{key: on_host(value) for key, value in group.items()}, "params": names}
+            index = sum(group["params"] == names for group in self.groups.values())
+            self.groups[index, tuple(names)] = {
+                **{key: on_host(value) for key, value in group.items()},
+                "params": names,
+            }
         for member in params.members.values():
             for key, value in params.state_of(member).items():
                 path = ("optimizer", "state", member.name, str(key))
