@@ -95,7 +95,7 @@ def assemble(root_state: FSDPState) -> Root:
     launcher = StreamLauncher(CommStreams(root_state.group.axes.device))
     root = Root(root_state, states, launcher, AutogradTask(), PassesUnderway(), OBSERVERS)
     _register(root)
-    for former in {root_of(state) for state in states.values() if state.root is not None}:
+    for former in dict.fromkeys(root_of(state) for state in states.values() if state.root is not None):
         former.drain()
         root.finalization.take_settings(former.finalization)
         root.post_optimizer_event = former.post_optimizer_event or root.post_optimizer_event

@@ -222,7 +222,7 @@ def _open_safetensors(path: Path) -> Source:
     }
 
     def read(paths: Iterable[ContentsPath]) -> Tensors:
-        files = {file: opened(file) for file in {found.file for found in stored.tensors.values()}}
+        files = {file: opened(file) for file in dict.fromkeys(found.file for found in stored.tensors.values())}
         return {at: files[stored.tensors[at[1]].file].get_tensor(at[1]) for at in paths}
 
     return Source(path, Kind.SAFETENSORS, tensors, aliases, (), read)
