@@ -25,7 +25,13 @@ from composable_fsdp._core.context import dual_numbers, in_transform, layers_of,
 from composable_fsdp._core.gradients import AutogradTask
 from composable_fsdp._core.group import StreamLauncher
 from composable_fsdp._core.memory import CommStreams
-from composable_fsdp._core.params import alias_of, local_part, note_optimizer_step, without_torch_function
+from composable_fsdp._core.params import (
+    alias_of,
+    local_part,
+    note_optimizer_step,
+    plain_tensors,
+    without_torch_function,
+)
 from composable_fsdp._core.pytree import CallInputs, InputView, cycle_error, map_tensors, tensors_in
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import HOOK_FRAMES, HOOK_WRAPPERS, OBSERVERS, HookHandles
@@ -153,29 +159,33 @@ optimizer_hooks = GlobalHooks(_install_optimizer_hooks)
 
 
 def _note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Record a step for the roots whose parameters ``optimizer`` holds, or their local shards, and for no other root.
+    """Record a step for the roots that ``optimizer`` steps."""
+    sharded = sharded_parameters(optimizer)
+    note_optimizer_step([p for p, _ in sharded])
+    for root in roots_stepped_by(optimizer, sharded):
+        root.plans.steps.note()
+
+
+def roots_stepped_by(
+    optimizer: torch.optim.Optimizer, sharded: Sequence[tuple[torch.Tensor, FSDPState]]
+) -> Iterable[Root]:
+    """Return the roots whose parameters ``optimizer`` holds, ``sharded``, or tensors in the memory of their shards.
 
     A model of another thread, or one that only some ranks train, must not make kept parameters be gathered again.
     """
-    sharded = sharded_parameters(optimizer)
-    note_optimizer_step([p for p, _ in sharded])
-    stepped: Iterable[Root] = _roots_of(sharded)
-    if not sharded:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        storages = {local_part(p).untyped_storage()._cdata for p in parameters}
-        stepped = [root for known in _roots if (root := known()) and root.has_shards_in(storages)]
-    for root in stepped:
-        root.plans.steps.note()
+    found = [root_of(state) for state in dict.fromkeys(state for _, state in sharded) if state.root is not None]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(sharded) < len(parameters):
+        plain = (tensor for p in parameters for tensor in plain_tensors(local_part(p)))
+        storages = {tensor.untyped_storage()._cdata for tensor in plain if tensor.layout is torch.strided}
+        found += [root for known in _roots if (root := known()) and root.has_shards_in(storages)]
+    return dict.fromkeys(found)
 
 
 def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, FSDPState]]:
     """Return the sharded parameters that ``optimizer`` holds, with their states."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return [(p, state) for p in parameters if (state := state_of_parameter(p)) is not None]
-
-
-def _roots_of(sharded: Sequence[tuple[torch.Tensor, FSDPState]]) -> set[Root]:
-    return {root_of(state) for state in {state for _, state in sharded} if state.root is not None}
 
 
 def install_hooks(state: FSDPState) -> dict[nn.Module, HookHandles]:
