@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
+import os
 import pickle
 import shutil
 import threading
@@ -29,7 +31,7 @@ from composable_fsdp.checkpoint import (
 )
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from tests._internals import PartialCheckpoint, SavePlanner, directory, read_metadata
-from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate
+from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate, unreadable
 
 
 def files_of(folder: Path) -> list[str]:
@@ -133,6 +135,38 @@ def test_a_folder_without_an_intact_checkpoint_is_an_error(tmp_path: Path) -> No
     expected = f"is intact:\n  step-00000002: {paths[2]}/manifest.json is missing.\n  step-00000001: {paths[1]}/__0_0."
     for fallback in (True, False):
         assert f"loading {tmp_path}: no checkpoint in it {expected}" in refused(tmp_path, fallback=fallback)
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("name", ["", "manifest.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_fallback_goes_on_past_what_cannot_be_read(tmp_path: Path, name: str, verify: bool) -> None:
+    paths = saved_steps(tmp_path, 1.0, 2.0)
+    model = Tied()
+    with unreadable(paths[2] / name):
+        text = refused(tmp_path, verify=verify)
+        assert "step-00000001 is the newest that is intact: pass fallback=True" in text
+        assert "cannot be read: [Errno 13] Permission denied: " in text
+        load(tmp_path, model, fallback=True, verify=verify)
+    assert torch.equal(model.first.weight, torch.full((3, 3), 1.0))
+
+
+@pytest.mark.behaviour("F-12")
+def test_fallback_goes_on_past_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = saved_steps(tmp_path, 1.0, 2.0)
+    stat = os.stat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        if str(paths[2]) in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(CheckpointError, match=r"step-00000002/manifest\.json cannot be read: Input/output error"):
+        latest(tmp_path)
+    (paths[2] / "manifest.json").unlink()
+    load(tmp_path, model := Tied(), fallback=True)
+    assert torch.equal(model.first.weight, torch.full((3, 3), 1.0))
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def load(
 def _choose(ranks: RankGroup, what: str, path: Path, contents: bool, fallback: bool) -> tuple[Path, Manifest | None]:
     """Return the checkpoint to load and its manifest, if any; equal on all ranks."""
     checkpoints = ranks.from_rank0(what, lambda: directory.checkpoints_at(path))
-    if checkpoints == [path] and not ranks.from_rank0(what, (path / directory.MANIFEST).is_file):
+    if checkpoints == [path] and not ranks.from_rank0(what, lambda: directory.has_file(path / directory.MANIFEST)):
         if ranks.rank == 0:
             logger.warning("%s has no %s: whether it is intact cannot be verified", path, directory.MANIFEST)
         return path, None

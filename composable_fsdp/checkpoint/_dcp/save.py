@@ -55,7 +55,7 @@ from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._api.extents import states_below
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet
-from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, complete
+from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParams, check_replicated, is_plain, on_host
 from composable_fsdp.checkpoint._state_dict.tensors import (
@@ -496,7 +496,7 @@ class _Save:
             check_parts([plan for plan, _ in planned])
             plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in planned])
             self._aliases = {alias: of for _, aliases in planned for alias, of in aliases.items()}
-            step = max(complete(self._path), default=-1) + 1 if self._requested_step is None else self._requested_step
+            step = max(candidates(self._path), default=-1) + 1 if self._requested_step is None else self._requested_step
             self._partial_checkpoint = directory = PartialCheckpoint(self._path, step)
             plans = ChecksummingWriter(directory.partial).prepare_global_plan(plans)
             return [(directory.final, directory.partial, step, plan) for plan in plans]
