@@ -21,7 +21,7 @@ from composable_fsdp.checkpoint._coordination import dtype_name
 from composable_fsdp.checkpoint._dcp import directory
 from composable_fsdp.checkpoint._dcp.directory import Manifest
 from composable_fsdp.checkpoint._dcp.load import read as read_values
-from composable_fsdp.checkpoint._dcp.load import read_metadata
+from composable_fsdp.checkpoint._dcp.metadata import read_metadata
 from composable_fsdp.checkpoint._dcp.save import ContentsPath, key_of
 from composable_fsdp.checkpoint._safetensors import (
     INDEX,
@@ -106,7 +106,10 @@ def open_source(path: Path) -> Source:
 
 
 def _open_dcp(folder: Path) -> Source:
-    metadata = read_metadata(folder)
+    manifest, problem = directory.read_manifest(folder) if (folder / directory.MANIFEST).exists() else (None, "")
+    if problem:
+        raise CheckpointError(problem)
+    metadata = read_metadata(folder, manifest)
     saved = metadata.state_dict_metadata
     keys = dict(zip(_in_model([_path_of(key, metadata) for key in saved]), saved, strict=True))
     found: dict[ContentsPath, tuple[object, torch.Tensor]] = {}
@@ -124,9 +127,6 @@ def _open_dcp(folder: Path) -> Source:
         read_values(folder, metadata, {keys[at]: LocalShard(value) for at, value in values.items()})
         return values
 
-    manifest, problem = directory.read_manifest(folder) if (folder / directory.MANIFEST).exists() else (None, "")
-    if problem:
-        raise CheckpointError(problem)
     return Source(folder, Kind.DCP, tensors, aliases, [at for at in keys if at not in found], read, manifest)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from composable_fsdp._files import create, open_regular, read_text
 from composable_fsdp.checkpoint._coordination import dtype_name
 from composable_fsdp.checkpoint._safetensors import sync, write_synced
 from composable_fsdp.errors import CheckpointError
@@ -222,7 +223,10 @@ def _acquire_lock(path: Path) -> int:
 
     It is a POSIX lock, which forked data loaders do not inherit. File systems without locks are not protected.
     """
-    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = create(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"{path / _LOCK} is no file to lock: {error.strerror}. Delete it.") from error
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -231,8 +235,10 @@ def _acquire_lock(path: Path) -> int:
         raise CheckpointError(f"{path} is being written to by {holder}. Wait for it, or save elsewhere.") from None
     except OSError:
         return descriptor
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:  # a hard link may be of somebody else's file
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return descriptor
 
 
@@ -292,14 +298,14 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
     """Return the manifest and an empty text, or ``None`` and the damage. Another format is no damage, but an error."""
     path = folder / MANIFEST
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(read_text(folder, MANIFEST))
         body = dict(document["manifest"])
         version = body["format"]
     except FileNotFoundError:
         return None, f"{path} is missing."
     except OSError as error:
         return None, f"{path} cannot be read: {error}."
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         return None, f"{path} is damaged: {error}."
     if isinstance(version, int) and version != FORMAT:
         raise CheckpointError(
@@ -309,8 +315,15 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
     if document.get("crc32") != _checksum(body):
         return None, f"{path} is damaged: its checksum does not fit."
     del body["format"]
-    body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
-    return Manifest(**body), ""
+    try:
+        body["files"] = files = {name: FileRecord(**record) for name, record in body["files"].items()}
+        manifest = Manifest(**body)
+        numbers = (manifest.step, manifest.ranks, *(record.bytes for record in files.values()))
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise TypeError("a step, a number of ranks or of bytes is no number")
+        return manifest, ""
+    except (LookupError, TypeError, AttributeError) as error:
+        return None, f"{path} is damaged: {error}."
 
 
 _REMEDIES = (
@@ -329,7 +342,7 @@ def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, contents: 
     for name, record in files.items():
         path = checkpoint / name
         try:
-            with path.open("rb", buffering=0) as file:
+            with open_regular(checkpoint, name) as file:
                 size = os.fstat(file.fileno()).st_size
                 crc32 = _crc32(file) if contents and size == record.bytes else record.crc32
         except FileNotFoundError:

@@ -1,8 +1,8 @@
 """``load``: choose and verify the checkpoint, compare it with the model, read it.
 
 DCP's default planner raises at the first key that is missing or of another shape, on one rank. Here all differences of
-all ranks are found first, and nothing is loaded if there are any. Its reader unpickles any class in the metadata, and
-objects with ``weights_only=False`` (``test_checkpoint_of_torch.py``).
+all ranks are found first, and nothing is loaded if there are any. Its reader unpickles objects with
+``weights_only=False`` (``test_checkpoint_of_torch.py``).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from composable_fsdp.checkpoint._coordination import (
 )
 from composable_fsdp.checkpoint._dcp import directory
 from composable_fsdp.checkpoint._dcp.directory import Manifest
+from composable_fsdp.checkpoint._dcp.metadata import read_metadata
 from composable_fsdp.checkpoint._dcp.save import (
     Contents,
     ContentsPath,
@@ -125,7 +126,7 @@ def load(
 
     def match() -> _Fit:
         nonlocal restore
-        metadata = _with_plain_names(read_metadata(folder))
+        metadata = _with_plain_names(read_metadata(folder, manifest))
         kinds = ["model.", "classes.", "communication.", own]
         kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
         keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
@@ -527,53 +528,3 @@ def read(
     planner, reader = _LoadPlanner(state, metadata, changed), FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     reader.read_data(planner.create_local_plan(), planner).wait()
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles only the classes that DCP's metadata consists of, so that a file cannot run other code.
-
-    The unpickler of ``torch.load(weights_only=True)`` does not read the protocol of pickles in which DCP writes it.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 writes members of enums
-            return lambda kind, member: kind.__members__[member]
-        if name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of any metadata")
-        return super().find_class(module, name)
-
-
-_PATHS = {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
-_ALLOWED = {
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read DCP's metadata of the checkpoint ``folder``. Raise ``CheckpointError`` if it is missing or damaged."""
-    path = folder / directory.METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        assert isinstance(metadata, Metadata)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing.") from None
-    except Exception as error:  # unpickling damaged bytes may raise anything
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
-    return metadata
