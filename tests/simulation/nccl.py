@@ -425,8 +425,14 @@ def stands_in(
             stack.enter_context(mock.patch.object(c10d, "is_nccl_available", return_value=True))
             stack.enter_context(mock.patch.object(c10d, "ProcessGroupNCCL", kind, create=True))
             backend.backend_capability["nccl"] = ["cpu"]
+            create = getattr(c10d, "_create_nccl_process_group", None)
+            if create is not None:  # from torch 2.15 on, where "nccl" makes groups of "nccl2"
+                options = {"extended_api": True, "_backend_type": dist.ProcessGroup.BackendType.NCCL}
+                backend.register_backend("nccl", create, devices=["cpu"], **options)
         else:
             backend.register_backend(kind.backend_name, kind, devices=["cpu"])
+        if hasattr(c10d, "_maybe_attach_flight_recorder"):  # from torch 2.15 on; it needs a group of C++
+            stack.enter_context(mock.patch.object(c10d, "_maybe_attach_flight_recorder"))
         if hasattr(getattr(dist, "config", None), "use_torchcomms"):
             stack.enter_context(cast(Any, dist).config.patch(use_torchcomms=variant == "torchcomms"))
         stack.enter_context(mock.patch.object(c10d, "_new_group_with_tag", partial(_new_group, contract)))
