@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._core.comm import Communicator, is_over_group
+from composable_fsdp._core.context import runs_unseen
 
 T = TypeVar("T")
 
@@ -65,6 +66,7 @@ def fill_(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.copy_(values)
 
 
+@runs_unseen
 def gather_objects(own: T, axis: Communicator | dist.ProcessGroup) -> list[T]:
     """Return ``own`` of every rank of ``axis``, in rank order. For setup only. All ranks must call it together."""
     if isinstance(axis, dist.ProcessGroup):

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, is_over_group
+from composable_fsdp._core.context import runs_unseen
 from composable_fsdp.errors import DivergenceError
 
 __all__ = [
@@ -41,6 +42,7 @@ SHOWN_RANKS = 8
 _NOTHING = "nothing more"
 
 
+@runs_unseen
 @torch.inference_mode(False)
 @torch.no_grad()
 def verify_same(
@@ -79,6 +81,7 @@ def verify_same(
     return {rank: numbers for rank, _, *numbers in rows}
 
 
+@runs_unseen
 @torch.inference_mode(False)
 @torch.no_grad()
 def gather_texts(own: str, communicators: Iterable[Communicator], device: torch.device, subject: str) -> dict[int, str]:
@@ -104,6 +107,7 @@ def multi_rank_axes(communicators: Iterable[Communicator]) -> list[Communicator]
     return [c for c in communicators if is_over_group(c) and c.size > 1]
 
 
+@runs_unseen
 def gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> torch.Tensor:
     """Return ``own``, ``(n,)``, of all ranks along all ``axes`` as ``(ranks, n)``."""
     gathered = own

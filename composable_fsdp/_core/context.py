@@ -36,6 +36,19 @@ def runs_outside(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def runs_unseen(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, a check of the library, which no mode of the caller or of torch's tools sees."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as left:
+            if dispatch_modes():
+                _leave_dispatch_modes(left, lambda kind: bool(kind.is_infra_mode()))
+            return function(*args, **kwargs)
+
+    return run
+
+
 @contextmanager
 def outside_callers_context() -> Iterator[None]:
     """Leave the caller's context, in this thread, until the end of the block."""
@@ -47,16 +60,16 @@ def outside_callers_context() -> Iterator[None]:
         if in_autocast():
             left.enter_context(_C._DisableAutocast())
         if dispatch_modes():
-            _leave_dispatch_modes(left)
+            _leave_dispatch_modes(left, _stays)
         for _ in range(function_modes()):
             left.callback(_C._push_on_torch_function_stack, _C._pop_torch_function_stack())
         yield
 
 
-def _leave_dispatch_modes(left: ExitStack) -> None:
-    """Take the caller's modes off the stack until ``left`` ends."""
+def _leave_dispatch_modes(left: ExitStack, stays: Callable[[Any], bool]) -> None:
+    """Take the modes off the stack whose classes do not stay, until ``left`` ends."""
     modes: list[Any] = _get_current_dispatch_mode_stack()
-    stay = [_stays(type(mode)) for mode in modes]
+    stay = [stays(type(mode)) for mode in modes]
     if all(stay):
         return
     first = stay.index(False)
