@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -24,12 +23,14 @@ from composable_fsdp._core.state import FSDPState, find_state
 
 Ranges = tuple[range, ...]
 
-_WRAPPERS = re.compile(r"(?<![^.])(?:_checkpoint_wrapped_module|_orig_mod)\.")
-"""The components that torch's activation-checkpoint wrappers and ``torch.compile`` add to names."""
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""Prefixes that torch's activation-checkpoint wrappers and ``torch.compile`` add to names."""
 
 
 def plain_name(name: str) -> str:
-    return _WRAPPERS.sub("", name)
+    for prefix in _WRAPPERS:
+        name = name.replace(prefix, "")
+    return name
 
 
 class Cut(NamedTuple):

@@ -207,7 +207,7 @@ class FSDPModule(TorchFSDPModule):
         """Set whether backwards leave reductions in flight until :meth:`finalize_backward` is called, once per step.
 
         Raises:
-            LifecycleError: a backward has not been finalized.
+            LifecycleError: the mode would change, and a backward has not been finalized.
         """
         root_of(_state(self)).finalization.set_manual(enabled)
 
@@ -215,7 +215,8 @@ class FSDPModule(TorchFSDPModule):
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce what is left after the backwards of a step, and set all sharded gradients. All ranks must call it.
 
-        Gradients of modules without gradient synchronization stay unreduced. Call it on the root.
+        Parameters are freed as after a backward (:meth:`set_reshard_after_backward`). Gradients of modules without
+        gradient synchronization stay unreduced. Call it on the root.
 
         Args:
             async_op: return a handle without waiting. Call its ``wait()`` before the optimizer's step.
@@ -230,7 +231,7 @@ class FSDPModule(TorchFSDPModule):
             raise LifecycleError(f"finalize_backward() was called on {state.name!r}. Call it on the root module.")
         root.finalization.check_due()
         synchronized = [each for each in _states(self, recurse=True) if each.is_synchronized]
-        root.reduce_held("finalize_backward()", synchronized)
+        root.reduce_held("finalize_backward()", synchronized, frees=True)
         handle = GradientReductionHandle(root)
         if async_op:
             return handle
@@ -606,7 +607,7 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as ``nn.Module.zero_grad`` does, pending ones too (:meth:`get_pending_gradients`)."""
         states = _states(self, recurse=True)
-        for root in dict.fromkeys(each for state in states if (each := state.root) is not None):
+        for root in {each for state in states if (each := state.root) is not None}:
             root.drain()  # reductions in flight would set gradients later
         for state in states:
             gradients, parameters = state.group.gradients, _parameters_below(self, state)

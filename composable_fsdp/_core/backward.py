@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
@@ -52,6 +53,16 @@ def unseen_output(state: FSDPState) -> LifecycleError:
         f"{state.class_name} returns an object of a class of your own, make it a dataclass or register it with "
         "torch.utils._pytree.register_pytree_node; if it hands tensors on in another way, shard it with "
         "reshard_after_forward=False. Then call reset_iter_state() on the root module before the next step."
+    )
+
+
+def warn_of_lost_gradients(state: FSDPState) -> None:
+    """Warn that backwards went through ``state``, and that none of its parameters has a gradient."""
+    warnings.warn(
+        f"backward went through {state.name!r}, but left no gradient on any of its parameters. Pipeline schedules that "
+        "compute the gradients of weights apart from those of inputs, such as zero bubble, look for the parameters "
+        "before backward brings them into memory: shard their stages with reshard_after_forward=False.",
+        stacklevel=2,
     )
 
 
@@ -291,7 +302,6 @@ class ReductionQueue:
         if any(reduction.launch.partial for reduction in (*self._unread, *self._in_flight)):
             self.drain()  # the sums are held only then
         for state in states:
-            state.group.gradients.notice()
             for launch in reduce_together([state.group.gradients], self._launcher.streams):
                 self._launch(launch)
 
@@ -461,8 +471,8 @@ class Finalization:
         self.is_last_backward &= former.is_last_backward
 
     def set_manual(self, enabled: bool) -> None:
-        """Set :attr:`is_manual`. Raises a ``LifecycleError`` if a backward has not been finalized."""
-        if self._is_due or self._in_flight is not None:
+        """Set :attr:`is_manual`. Raises a ``LifecycleError`` if that changes before a backward has been finalized."""
+        if enabled != self.is_manual and (self._is_due or self._in_flight is not None):
             raise LifecycleError(
                 "set_manual_backward_finalization was called between a backward and the end of its finalization. Call "
                 "finalize_backward() first, and wait() of its handle."

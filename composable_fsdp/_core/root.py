@@ -29,8 +29,16 @@ from composable_fsdp._core.backward import (
     check_settings,
     left_by_an_exception,
     unseen_output,
+    warn_of_lost_gradients,
 )
-from composable_fsdp._core.context import dispatch_modes, function_modes, in_autocast, in_transform, runs_outside
+from composable_fsdp._core.context import (
+    dispatch_modes,
+    function_modes,
+    in_autocast,
+    in_transform,
+    runs_outside,
+    runs_unseen,
+)
 from composable_fsdp._core.events import (
     HELD_GRADIENTS,
     LOCAL_GRADIENTS,
@@ -527,8 +535,13 @@ class Root:
             if state.backward_wrappers.post_backward is not None:
                 state.backward_wrappers.post_backward(lambda: None)  # only now the reduced gradients are set
 
-    def reduce_held(self, occasion: str, states: Iterable[FSDPState]) -> None:
+    def reduce_held(self, occasion: str, states: Iterable[FSDPState], *, frees: bool = False) -> None:
         """Launch the reductions of all gradients that ``states`` hold after earlier backwards.
+
+        Args:
+            occasion: the call that asks for it, for the error.
+            states: the states to reduce.
+            frees: first free the parameters of the root that the end of a backward would free now.
 
         Raises:
             LifecycleError: a forward or backward runs.
@@ -539,7 +552,24 @@ class Root:
                 f"{occasion} was called in {place}, which may still give gradients: call it afterwards."
             )
         self.check_available()
+        states = tuple(states)
+        for state in states:
+            self.notice_gradients(state)
+        for state in self.states.values() if frees else ():  # first, because the reductions allocate memory
+            if state.options.reshard_after_backward:
+                self.launcher.free(state.group)
         self.queue.send_held(states)
+
+    def notice_gradients(self, state: FSDPState) -> None:
+        """Include gradients of ``state`` that were set without autograd's accumulation in the next reduction.
+
+        Zero-bubble schedules of pipelines set those of weights so, if they find the weights.
+        """
+        gradients = state.group.gradients
+        gradients.notice()
+        has_lost = gradients.state not in HELD_GRADIENTS and state.group.plan.num_trainable
+        if has_lost and gradients.were_summed and state in self.progress.reached:
+            warn_of_lost_gradients(state)
 
     def reset(self) -> None:
         """Return to IDLE from any state.
@@ -620,8 +650,11 @@ class Root:
 
     def verify_ranks(self) -> None:
         """Check the settings, and let observers compare the model across ranks, once, before the first collective."""
-        if self.is_verified:
-            return
+        if not self.is_verified:
+            self._verify_ranks()
+
+    @runs_unseen
+    def _verify_ranks(self) -> None:
         check_settings(self.root_state, self.states.values())
         for state in self.states.values():
             state.group.check_grad_dtypes()

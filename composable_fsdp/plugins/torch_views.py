@@ -8,7 +8,6 @@ stores only the handles of hooks that clients replace.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
@@ -21,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFS
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._api.torch_types import find_state, register_state, set_torch_state
-from composable_fsdp._core.events import HELD_GRADIENTS, Pass
+from composable_fsdp._core.events import Pass
 from composable_fsdp._core.hooks import ModuleHooks, calling_frame, root_of, wrapped_hook
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import HookHandles, Observer
@@ -257,16 +256,7 @@ class ClientState:
             deliver()
             return
         state, root = self._state, root_of(self._state)
-        gradients = state.group.gradients
-        gradients.notice()  # zero-bubble schedules accumulate weight gradients themselves
-        if gradients.were_summed and gradients.state not in HELD_GRADIENTS and state in root.progress.reached:
-            warnings.warn(
-                f"backward went through {state.name!r}, but left no gradient on any of its parameters. Pipeline "
-                "schedules that compute the gradients of weights apart from those of inputs, such as zero bubble, look "
-                "for the parameters before backward brings them into memory: shard their stages with "
-                "reshard_after_forward=False.",
-                stacklevel=2,
-            )
+        root.notice_gradients(state)
         root.reduce_gradients(state, at_end=True)
         if state.options.reshard_after_backward:
             state.group.reshard()

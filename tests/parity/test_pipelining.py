@@ -1,13 +1,16 @@
-"""Checks torch's unmodified pipelining: stages that this library or torch's FSDP2 shards train equally.
+"""Checks torch's unmodified pipelining: stages that this library shards train as torch's, and as the unsharded model.
 
 The tests use two pipeline ranks times two data-parallel ranks. Stages reduce no gradients until the last microbatch.
-The pipeline schedule then starts the reductions through private attributes of torch's FSDP state.
+The pipeline schedule then starts the reductions: by ``finalize_backward`` from torch 2.15 on, through private
+attributes of torch's FSDP state before.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.testing import assert_close
@@ -41,6 +46,13 @@ SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]]
     "interleaved 1F1B": ScheduleInterleaved1F1B,
     "interleaved zero bubble": ScheduleInterleavedZeroBubble,
 }
+
+V_SHAPED = {"zero bubble V": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
+"""Their first rank has the first stage and the last one."""
+BF16 = ours.MixedPrecisionPolicy(torch.bfloat16, torch.float32, grad_dtype=torch.float32)
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, foreach=False)
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 Shard = Callable[..., Any]
 
@@ -68,52 +80,64 @@ def batch_of(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, target
 
 
-def stages_of(model: Any, shard: Shard, mesh: DeviceMesh, per_rank: int, reshard: bool | None) -> list[nn.Sequential]:
-    """Return this rank's stages with sharded blocks. Rank 0 of 2 has the first and third of four stages."""
-    count = 2 * per_rank
-    size = len(model) // count
-    stages = []
-    for index in range(mesh["pp"].get_local_rank(), count, 2):
-        stage = nn.Sequential(*model[index * size : (index + 1) * size])
-        for block in stage:
-            shard(block, mesh=mesh["dp"], reshard_after_forward=reshard)
-        stages.append(shard(stage, mesh=mesh["dp"], reshard_after_forward=reshard))
-    return stages
+def indices_of(schedule: str, rank: int) -> list[int]:
+    """Return the indices of the stages of ``rank``, of 2."""
+    if schedule in V_SHAPED:
+        return [rank, 3 - rank]
+    return list(range(rank, 4 if issubclass(SCHEDULES[schedule], PipelineScheduleMulti) else 2, 2))
 
 
 def train(
-    shard: Shard, schedule: str, mesh: DeviceMesh, *, reshard: bool | None = False
-) -> tuple[list[float], list[torch.Tensor]]:
-    """Train and return the losses (on the rank of the last stage) and the parameters of this rank's stages."""
-    kind = SCHEDULES[schedule]
-    per_rank = 2 if issubclass(kind, PipelineScheduleMulti) else 1
-    modules = stages_of(seeded(chain)(), shard, mesh, per_rank, reshard)
-    pp = mesh["pp"]
-    stages = [
-        PipelineStage(module, pp.get_local_rank() + 2 * i, 2 * per_rank, torch.device("cpu"), group=pp.get_group())
-        for i, module in enumerate(modules)
+    shard: Shard,
+    schedule: str,
+    mesh: DeviceMesh,
+    *,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = ADAMW,
+    **options: Any,
+) -> tuple[list[float], list[nn.Sequential]]:
+    """Train and return the losses (on the rank of the last stage) and this rank's stages, of sharded blocks."""
+    model: Any = seeded(chain)()
+    pp, dp = mesh["pp"], mesh["dp"]
+    indices = indices_of(schedule, pp.get_local_rank())
+    size = len(model) // (2 * len(indices))
+    modules = [nn.Sequential(*model[index * size : (index + 1) * size]) for index in indices]
+    for module in modules:
+        for each in (*module, module):
+            shard(each, mesh=dp, **options)
+    stages: Any = [
+        PipelineStage(module, index, 2 * len(indices), torch.device("cpu"), group=pp.get_group())
+        for index, module in zip(indices, modules, strict=True)
     ]
-    run: Any = kind(stages if per_rank > 1 else stages[0], MICROBATCHES, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=1e-2, foreach=False)
+    kind: Any = (SCHEDULES | V_SHAPED)[schedule]
+    run = kind(stages if len(stages) > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)
+    optimizer = make_optimizer([p for module in modules for p in module.parameters()])
     losses: list[float] = []
     for step in range(STEPS):
-        x, target = batch_of(step, mesh["dp"].get_local_rank())
+        x, target = batch_of(step, dp.get_local_rank())
         of_step: list[torch.Tensor] = []
         run.step(*([x] if pp.get_local_rank() == 0 else []), target=target, losses=of_step)
         losses += [loss.item() for loss in of_step]
         optimizer.step()
         optimizer.zero_grad()
-    return losses, [p.full_tensor() for module in modules for p in module.parameters()]  # type: ignore[attr-defined]
+    return losses, modules
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output.float(), target)
+
+
+def full_parameters(stages: list[nn.Sequential]) -> list[torch.Tensor]:
+    return [p.full_tensor() for stage in stages for p in stage.parameters()]  # type: ignore[attr-defined]
 
 
 def compare_with_torch(schedule: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with trace.Recorder() as recorder:
-        losses, parameters = train(ours.fully_shard, schedule, mesh)
-    expected_losses, expected = train(peer.fully_shard, schedule, mesh)
+        losses, stages = train(ours.fully_shard, schedule, mesh, reshard_after_forward=False)
+    expected_losses, expected = train(peer.fully_shard, schedule, mesh, reshard_after_forward=False)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert len(losses) == (STEPS * MICROBATCHES if mesh["pp"].get_local_rank() == 1 else 0)
-    assert_close(parameters, expected)
+    assert_close(full_parameters(stages), full_parameters(expected))
     reductions = [str(event) for event in recorder if event.operation is trace.Operation.REDUCE]
     assert len(reductions) == STEPS * 4, "each of 4 blocks reduces once per step, not once per microbatch"
 
@@ -123,12 +147,47 @@ def test_a_pipeline_of_sharded_stages_trains_as_with_torch(schedule: str) -> Non
     run_ranks(compare_with_torch, 4, schedule)
 
 
+def unsharded(dtype: torch.dtype) -> Any:
+    """Return the model after the same steps without sharding: it computes in ``dtype``, and sums in fp32."""
+    model: Any = seeded(chain)()
+    optimizer = SGD(model.parameters())
+    for step in range(STEPS):
+        for replica in range(2):
+            for x, target in zip(*(each.chunk(MICROBATCHES) for each in batch_of(step, replica)), strict=True):
+                computing = copy.deepcopy(model).to(dtype)
+                computing.zero_grad()
+                loss_of(computing(x.to(dtype)), target).backward()
+                for parameter, computed in zip(model.parameters(), computing.parameters(), strict=True):
+                    gradient = computed.grad.float() / (2 * MICROBATCHES)
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def compare_with_unsharded(schedule: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    indices = indices_of(schedule, mesh["pp"].get_local_rank())
+    for policy in (ours.MixedPrecisionPolicy(), BF16):
+        options = {"mp_policy": policy, "reshard_after_forward": False}
+        _, stages = train(ours.fully_shard, schedule, mesh, make_optimizer=SGD, **options)
+        model = unsharded(policy.param_dtype or torch.float32)
+        size = len(model) // (2 * len(indices))
+        expected = [p for index in indices for p in model[index * size : (index + 1) * size].parameters()]
+        assert_close(full_parameters(stages), [p.detach() for p in expected], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *V_SHAPED])
+def test_a_pipeline_of_sharded_stages_trains_as_the_unsharded_model(schedule: str) -> None:
+    run_ranks(compare_with_unsharded, 4, schedule)
+
+
 def check_lost_gradient_warning() -> None:
     """Check that groups that lost the gradients of all microbatches warn, here the groups of the last stage."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(ours.fully_shard, "interleaved zero bubble", mesh, reshard=None)
+        train(ours.fully_shard, "interleaved zero bubble", mesh)
     if mesh["pp"].get_local_rank() == 1:
         texts = [str(each.message) for each in caught if "left no gradient" in str(each.message)]
         assert texts
@@ -144,9 +203,9 @@ def test_weights_that_a_schedule_does_not_find_are_reported() -> None:
 
 def check_kept_and_freed(schedule: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    kept, freed = (train(ours.fully_shard, schedule, mesh, reshard=reshard) for reshard in (False, True))
+    kept, freed = (train(ours.fully_shard, schedule, mesh, reshard_after_forward=reshard) for reshard in (False, True))
     assert kept[0] == freed[0]
-    assert_close(kept[1], freed[1], rtol=0, atol=0)
+    assert_close(full_parameters(kept[1]), full_parameters(freed[1]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "interleaved 1F1B"])

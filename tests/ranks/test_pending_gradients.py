@@ -363,6 +363,41 @@ def finish(mesh: DeviceMesh | None = None) -> None:
     assert not any(p.grad is None for p in manual.parameters())
 
 
+def finish_as_pipelines_do() -> None:
+    """Finalize microbatches that each set the mode again and leave their parameters unsharded, as torch 2.15 does."""
+    torch.manual_seed(0)
+    reference: Any = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    model = copy.deepcopy(reference)
+    for layer in (model[0], model[1]):
+        fully_shard(layer, reshard_after_forward=layer is model[0])
+    fully_shard(model)
+    shards = list(model.parameters())
+    for step in range(3):
+        for microbatch in range(3):
+            x = torch.full((2, 5), 1.0 + step + microbatch)
+            model.set_manual_backward_finalization(True)
+            out = model(x)
+            model.set_reshard_after_backward(False)
+            model.set_requires_gradient_sync(False)
+            out.square().mean().backward()
+            reference(x).square().mean().backward()
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        model[1].set_reshard_after_backward(step != 1)  # finalization obeys the setting of each module
+        handle = model.finalize_backward(async_op=step != 2)
+        kept = [] if step != 1 else list(model[1].parameters())
+        assert all(isinstance(each, DTensor) != any(each is one for one in kept) for each in model.parameters())
+        model.set_manual_backward_finalization(True)  # changes nothing, so it is allowed before the wait
+        if handle is not None:
+            handle.wait()
+        model.set_manual_backward_finalization(False)
+        for parameter, expected in zip(shards, reference.parameters(), strict=True):
+            torch.testing.assert_close(full(parameter.grad), expected.grad)
+        model.zero_grad()
+        reference.zero_grad()
+
+
 def finish_without_synchronization() -> None:
     model: Any = fully_shard(nn.Linear(4, 4))
     model.set_manual_backward_finalization(True)
@@ -609,6 +644,7 @@ def on_two_ranks() -> None:
     for ordinary in ([0], [1], [2, 3], [1, 3], [3]):
         assert sum_of_split_backwards(composable_fsdp, torch.float32, ordinary) == 259
     finish()
+    finish_as_pipelines_do()
     finish_without_synchronization()
     synchronize_a_part()
 
