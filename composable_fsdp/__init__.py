@@ -13,13 +13,12 @@ Shard every block, then the model itself::
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from composable_fsdp._api.communication_state import CommunicationState
 from composable_fsdp._api.fsdp_module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
 from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
-from composable_fsdp._api.meshes import ShardPlacementResult
 from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._consistency.shutdown import shutdown
 from composable_fsdp._consistency.wait_warning import set_wait_warning
+from composable_fsdp._core.full_mesh import ShardPlacementResult
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp.codecs.blockwise import Int4, Int8
 from composable_fsdp.codecs.cast import Cast
@@ -38,6 +37,7 @@ from composable_fsdp.optim.local_optimizer import local_optimizer
 from composable_fsdp.optim.muon import Muon
 from composable_fsdp.optim.offload_optimizer import offload_optimizer, reload_optimizer
 from composable_fsdp.optim.owner_step import owner_step
+from composable_fsdp.plugins.codecs.communication_state import CommunicationState
 from composable_fsdp.plugins.full_params import apply_to_full_params, unsharded_params
 from composable_fsdp.plugins.torch_views import client_state
 from composable_fsdp.policies import (

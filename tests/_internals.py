@@ -13,23 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composable_fsdp._api import meshes
-    from composable_fsdp._api.extents import (
-        Box,
-        Cut,
-        ShardExtent,
-        extent_of,
-        gather,
-        like,
-        plain_name,
-        shardings_of,
-        states_below,
-    )
-    from composable_fsdp._api.meshes import (
-        ShardPlacementResult,
-        default_mesh,
-        named_data_parallel_axes,
-        warn_without_cpu_backend,
-    )
     from composable_fsdp._api.param_discovery import on_other_accelerators, resolve_dim
     from composable_fsdp._api.strategy import StrategyName, resolve_strategy
     from composable_fsdp._api.torch_types import as_strategy
@@ -92,6 +75,23 @@ if TYPE_CHECKING:
         RunningPass,
         advance,
         has_ended,
+    )
+    from composable_fsdp._core.extents import (
+        Box,
+        Cut,
+        ShardExtent,
+        extent_of,
+        gather,
+        like,
+        plain_name,
+        shardings_of,
+        states_below,
+    )
+    from composable_fsdp._core.full_mesh import (
+        ShardPlacementResult,
+        default_mesh,
+        named_data_parallel_axes,
+        warn_without_cpu_backend,
     )
     from composable_fsdp._core.gather import (
         AllGatherBuffers,

@@ -15,9 +15,6 @@ from weakref import ref
 import torch
 from torch import nn
 
-from composable_fsdp._api.allocate_shards import allocated_shards
-from composable_fsdp._api.deepcopy import copy_sharded
-from composable_fsdp._api.extents import states_below
 from composable_fsdp._api.group_setters import (
     check_between_steps,
     check_count,
@@ -25,10 +22,11 @@ from composable_fsdp._api.group_setters import (
     on_stream,
     set_root_options,
 )
-from composable_fsdp._api.torch_types import TorchFSDPModule, TorchUnshardHandle, find_state
 from composable_fsdp._core.context import runs_outside
+from composable_fsdp._core.deepcopy import copy_sharded
 from composable_fsdp._core.dry import schedule_of
 from composable_fsdp._core.events import HELD_GRADIENTS, GradientState, ParameterState
+from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import hooked_forward, root_of, states_by_name
 from composable_fsdp._core.params import ShardedParameter
@@ -43,6 +41,8 @@ from composable_fsdp.errors import (
     MissingNameError,
     UnsupportedError,
 )
+from composable_fsdp.init.allocate_shards import allocated_shards
+from composable_fsdp.plugins.torch_views import TorchFSDPModule, TorchUnshardHandle, find_state
 from composable_fsdp.policies import Reshard
 
 if TYPE_CHECKING:

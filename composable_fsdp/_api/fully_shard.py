@@ -11,17 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._api.fsdp_module import sharded_class
-from composable_fsdp._api.meshes import FullMesh, default_mesh, named_data_parallel_axes, warn_without_cpu_backend
-from composable_fsdp._api.param_discovery import ParamDiscovery, PlacementFunction, find_ignored, tied_owner_states
+from composable_fsdp._api.param_discovery import ParamDiscovery, PlacementFunction, tied_owner_states
 from composable_fsdp._api.strategy import ShardingStrategy, StrategyName, resolve_strategy
-from composable_fsdp._api.torch_types import (
-    as_mesh_dims,
-    as_mixed_precision_policy,
-    as_offload_policy,
-    as_strategy,
-    sharded_by_torch,
-)
+from composable_fsdp._api.torch_types import as_mesh_dims, as_mixed_precision_policy, as_offload_policy, as_strategy
 from composable_fsdp._core.context import outside_callers_context
+from composable_fsdp._core.full_mesh import FullMesh, default_mesh, named_data_parallel_axes, warn_without_cpu_backend
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import install_hooks, optimizer_hooks, wrap_forward_method
 from composable_fsdp._core.mesh import DataParallelAxes, data_parallel_axes
@@ -29,6 +23,8 @@ from composable_fsdp._core.params import note_replaced
 from composable_fsdp._core.seams import OBSERVERS, check_observers
 from composable_fsdp._core.state import FSDPState, Options, find_state, state_of
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
+from composable_fsdp.init.ignored import find_ignored
+from composable_fsdp.plugins.torch_views import sharded_by_torch
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -139,7 +135,7 @@ def fully_shard(
     if unknown:
         raise _unknown_argument(next(iter(unknown)))
     if policy is not None:
-        from composable_fsdp.init.apply_policy import shard_by_policy
+        from composable_fsdp._api.apply_policy import shard_by_policy
 
         options = dict(locals())  # the arguments
         del options["unknown"], options["shard_by_policy"]

@@ -12,21 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from composable_fsdp._api.meshes import FullMesh, named_data_parallel_axes, shard_over_full_mesh
 from composable_fsdp._api.torch_types import ParameterPlacement, as_placement
+from composable_fsdp._core.full_mesh import FullMesh, named_data_parallel_axes, shard_over_full_mesh
 from composable_fsdp._core.memory import is_accelerator
 from composable_fsdp._core.mesh import DataParallelAxes, ParameterSharding, data_parallel_axes, shard_over_axes
 from composable_fsdp._core.params import ParameterSource, ShardedParameter, find_replaced, local_part
 from composable_fsdp._core.state import FSDPState, find_state, state_of_parameter
 from composable_fsdp.errors import ConfigurationError, ParameterError, ShardDimError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.wrap.tied_weights import TIED_ATTRIBUTE
 
 __all__ = [
-    "TIED_ATTRIBUTE",
-    "Ignored",
     "ParamDiscovery",
     "PlacementFunction",
-    "find_ignored",
     "holders",
     "on_other_accelerators",
     "tied_owner_states",
@@ -253,53 +251,7 @@ def resolve_dim(dim: int, shape: Sequence[int], name: str) -> int:
     return dim % len(shape)
 
 
-# -- the arguments ignored_params and ignored_modules
-
-
-class Ignored:
-    """The ignored modules, parameters and buffers of a ``fully_shard`` call, by id.
-
-    Args:
-        parameters: the ignored parameters.
-        modules: the ignored modules; everything in and below them is ignored too.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
-        self._alive = [*parameters, *modules]  # keeps their ids from being reused
-        self.modules = {id(m) for ignored in modules for m in ignored.modules()}
-        self.parameters = {id(p) for p in parameters} | {id(p) for m in modules for p in m.parameters()}
-        self.buffers = {id(b) for m in modules for b in m.buffers()}
-
-
-def find_ignored(
-    called: Sequence[nn.Module], parameters: Iterable[nn.Parameter] | None, modules: Collection[nn.Module] | None
-) -> Ignored:
-    """Check ``ignored_params`` and ``ignored_modules`` of a ``fully_shard`` call on the modules ``called``.
-
-    Raises:
-        ConfigurationError: ``modules`` is not a collection of modules, or contains one of ``called`` or one above it.
-    """
-    modules = modules if modules is not None else ()
-    if isinstance(modules, nn.Module):
-        raise ConfigurationError(f"ignored_modules must be a set or list of modules, not one {type(modules).__name__}.")
-    given: Collection[object] = modules
-    others = sorted({type(m).__name__ for m in given if not isinstance(m, nn.Module)})
-    if others:
-        raise ConfigurationError(f"ignored_modules must contain modules only, not {', '.join(others)}.")
-    ignored = Ignored(tuple(parameters or ()), tuple(modules))
-    for module in called:
-        if id(module) in ignored.modules:
-            raise ConfigurationError(
-                f"ignored_modules contains the {type(module).__name__} that fully_shard was called on, or one above "
-                "it. Leave out the call, or name the modules below it that are to be ignored."
-            )
-    return ignored
-
-
 # -- weights that several modules share: the first group that takes one owns it
-
-TIED_ATTRIBUTE = "_composable_fsdp_tied"
-"""The attribute of modules that ``tie_groups`` was called on."""
 
 
 def tied_owner_states(modules: Iterable[nn.Module]) -> list[FSDPState]:

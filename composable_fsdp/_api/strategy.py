@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._api.meshes import default_mesh
+from composable_fsdp._core.full_mesh import default_mesh
 from composable_fsdp._core.mesh import known_meshes
 from composable_fsdp.errors import ConfigurationError, MeshError
 from composable_fsdp.policies import DataParallelMeshDims

@@ -122,6 +122,24 @@ def states_by_name(root: FSDPState) -> dict[str, FSDPState]:
     return name_states(places)
 
 
+def states_of(model: nn.Module) -> list[tuple[str, FSDPState]]:
+    """Return all FSDP states in the order of modules, each once, with its name in ``model``.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    places: dict[FSDPState, list[str]] = {}
+    for name, module in model.named_modules():
+        state = find_state(module)
+        if state is not None:
+            places.setdefault(state, []).append(name)
+    if not places:
+        raise ConfigurationError(f"no module of this {type(model).__name__} is sharded: apply fully_shard first.")
+    for state in places:  # outermost first, so that it becomes the root of those within it
+        root_of(state)
+    return list(name_states(places).items())
+
+
 def name_states(places: Mapping[FSDPState, Sequence[str]]) -> dict[str, FSDPState]:
     """Return states by their modules' names. A state without a name is the root, even if a module is called "root"."""
     named = {", ".join(filter(None, names)): state for state, names in places.items()}

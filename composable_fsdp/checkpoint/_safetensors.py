@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.nn.modules.module import _IncompatibleKeys
 
-from composable_fsdp._api.extents import Box
 from composable_fsdp._consistency.rank_report import ranks_text
+from composable_fsdp._core.extents import Box
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
     Mismatch,

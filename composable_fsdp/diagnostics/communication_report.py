@@ -13,14 +13,13 @@ from composable_fsdp._core.gradients import (
     all_gather_wire_bytes,
     reduce_scatter_wire_bytes,
 )
-from composable_fsdp._core.hooks import name_states, root_of
+from composable_fsdp._core.hooks import root_of, states_of
 from composable_fsdp._core.memory import group_by_key
 from composable_fsdp._core.mesh import ProcessGroups
-from composable_fsdp._core.state import FSDPState, find_state
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp._core.state import FSDPState
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "reshard_kind", "states_of", "text_table"]
+__all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "reshard_kind", "text_table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +102,6 @@ def communication_report(model: nn.Module) -> CommunicationReport:
     """
     rows = (row for name, state in states_of(model) for row in _rows(name, state))
     return CommunicationReport(tuple(row for row in rows if row.plain_bytes))
-
-
-def states_of(model: nn.Module) -> list[tuple[str, FSDPState]]:
-    """Return all FSDP states in the order of modules, each once, with its name in ``model``.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
-    places: dict[FSDPState, list[str]] = {}
-    for name, module in model.named_modules():
-        state = find_state(module)
-        if state is not None:
-            places.setdefault(state, []).append(name)
-    if not places:
-        raise ConfigurationError(f"no module of this {type(model).__name__} is sharded: apply fully_shard first.")
-    for state in places:  # outermost first, so that it becomes the root of those within it
-        root_of(state)
-    return list(name_states(places).items())
 
 
 def reshard_kind(state: FSDPState) -> ReshardKind:

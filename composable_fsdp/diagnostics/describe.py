@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._api.strategy import ShardingStrategy
-from composable_fsdp._core.hooks import root_of
+from composable_fsdp._core.hooks import root_of, states_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.state import FSDPState
-from composable_fsdp.diagnostics.communication_report import reshard_kind, states_of, text_table
+from composable_fsdp.diagnostics.communication_report import reshard_kind, text_table
 from composable_fsdp.policies import ReshardKind
 
 __all__ = ["GroupDescription", "ModelDescription", "count", "describe"]

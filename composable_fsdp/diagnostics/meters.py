@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp._core.hooks import root_of
-from composable_fsdp.diagnostics.communication_report import states_of
+from composable_fsdp._core.hooks import root_of, states_of
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["Meter", "Reading"]

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._api.extents import parameters_at_rest
 from composable_fsdp._consistency.verify_ranks import gather_rows
 from composable_fsdp._core.comm import communicator_over
+from composable_fsdp._core.extents import parameters_at_rest
 from composable_fsdp._core.params import local_part
 
 __all__ = ["find_nonfinite"]

@@ -13,18 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from composable_fsdp._api.allocate_shards import allocated_shards
-from composable_fsdp._api.extents import states_below
-from composable_fsdp._api.param_discovery import Ignored
 from composable_fsdp._consistency.broadcast import broadcast_
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.verify_ranks import verify_same
 from composable_fsdp._core.buckets import ParamPlace, registered_buffers, registered_parameters
+from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.mesh import data_parallel_axes
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._core.state import FSDPState, find_state, state_of_parameter
 from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.init.allocate_shards import allocated_shards
+from composable_fsdp.init.ignored import Ignored
 from composable_fsdp.init.random_shards import ShardedRandom, seeded
 from composable_fsdp.plugins.full_params import (
     empty_full_parameter,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composable_fsdp._api.extents import extent_of, like, states_below
+from composable_fsdp._core.extents import extent_of, like, states_below
 from composable_fsdp._core.memory import default_generator
 from composable_fsdp._core.params import local_part
 from composable_fsdp._core.state import FSDPState

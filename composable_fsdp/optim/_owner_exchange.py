@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from composable_fsdp._api.extents import Box, Cut, ShardExtent
+from composable_fsdp._core.extents import Box, Cut, ShardExtent
 from composable_fsdp._core.memory import current_device
 from composable_fsdp._core.params import find_parameter
 from composable_fsdp.errors import DivergenceError, PeerError

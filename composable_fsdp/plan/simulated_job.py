@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from composable_fsdp._api.meshes import default_mesh
+from composable_fsdp._core.full_mesh import default_mesh
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 from composable_fsdp.plan.known_accelerators import Accelerator
 

@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._api.extents import assemble_full, extent_of, states_below
 from composable_fsdp._consistency.broadcast import broadcast_
 from composable_fsdp._core.buckets import ParamPlace, registered_parameters
+from composable_fsdp._core.extents import assemble_full, extent_of, states_below
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import is_being_called
 from composable_fsdp._core.params import ShardedParameter, as_parameter

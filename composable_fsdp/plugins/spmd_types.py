@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Shard
 
-from composable_fsdp._api.meshes import FullMesh
 from composable_fsdp._core.events import Hook
+from composable_fsdp._core.full_mesh import FullMesh
 from composable_fsdp._core.mesh import PlainForm
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import ForwardCall

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from composable_fsdp._api.param_discovery import TIED_ATTRIBUTE
 from composable_fsdp._core.state import find_state
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["tie_groups"]
+__all__ = ["TIED_ATTRIBUTE", "tie_groups"]
+
+TIED_ATTRIBUTE = "_composable_fsdp_tied"
+"""The attribute of modules that ``tie_groups`` was called on."""
 
 
 def tie_groups(modules: Sequence[nn.Module]) -> None:

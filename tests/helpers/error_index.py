@@ -22,11 +22,20 @@ PACKAGE = ROOT / "composable_fsdp"
 PAGE = ROOT / "docs" / "errors.md"
 
 SECTIONS = {
-    "Sharding a model": ("_api", "_core/mesh.py", "errors.py", "init", "policies.py", "wrap", "interop"),
+    "Sharding a model": (
+        "_api",
+        "_core/mesh.py",
+        "_core/full_mesh.py",
+        "errors.py",
+        "init",
+        "policies.py",
+        "wrap",
+        "interop",
+    ),
     "Running and training it": ("_core", "plugins", "optim"),
     "Between ranks": ("_core/comm.py", "_consistency", "plugins/gloo", "plugins/shared_memory", "plugins/watchdog"),
     "State dicts and checkpoints": ("checkpoint",),
-    "Codecs": ("codecs", "_api/communication_state.py"),
+    "Codecs": ("codecs", "plugins/codecs"),
     "Plans": ("plan",),
     "Diagnostics, timelines and meters": ("diagnostics",),
     "Command line": ("cli",),

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from composable_fsdp._api.communication_state import CommunicationState
-from composable_fsdp._api.extents import like, plain_name
+from composable_fsdp._core.extents import like, plain_name
 from composable_fsdp._core.params import local_part
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
@@ -56,6 +55,7 @@ from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_n
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, replicated
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, prepare_for_access
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.plugins.codecs.communication_state import CommunicationState
 
 logger = logging.getLogger(__name__)
 

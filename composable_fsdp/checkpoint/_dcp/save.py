@@ -51,8 +51,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.serialization import config as serialization_config
 
-from composable_fsdp._api.communication_state import CommunicationState
-from composable_fsdp._api.extents import states_below
+from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, complete
@@ -67,6 +66,7 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
     tensors_of,
 )
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from composable_fsdp.plugins.codecs.communication_state import CommunicationState
 
 ContentsPath = tuple[str, ...]
 """The path of a value in a nested state dict. Joined by dots, it is the key in the checkpoint."""

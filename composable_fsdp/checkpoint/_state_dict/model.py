@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from composable_fsdp._api.extents import assemble_full, extent_of, gather, has_own_memory, plain_name
-from composable_fsdp._api.meshes import default_mesh
 from composable_fsdp._consistency.broadcast import broadcast_, fill_, gather_objects
+from composable_fsdp._core.extents import assemble_full, extent_of, gather, has_own_memory, plain_name
+from composable_fsdp._core.full_mesh import default_mesh
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import alias_of, local_part
 from composable_fsdp.checkpoint._coordination import Mismatch, differ, dtype_name, refuse, said, tensor_text

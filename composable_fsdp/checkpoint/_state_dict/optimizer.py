@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from composable_fsdp._api.extents import like, plain_name, shardings_of, states_below
+from composable_fsdp._core.extents import like, plain_name, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding, as_dtensor
 from composable_fsdp._core.params import find_replaced, local_part
 from composable_fsdp.checkpoint._coordination import Mismatch

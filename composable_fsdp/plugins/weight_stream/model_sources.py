@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from composable_fsdp._api.extents import has_own_memory, plain_name, states_below
 from composable_fsdp._core.comm import Communicator
+from composable_fsdp._core.extents import has_own_memory, plain_name, states_below
 from composable_fsdp._core.hooks import is_being_called
 from composable_fsdp._core.mesh import ParameterSharding, axis_communicator
 from composable_fsdp._core.params import ShardedParameter, is_wrapper, local_part, parameter_class

@@ -28,8 +28,8 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._api.extents import assemble_full, extent_of, plain_name
 from composable_fsdp._core.comm import DONE, Collective, Communicator, Transfer
+from composable_fsdp._core.extents import assemble_full, extent_of, plain_name
 from composable_fsdp._core.layout import ALIGNMENT_BYTES
 from composable_fsdp._core.memory import CommStream, InFlight, Work, device_capabilities
 from composable_fsdp._core.params import is_wrapper, local_part

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_fsdp._core.gather import AnyBucket
+from composable_fsdp._core.hooks import states_of
 from composable_fsdp.codecs._encoder import Encoder
-from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.plugins.codecs.encoded_reduce import encoders_of
 from composable_fsdp.plugins.codecs.residuals import Residuals
