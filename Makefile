@@ -25,7 +25,7 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test true-device test-fast plugins check goldens format docs behaviours upstream errors front-page bench bench-quick gpu clients suites clean
+.PHONY: help install demo demo-short quantized elastic test true-device test-fast plugins check format docs behaviours upstream errors front-page bench bench-quick gpu clients suites clean
 
 FOR_USERS := install|demo|docs|test|test-fast
 
@@ -80,9 +80,6 @@ check: $(READY) ## lint, format, types, layering
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_layering.py
-
-goldens: $(READY) ## compare what the library does with the record in tests/goldens
-	$(BIN)/python -m tests.goldens compare --quick
 
 format: $(READY) ## mend what ruff can mend
 	$(BIN)/ruff check --fix

@@ -184,8 +184,8 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.checkpoint._dcp import directory
     from composable_fsdp.checkpoint._dcp import save as checkpoint_save
-    from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint, complete
-    from composable_fsdp.checkpoint._dcp.load import read_metadata
+    from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint
+    from composable_fsdp.checkpoint._dcp.metadata import read_metadata
     from composable_fsdp.checkpoint._dcp.save import SavePlanner
     from composable_fsdp.checkpoint._safetensors import (
         DTYPES,
@@ -199,7 +199,7 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._state_dict.model import Form, OwnerRanks, to_form
     from composable_fsdp.checkpoint._state_dict.optimizer import lacking, restored
     from composable_fsdp.checkpoint._state_dict.tensors import entries_of, parameter_names
-    from composable_fsdp.checkpoint._tools import Kind, convert, open_source
+    from composable_fsdp.checkpoint._tools import convert, open_source
     from composable_fsdp.checkpoint._tools import describe as describe_checkpoint
     from composable_fsdp.codecs import _compiled, _encoder
     from composable_fsdp.codecs._encoder import Encoder, GradientCodec

@@ -16,7 +16,7 @@ from tests.helpers.behaviour_report import Case, Result, check_ids, load_section
 SECTIONS = load_sections(Path(__file__).with_name("behaviours.toml"))
 
 TESTS = Path(__file__).parent
-MULTIPROCESS = ("goldens", "gpu", "parity", "ranks")
+MULTIPROCESS = ("gpu", "parity", "ranks")
 """Folders in which every test has the marker ``multiprocess``. Other tests that start processes have it one by one."""
 
 # A first call into torch may exceed hypothesis' deadline of 200 ms, which makes tests flaky.

@@ -63,7 +63,6 @@ _WITH_CODECS = (
     *(
         "tests/ranks/test_checkpoint_earlier_versions.py::test_checkpoints_of_earlier_versions_are_read",
         "tests/ranks/test_recovery.py",
-        "tests/goldens",
     ),
     *(
         "tests/ranks/test_dp_mesh_dims.py",
@@ -140,7 +139,6 @@ _OF_TRACED_COLLECTIVES = (
     *(
         "tests/ranks/test_unused_modules.py",
         "tests/ranks/test_quantized_example.py::test_the_example_trains",
-        "tests/goldens",
     ),
     *(
         "tests/ranks/test_diagnostics.py::test_all_ranks_write",
@@ -183,7 +181,6 @@ OWN: Mapping[str, Sequence[str]] = {
                 "test_parameters_with_policies",
                 "test_ranks_with_other",
             ),
-            "tests/goldens",
         ),
     ),
     "Extensions": (
@@ -220,7 +217,7 @@ OWN: Mapping[str, Sequence[str]] = {
     ),
     "watched": (
         *("tests/ranks/test_watchdog.py", "tests/ranks/test_wait_warning.py", *_OF_ERRORS_INSTEAD_OF_HANGS),
-        *("tests/unit/test_testing_ranks.py::test_every_end", "tests/goldens", "tests/ranks/test_forward_order.py"),
+        *("tests/unit/test_testing_ranks.py::test_every_end", "tests/ranks/test_forward_order.py"),
     ),
     "Visible": _OF_TRACED_COLLECTIVES,
     "TorchViews": _OF_TORCHS_CLIENTS,

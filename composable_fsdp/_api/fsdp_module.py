@@ -607,7 +607,7 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as ``nn.Module.zero_grad`` does, pending ones too (:meth:`get_pending_gradients`)."""
         states = _states(self, recurse=True)
-        for root in {each for state in states if (each := state.root) is not None}:
+        for root in dict.fromkeys(each for state in states if (each := state.root) is not None):
             root.drain()  # reductions in flight would set gradients later
         for state in states:
             gradients, parameters = state.group.gradients, _parameters_below(self, state)

@@ -455,8 +455,8 @@ class Watchdog:
             self._submitted_own = True
 
     def _read_processes(self, ranks: Iterable[int]) -> None:
-        for rank in set(ranks) - self._processes.keys():
-            if self._store.check([key := f"process/{rank}"]):
+        for rank in ranks:
+            if rank not in self._processes and self._store.check([key := f"process/{rank}"]):
                 self._processes[rank] = self._store.get(key).decode()
 
     def _report_left_passes(self) -> None:

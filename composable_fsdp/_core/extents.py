@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -23,14 +24,12 @@ from composable_fsdp._core.state import FSDPState, find_state
 
 Ranges = tuple[range, ...]
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Prefixes that torch's activation-checkpoint wrappers and ``torch.compile`` add to names."""
+_WRAPPERS = re.compile(r"(?<![^.])(?:_checkpoint_wrapped_module|_orig_mod)\.")
+"""The components that torch's activation-checkpoint wrappers and ``torch.compile`` add to names."""
 
 
 def plain_name(name: str) -> str:
-    for prefix in _WRAPPERS:
-        name = name.replace(prefix, "")
-    return name
+    return _WRAPPERS.sub("", name)
 
 
 class Cut(NamedTuple):

@@ -25,8 +25,14 @@ from composable_fsdp._core.context import dual_numbers, in_transform, layers_of,
 from composable_fsdp._core.gradients import AutogradTask
 from composable_fsdp._core.group import StreamLauncher
 from composable_fsdp._core.memory import CommStreams
-from composable_fsdp._core.params import alias_of, local_part, note_optimizer_step, without_torch_function
-from composable_fsdp._core.pytree import CallInputs, InputView, map_tensors, tensors_in
+from composable_fsdp._core.params import (
+    alias_of,
+    local_part,
+    note_optimizer_step,
+    plain_tensors,
+    without_torch_function,
+)
+from composable_fsdp._core.pytree import CallInputs, InputView, cycle_error, map_tensors, tensors_in
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import HOOK_FRAMES, HOOK_WRAPPERS, OBSERVERS, HookHandles
 from composable_fsdp._core.state import (
@@ -95,7 +101,7 @@ def assemble(root_state: FSDPState) -> Root:
     launcher = StreamLauncher(CommStreams(root_state.group.axes.device))
     root = Root(root_state, states, launcher, AutogradTask(), PassesUnderway(), OBSERVERS)
     _register(root)
-    for former in {root_of(state) for state in states.values() if state.root is not None}:
+    for former in dict.fromkeys(root_of(state) for state in states.values() if state.root is not None):
         former.drain()
         root.finalization.take_settings(former.finalization)
         root.post_optimizer_event = former.post_optimizer_event or root.post_optimizer_event
@@ -171,29 +177,33 @@ optimizer_hooks = GlobalHooks(_install_optimizer_hooks)
 
 
 def _note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Record a step for the roots whose parameters ``optimizer`` holds, or their local shards, and for no other root.
+    """Record a step for the roots that ``optimizer`` steps."""
+    sharded = sharded_parameters(optimizer)
+    note_optimizer_step([p for p, _ in sharded])
+    for root in roots_stepped_by(optimizer, sharded):
+        root.plans.steps.note()
+
+
+def roots_stepped_by(
+    optimizer: torch.optim.Optimizer, sharded: Sequence[tuple[torch.Tensor, FSDPState]]
+) -> Iterable[Root]:
+    """Return the roots whose parameters ``optimizer`` holds, ``sharded``, or tensors in the memory of their shards.
 
     A model of another thread, or one that only some ranks train, must not make kept parameters be gathered again.
     """
-    sharded = sharded_parameters(optimizer)
-    note_optimizer_step([p for p, _ in sharded])
-    stepped: Iterable[Root] = _roots_of(sharded)
-    if not sharded:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        storages = {local_part(p).untyped_storage()._cdata for p in parameters}
-        stepped = [root for known in _roots if (root := known()) and root.has_shards_in(storages)]
-    for root in stepped:
-        root.plans.steps.note()
+    found = [root_of(state) for state in dict.fromkeys(state for _, state in sharded) if state.root is not None]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(sharded) < len(parameters):
+        plain = (tensor for p in parameters for tensor in plain_tensors(local_part(p)))
+        storages = {tensor.untyped_storage()._cdata for tensor in plain if tensor.layout is torch.strided}
+        found += [root for known in _roots if (root := known()) and root.has_shards_in(storages)]
+    return dict.fromkeys(found)
 
 
 def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, FSDPState]]:
     """Return the sharded parameters that ``optimizer`` holds, with their states."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return [(p, state) for p in parameters if (state := state_of_parameter(p)) is not None]
-
-
-def _roots_of(sharded: Sequence[tuple[torch.Tensor, FSDPState]]) -> set[Root]:
-    return {root_of(state) for state in {state for _, state in sharded} if state.root is not None}
 
 
 def install_hooks(state: FSDPState) -> dict[nn.Module, HookHandles]:
@@ -343,22 +353,30 @@ class ModuleHooks:
         watches_all = watched and (in_transform() or dual_numbers._current_level >= 0)
         if watched or dtype is not None or device is not None or precision.output_dtype is not None:
             take = call.inputs = CallInputs(device, dtype, watched=watched, watches_all=watches_all)
-            args = map_tensors(take, args, take.container)
-            if kwargs:
-                kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
+            try:
+                args = map_tensors(take, args, take.container)
+                if kwargs:
+                    kwargs = {name: map_tensors(take, value, take.container) for name, value in kwargs.items()}
+            except RecursionError as error:
+                raise cycle_error(f"an input of {call.name!r}") from error
         return args, kwargs
 
     def finish(self, module: nn.Module, output: Any) -> Any:
         """End a call that returned: reshard, and register hooks for backward."""
         state, call = self._state, self._state.calls_under_way.pop()
-        inputs, dtype = call.end(), state.options.precision.output_dtype
-        if inputs.containers:
-            output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
-        elif dtype is not None:
-            output = map_tensors(_cast_to(dtype), output)
-        if call.is_inner or not call.root.post_forward(call, id(module)):
-            return output
-        return _watch_backward(call, inputs, output)
+        try:
+            inputs, dtype = call.end(), state.options.precision.output_dtype
+            if inputs.containers:
+                output = inputs.map_output(_unchanged if dtype is None else _cast_to(dtype), output)
+            elif dtype is not None:
+                output = map_tensors(_cast_to(dtype), output)
+            if call.is_inner or not call.root.post_forward(call, id(module)):
+                return output
+            return _watch_backward(call, inputs, output)
+        except RecursionError as error:
+            if not call.is_inner:
+                call.root.abort_forward(call, error)
+            raise cycle_error(f"the output of {call.name!r}") from error
 
     def abort(self) -> None:
         """End a call that raised, while its exception is being handled."""

@@ -1,8 +1,8 @@
 """Tensors in the arguments and outputs of modules, and the containers that hold them.
 
-Containers are pytrees, dataclasses and mappings that nobody registered. One in which a module can write is *mutable*:
-lists, deques, dicts and other mutable mappings, dataclasses that are not frozen, and registered classes whose children
-are attributes of theirs. Of the others, tuples and frozen dataclasses are rebuilt when a tensor in them changes.
+Containers are tuples, lists, deques, mappings and dataclasses, and the classes that are registered with torch's pytree.
+One in which a module can write is *mutable*: lists, deques, mutable mappings, and dataclasses that are not frozen. The
+others are rebuilt when a tensor in them changes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from operator import is_
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
+
+from composable_fsdp.errors import ConfigurationError
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Items = dict[Any, Any]
@@ -62,109 +64,77 @@ def map_tensors(function: Map, tree: Any, container: Callable[[Any], Any] | None
     return _rebuilt(tree, lambda child: map_tensors(function, child))
 
 
+def cycle_error(place: str) -> ConfigurationError:
+    """Return the error for a container at ``place``, such as "an input of 'layers.3'", that contains itself."""
+    return ConfigurationError(
+        f"{place} is a container that contains itself, or is nested more deeply than Python can follow, so its tensors "
+        "cannot be found. Pass or return containers without cycles."
+    )
+
+
 # -- what containers hold
 
 
-class _Form(Protocol):
-    """How the containers of one kind are read and changed."""
+def _items(tree: Any) -> Items | None:
+    """Return what a mutable container or a frozen dataclass holds, by index, key or name; ``None`` for other objects.
 
-    def read(self, tree: Any) -> Items:
-        """Return everything in ``tree``, by index, key or name."""
-
-    def shown(self, tree: Any, items: Items) -> Iterator[Any]:
-        """Yield the keys of ``items`` under which tensors are looked for."""
-
-    def fill(self, tree: Any, items: Items) -> None:
-        """Make ``items`` everything in ``tree``."""
-
-
-class _Sequence:
-    """A list or a deque."""
-
-    def read(self, tree: Any) -> Items:
-        return dict(enumerate(tree))
-
-    def shown(self, tree: Any, items: Items) -> Iterator[Any]:
-        return iter(items)
-
-    def fill(self, tree: Any, items: Items) -> None:
-        if len(tree) != len(items):
-            tree.clear()
-            tree.extend(items.values())
-        for index, item in items.items():
-            if tree[index] is not item:
-                tree[index] = item
-
-
-class _Mapping:
-    """A dict or another mutable mapping. The order of the keys counts."""
-
-    def read(self, tree: Any) -> Items:
-        return dict(tree)
-
-    def shown(self, tree: Any, items: Items) -> Iterator[Any]:
-        return iter(items)
-
-    def fill(self, tree: Any, items: Items) -> None:
-        if list(tree) != list(items):
-            tree.clear()
-        for key, item in items.items():
-            if key not in tree or tree[key] is not item:
-                tree[key] = item
-
-
-class _Attributes:
-    """A dataclass, or a registered class whose children are attributes of its objects.
-
-    The items of a dataclass that is a mapping too, like outputs of transformers, are read under ``(key,)``.
+    A dataclass that is a mapping too, such as an output of transformers, has its items under ``(key,)``.
     """
-
-    def read(self, tree: Any) -> Items:
-        slots = [name for kind in type(tree).__mro__ for name in getattr(kind, "__slots__", ())]
-        names = [name for name in dict.fromkeys((*slots, *getattr(tree, "__dict__", ()))) if hasattr(tree, name)]
-        items = {(key,): item for key, item in tree.items()} if isinstance(tree, MutableMapping) else {}
-        return {name: getattr(tree, name) for name in names if name not in ("__dict__", "__weakref__")} | items
-
-    def shown(self, tree: Any, items: Items) -> Iterator[Any]:
-        if dataclasses.is_dataclass(tree):
-            fields = {field.name for field in dataclasses.fields(tree)}
-            return (name for name in items if name in fields or isinstance(name, tuple))
-        children = set(map(id, _flat(tree)[0]))
-        return (name for name, item in items.items() if id(item) in children)
-
-    def fill(self, tree: Any, items: Items) -> None:
-        now = self.read(tree)
-        for name in now.keys() - items.keys():
-            if isinstance(name, tuple):
-                del tree[name[0]]
-            else:
-                object.__delattr__(tree, name)
-        for name, item in items.items():
-            if name in now and now[name] is item:
-                continue
-            if isinstance(name, tuple):
-                tree[name[0]] = item
-            else:
-                object.__setattr__(tree, name, item)  # frozen dataclasses too
-
-
-_SEQUENCE, _MAPPING, _ATTRIBUTES = _Sequence(), _Mapping(), _Attributes()
-
-
-def _form_of(tree: Any) -> _Form | None:
-    """Return the form of a mutable container or a frozen dataclass, and ``None`` for any other object."""
     if isinstance(tree, (list, deque, UserList)):
-        return _SEQUENCE
-    if type(tree) is dict:
-        return _MAPPING
+        return dict(enumerate(tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _ATTRIBUTES
-    if isinstance(tree, MutableMapping):
-        return _MAPPING
-    if isinstance(tree, tuple) or _is_leaf(tree, children := _flat(tree)[0]):
-        return None
-    attributes = set(map(id, _ATTRIBUTES.read(tree).values()))
-    return _ATTRIBUTES if all(id(child) in attributes for child in children) else None
+        return _attributes(tree) | (
+            {(k,): item for k, item in tree.items()} if isinstance(tree, MutableMapping) else {}
+        )
+    return dict(tree) if isinstance(tree, MutableMapping) else None
+
+
+def _attributes(tree: Any) -> Items:
+    slots = [name for kind in type(tree).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = dict.fromkeys((*slots, *getattr(tree, "__dict__", ())))
+    return {n: getattr(tree, n) for n in names if n not in ("__dict__", "__weakref__") and hasattr(tree, n)}
+
+
+def _shown(tree: Any, items: Items) -> Items:
+    """Return those of ``items`` in which tensors are looked for: of a dataclass, its fields only."""
+    if not dataclasses.is_dataclass(tree):
+        return items
+    fields = {field.name for field in dataclasses.fields(tree)}
+    return {key: item for key, item in items.items() if key in fields or isinstance(key, tuple)}
+
+
+def _fill(tree: Any, items: Items) -> None:
+    """Make ``items``, in the form of :func:`_items`, everything that ``tree`` holds. The order of keys counts."""
+    now, is_record = _items(tree), dataclasses.is_dataclass(tree)
+    assert now is not None
+    if is_record:
+        for key in now.keys() - items.keys():
+            if isinstance(key, tuple):
+                del tree[key[0]]
+            else:
+                object.__delattr__(tree, key)
+    elif list(now) != list(items):
+        tree.clear()
+        now = {}
+        if not isinstance(tree, MutableMapping):
+            tree.extend(items.values())
+            return
+    for key, item in items.items():
+        if key in now and now[key] is item:
+            continue
+        if is_record and not isinstance(key, tuple):
+            object.__setattr__(tree, key, item)  # frozen dataclasses too
+        else:
+            tree[key[0] if is_record else key] = item
+
+
+def _copy_with(tree: Any, items: Items) -> Any:
+    new = copy.copy(tree)
+    if isinstance(tree, MutableMapping) and not isinstance(tree, (dict, UserDict)):  # it may keep items in its own dict
+        for name, value in vars(new).items():
+            vars(new)[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
+    _fill(new, items)
+    return new
 
 
 def _is_value(tree: Any) -> bool:
@@ -173,70 +143,50 @@ def _is_value(tree: Any) -> bool:
     return isinstance(tree, tuple) or (params is not None and params.frozen)
 
 
-def _flat(tree: Any) -> tuple[list[Any], Any]:
-    """Return the children of a registered object and the function that rebuilds it, or the object itself for a leaf.
+def _registered(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return the children of an object of a registered class, and the function that makes one of other children.
 
     ``tree_flatten`` with ``is_leaf`` would leave a reference cycle, which keeps the object.
     """
     kind = pytree._get_node_type(tree)
     if kind not in pytree.SUPPORTED_NODES:
-        return [tree], None
+        return None
     node = pytree.SUPPORTED_NODES[kind]
     children, context = node.flatten_fn(tree)
     return list(children), lambda new: node.unflatten_fn(new, context)
 
 
-def _is_leaf(tree: Any, children: list[Any]) -> bool:
-    return len(children) == 1 and children[0] is tree
-
-
 def _children(tree: Any) -> Any:
     if type(tree) is tuple or type(tree) is list:
         return tree
-    if type(tree) is dict:
-        return tree.values()
-    form = _form_of(tree)
-    if form is not None:
-        items = form.read(tree)
-        return [items[key] for key in form.shown(tree, items)]
-    children = _flat(tree)[0]
-    if _is_leaf(tree, children):
-        return tree.values() if isinstance(tree, Mapping) else ()
-    return children
+    items = _items(tree)
+    if items is not None:
+        return _shown(tree, items).values()
+    registered = _registered(tree)
+    if registered is not None:
+        return registered[0]
+    return tree.values() if isinstance(tree, Mapping) else ()
 
 
 def _rebuilt(tree: Any, function: Callable[[Any], Any]) -> Any:
     """Return a container with ``function`` applied to every child, or the same object if no child changed."""
-    form = _form_of(tree)
-    if form is not None:
-        items = form.read(tree)
-        shown = {id(items[key]): items[key] for key in form.shown(tree, items)}
-        new = {key: function(item) for key, item in shown.items()}  # an object under two keys is mapped once
-        mapped = items | {key: new[id(items[key])] for key in form.shown(tree, items)}
-        return tree if _same(items, mapped) else _copy_with(form, tree, mapped)
-    children, build = _flat(tree)
-    if _is_leaf(tree, children):
+    items = _items(tree)
+    if items is not None:
+        shown = _shown(tree, items)
+        new = {id(item): function(item) for item in {id(item): item for item in shown.values()}.values()}
+        mapped = items | {key: new[id(item)] for key, item in shown.items()}  # an object under two keys is mapped once
+        return tree if _same(items, mapped) else _copy_with(tree, mapped)
+    registered = _registered(tree)
+    if registered is None:
         return tree
+    children, build = registered
     changed = list(map(function, children))
     return tree if all(map(is_, changed, children)) else build(changed)
-
-
-def _copy_with(form: _Form, tree: Any, items: Items) -> Any:
-    new = copy.copy(tree)
-    if form is _MAPPING and not isinstance(tree, (dict, UserDict)):  # it may keep its items in a dict of its own
-        for name, value in vars(new).items():
-            vars(new)[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
-    form.fill(new, items)
-    return new
 
 
 def _same(items: Items, others: Items) -> bool:
     """Return True if both have the same keys in the same order, and the same objects."""
     return list(items) == list(others) and all(map(is_, items.values(), others.values()))
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return pytree.tree_flatten(tree)[0]
 
 
 def _is_cast(before: Any, after: Any) -> bool:
@@ -257,12 +207,14 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Passed:
-    """A container of the caller, what the module got for it, and everything in both when the call began."""
+    """A container of the caller, what the module got for it, and what both held when the call began.
 
-    form: _Form | None
+    ``items`` is ``None`` for a registered class, and ``mapped`` has the leaves of what the module got, if it is a copy.
+    """
+
     tree: Any
     given: Any
-    items: Items
+    items: Items | None
     mapped: Items
 
 
@@ -279,8 +231,8 @@ class CallInputs:
     place of watched tensors until the call ends. If a tensor in it is moved or cast, the module gets a copy, because a
     recomputation inside the module needs the cast tensors after the call too.
 
-    Of a registered class whose children are not attributes, the module gets the object itself if no tensor is moved or
-    cast; then its tensors are not watched, and no hook shows the end of the call's backward.
+    Of a registered class, the module gets the object itself if no tensor is moved or cast. Its tensors are not watched,
+    so no hook shows the end of the call's backward.
     """
 
     # Of calls without containers. An assignment to each in ``__init__`` would take host time in every call.
@@ -330,21 +282,20 @@ class CallInputs:
         known = self._known.get(id(tree))
         if known is not None:
             return known.given
-        form, given = _form_of(tree), tree
-        if form is None or _is_value(tree):
-            return self._unfillable(tree)
-        items = form.read(tree)
-        mapped = items | {
-            key: map_tensors(self._in_container, items[key], self.container) for key in form.shown(tree, items)
-        }
-        if any(_is_cast(items[key], mapped[key]) for key in items):
-            given = _copy_with(form, tree, mapped)
+        items = None if _is_value(tree) else _items(tree)
+        if items is None:
+            return self._without_views(tree)
+        take = partial(map_tensors, self._in_container, container=self.container)
+        mapped, given = items | {key: take(item) for key, item in _shown(tree, items).items()}, tree
+        if any(map(_is_cast, items.values(), mapped.values())):
+            given = _copy_with(tree, mapped)
         else:
-            form.fill(tree, mapped)
-        return self._pass(_Passed(form, tree, given, items, mapped))
+            _fill(tree, mapped)
+        return self._pass(_Passed(tree, given, items, mapped))
 
-    def _unfillable(self, tree: Any) -> Any:
-        given = _rebuilt(tree, lambda child: map_tensors(self._in_container, child, self.container))
+    def _without_views(self, tree: Any) -> Any:
+        """Return a rebuilt tuple or frozen dataclass; an object of a registered class as it is, if nothing is cast."""
+        given = _rebuilt(tree, partial(map_tensors, self._in_container, container=self.container))
         if _is_value(tree):
             return given
         tensors = tensors_in(tree)
@@ -352,8 +303,8 @@ class CallInputs:
             given = tree
             if self._watched:
                 self.views.extend((tensor, -1) for tensor in tensors if tensor.requires_grad)
-        items = {} if given is tree else dict(enumerate(_leaves(given)))
-        return self._pass(_Passed(None, tree, given, {}, items)) if _children(tree) or tensors else tree
+        leaves = {} if given is tree else dict(enumerate(pytree.tree_leaves(given)))
+        return self._pass(_Passed(tree, given, None, leaves)) if tensors or _children(tree) else tree
 
     def _pass(self, passed: _Passed) -> Any:
         self._known[id(passed.tree)] = self._known[id(passed.given)] = passed
@@ -383,32 +334,25 @@ class CallInputs:
     def give_back(self) -> None:
         """Write what the module wrote into the caller's containers, and the caller's tensors in place of views."""
         for passed in reversed(self.containers):
-            form, tree = passed.form, passed.tree
-            if form is None:
-                self._give_back_opaque(passed)
+            tree, given, items, mapped = passed.tree, passed.given, passed.items, passed.mapped
+            if items is None:
+                leaves = {} if given is tree else dict(enumerate(pytree.tree_leaves(given)))
+                if not _same(mapped, leaves) or any(map(self._is_written, tensors_in(given) if leaves else ())):
+                    restored = _rebuilt(given, self._restored)
+                    for name, item in _attributes(restored).items():
+                        object.__setattr__(tree, name, tree if item is restored else item)
                 continue
-            now, items, mapped = form.read(passed.given), passed.items, passed.mapped
-            shown = set(form.shown(passed.given, now))
-            restored = {
-                key: items[key]
-                if key in mapped and item is mapped[key] and not self._wrote_into(item)
-                else self._restored(item)
-                if key in shown
-                else item
-                for key, item in now.items()
+            now = _items(given)
+            assert now is not None
+            after = now | {
+                key: items[key] if self._is_unchanged(item, mapped.get(key, self)) else self._restored(item)
+                for key, item in _shown(given, now).items()
             }
-            if passed.given is tree or not _same(items, restored):
-                form.fill(tree, restored)
+            if given is tree or not _same(items, after):
+                _fill(tree, after)
 
-    def _give_back_opaque(self, passed: _Passed) -> None:
-        tree, given = passed.tree, passed.given
-        if given is tree:
-            return
-        leaves = _leaves(given)
-        if self._wrote_into(leaves) or not _same(passed.mapped, dict(enumerate(leaves))):
-            restored = _rebuilt(given, self._restored)
-            for name, item in _ATTRIBUTES.read(restored).items():
-                object.__setattr__(tree, name, item)
+    def _is_unchanged(self, item: Any, before: Any) -> bool:
+        return item is before and not (self._casts and any(map(self._is_written, tensors_in(item))))
 
     def _restored(self, tree: Any) -> Any:
         """Return what the module wrote with the caller's tensors and containers in place of those that it got."""
@@ -421,9 +365,6 @@ class CallInputs:
 
     def _original(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._is_written(tensor) else self._originals.get(id(tensor), tensor)
-
-    def _wrote_into(self, tree: Any) -> bool:
-        return bool(self._casts) and any(map(self._is_written, tensors_in(tree)))
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Return True for a cast that the module changed in place."""
@@ -450,10 +391,11 @@ class CallInputs:
         known, container = self._known.get(id(tree)), partial(self._mapped_container, function)
         if known is None:
             return _rebuilt(tree, lambda child: map_tensors(function, child, container))
-        if known.form is not None:
-            items, written = known.form.read(known.tree), partial(self._mapped_if_written, function)
-            mapped = {key: map_tensors(written, items[key], container) for key in known.form.shown(tree, items)}
-            known.form.fill(known.tree, items | mapped)
+        items = None if known.items is None else _items(known.tree)
+        if items is not None:
+            written = partial(self._mapped_if_written, function)
+            shown = _shown(known.tree, items).items()
+            _fill(known.tree, items | {key: map_tensors(written, item, container) for key, item in shown})
         return known.tree
 
     def _mapped_if_written(self, function: Map, tensor: torch.Tensor) -> torch.Tensor:

@@ -210,7 +210,9 @@ class BucketReduceScatter:
         if layout.in_chunks and is_complete and is_fast and _are_alike(packed):
             num_shards = self._shard.size
             if layout.gaps:  # To fill the whole message with zeros first would write most of it twice.
-                zeros = {gap: packed[0].new_zeros(num_shards * gap) for gap in set(dict(layout.gaps).values())}
+                zeros = {
+                    gap: packed[0].new_zeros(num_shards * gap) for gap in dict.fromkeys(dict(layout.gaps).values())
+                }
                 for number, gap in layout.gaps:
                     packed.insert(number, zeros[gap])
             if layout.flags_width:

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp._core.extents import Box
+from composable_fsdp._core.extents import Box, plain_name
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
     Mismatch,
@@ -314,6 +314,7 @@ class StoredTensors:
                 view = content.get_slice(name)
                 tensors[name] = StoredTensor(file, view.get_dtype(), tuple(view.get_shape()))
             aliases |= content.metadata() or {}
+        aliases |= {plain: name for name in tensors if (plain := plain_name(name)) not in aliases}  # of compiled models
         known = {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}
         return StoredTensors(main, tensors, known)
 

@@ -1,33 +1,28 @@
-"""Inspection, verification and conversion of checkpoints of any kind, without a model, a process group or a GPU.
+"""Inspection of checkpoints of any kind, and conversion to safetensors, without a model, a process group or a GPU.
 
 The paths of tensors are those of ``_dcp/save.py`` for every kind, such as ``("optimizer", "state", name, key)``.
-
-torch's own converters (``torch.distributed.checkpoint.format_utils``) do not serve: they unpickle any class, write tied
-tensors twice, and leave out the manifest, without which a directory has no checksums (``test_checkpoint_of_torch.py``).
+Between directories and files of ``torch.save``, ``torch.distributed.checkpoint.format_utils`` converts.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from composable_fsdp.checkpoint._coordination import dtype_name
 from composable_fsdp.checkpoint._dcp import directory
 from composable_fsdp.checkpoint._dcp.directory import Manifest
 from composable_fsdp.checkpoint._dcp.load import read as read_values
-from composable_fsdp.checkpoint._dcp.load import read_metadata, read_objects
-from composable_fsdp.checkpoint._dcp.save import ChecksummingWriter, Contents, ContentsPath, SavePlanner, key_of
+from composable_fsdp.checkpoint._dcp.metadata import read_metadata
+from composable_fsdp.checkpoint._dcp.save import ContentsPath, key_of
 from composable_fsdp.checkpoint._safetensors import (
     INDEX,
     SINGLE,
@@ -37,7 +32,6 @@ from composable_fsdp.checkpoint._safetensors import (
     check_directory,
     check_options,
     opened,
-    sync,
 )
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard
 from composable_fsdp.errors import CheckpointError, ConfigurationError
@@ -80,9 +74,8 @@ class Source:
         tensors: shape and dtype by path, as tensors of any device. Tied tensors are listed once.
         aliases: further paths of tied tensors, with the path in ``tensors``.
         objects: the paths of values that are not tensors.
-        read: returns the values at the given paths, tensors on the CPU. It raises ``CheckpointError`` if an object has
-            classes that are not admitted.
-        manifest: the manifest, if ``save`` or ``convert`` wrote the checkpoint.
+        read: returns the tensors at the given paths, on the CPU.
+        manifest: the manifest, if ``save`` wrote the checkpoint.
     """
 
     path: Path
@@ -90,12 +83,12 @@ class Source:
     tensors: Tensors
     aliases: Mapping[ContentsPath, ContentsPath]
     objects: Sequence[ContentsPath]
-    read: Callable[[Iterable[ContentsPath]], dict[ContentsPath, Any]]
+    read: Callable[[Iterable[ContentsPath]], Tensors]
     manifest: Manifest | None = None
 
 
-def open_source(path: Path, *, weights_only: bool = True) -> Source:
-    """Open the checkpoint at ``path``, or the newest one in the folder ``path``. For the option see ``torch.load``.
+def open_source(path: Path) -> Source:
+    """Open the checkpoint at ``path``, or the newest one in the folder ``path``.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -104,16 +97,19 @@ def open_source(path: Path, *, weights_only: bool = True) -> Source:
         case Kind.SAFETENSORS:
             return _open_safetensors(path)
         case Kind.TORCH:
-            return _open_torch(path, weights_only)
+            return _open_torch(path)
         case _:
-            return _open_dcp(directory.find(path), weights_only)
+            return _open_dcp(directory.find(path))
 
 
 # -- directories of torch.distributed.checkpoint, with or without our manifest
 
 
-def _open_dcp(folder: Path, weights_only: bool) -> Source:
-    metadata = read_metadata(folder)
+def _open_dcp(folder: Path) -> Source:
+    manifest, problem = directory.read_manifest(folder) if (folder / directory.MANIFEST).exists() else (None, "")
+    if problem:
+        raise CheckpointError(problem)
+    metadata = read_metadata(folder, manifest)
     saved = metadata.state_dict_metadata
     keys = dict(zip(_in_model([_path_of(key, metadata) for key in saved]), saved, strict=True))
     found: dict[ContentsPath, tuple[object, torch.Tensor]] = {}
@@ -126,19 +122,11 @@ def _open_dcp(folder: Path, weights_only: bool) -> Source:
             found[at] = memory, torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
     tensors, aliases = _tied(found)
 
-    def read(paths: Iterable[ContentsPath]) -> dict[ContentsPath, Any]:
-        chosen = list(paths)
-        values: dict[ContentsPath, Any] = {
-            at: torch.empty_like(tensors[at], device="cpu") for at in chosen if at in tensors
-        }
-        read_values(folder, metadata, {keys[at]: LocalShard(v) for at, v in values.items()})
-        objects = [at for at in chosen if at not in tensors]
-        decoded = read_objects(folder, metadata, [keys[at] for at in objects], weights_only=weights_only)
-        return values | {at: decoded[keys[at]] for at in objects}
+    def read(paths: Iterable[ContentsPath]) -> Tensors:
+        values = {at: torch.empty_like(tensors[at], device="cpu") for at in paths}
+        read_values(folder, metadata, {keys[at]: LocalShard(value) for at, value in values.items()})
+        return values
 
-    manifest, problem = directory.read_manifest(folder) if (folder / directory.MANIFEST).exists() else (None, "")
-    if problem:
-        raise CheckpointError(problem)
     return Source(folder, Kind.DCP, tensors, aliases, [at for at in keys if at not in found], read, manifest)
 
 
@@ -172,26 +160,24 @@ def _in_model(paths: list[ContentsPath]) -> list[ContentsPath]:
 # -- files of torch.save
 
 
-def _open_torch(path: Path, weights_only: bool) -> Source:
+def _open_torch(path: Path) -> Source:
     """Open a file of a state dict, or of ``{"model": state dict, "optimizer": …, …}``, without reading its tensors."""
-    values = dict(_flatten(_load(path, weights_only)))
+    values = dict(_flatten(_load(path)))
     values = dict(zip(_in_model(list(values)), values.values(), strict=True))
     plain = {at: _checked(at, value) for at, value in values.items() if isinstance(value, torch.Tensor)}
     tensors, aliases = _tied({at: ((v.data_ptr(), v.dtype, v.shape, v.stride()), v) for at, v in plain.items()})
     objects = [at for at in values if at not in plain]
-    return Source(
-        path, Kind.TORCH, tensors, aliases, objects, lambda paths: {at: (values | tensors)[at] for at in paths}
-    )
+    return Source(path, Kind.TORCH, tensors, aliases, objects, lambda paths: {at: tensors[at] for at in paths})
 
 
-def _load(path: Path, weights_only: bool) -> Mapping[Any, Any]:
+def _load(path: Path) -> Mapping[Any, Any]:
     try:
-        value = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        value = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is damaged, no checkpoint, or has objects of classes that torch.load(weights_only=True) does not "
-            f"admit: {str(error).splitlines()[0]}. If you trust whoever wrote it, admit them all (--trust), which can "
-            "run any code in it."
+            f"admit: {str(error).splitlines()[0]}. If you trust whoever wrote it, load it in Python with "
+            "weights_only=False, which can run any code in it, and save the model's state dict as a file of its own."
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged, or no checkpoint: {str(error).splitlines()[0]}") from error
@@ -203,31 +189,13 @@ def _load(path: Path, weights_only: bool) -> Mapping[Any, Any]:
     return value
 
 
-_DEPTHS = {"model": 2, "optimizer": 4, "averages": 3, "classes": 2, "communication": 3, "ranks": 3}
-
-
 def _flatten(value: Any, path: ContentsPath = ()) -> Iterator[tuple[ContentsPath, Any]]:
-    """Yield all values in nested mappings, with their paths below ``path``.
-
-    A mapping at a path that our checkpoints do not have stays one object unless it contains tensors.
-
-    Raises:
-        CheckpointError: an optimizer's state is by number.
-    """
-    if path == ("optimizer",) and any(isinstance(key, int) for key in value.get("state", ())):
-        raise CheckpointError(
-            "the optimizer's state is by number, and only the model says which parameters these are. Save the model's "
-            "state dict alone, or with what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns."
-        )
-    inside = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    if path and inside:
-        depth = _DEPTHS.get(path[0])
-        inside = len(path) < depth if depth else any(isinstance(each, torch.Tensor) for each in value.values())
-    if not inside:
+    """Yield all values in nested mappings, with their paths below ``path``. Extra state of modules stays one object."""
+    if not isinstance(value, Mapping) or (path[:1] == ("model",) and len(path) > 1):
         yield path, value
         return
     for key, each in value.items():
-        yield from _flatten(each, (*path, key))
+        yield from _flatten(each, (*path, str(key)))
 
 
 def _checked(path: ContentsPath, tensor: torch.Tensor) -> torch.Tensor:
@@ -253,8 +221,8 @@ def _open_safetensors(path: Path) -> Source:
         ("model", alias): ("model", name) for alias, name in stored.aliases.items()
     }
 
-    def read(paths: Iterable[ContentsPath]) -> dict[ContentsPath, Any]:
-        files = {file: opened(file) for file in {found.file for found in stored.tensors.values()}}
+    def read(paths: Iterable[ContentsPath]) -> Tensors:
+        files = {file: opened(file) for file in dict.fromkeys(found.file for found in stored.tensors.values())}
         return {at: files[stored.tensors[at[1]].file].get_tensor(at[1]) for at in paths}
 
     return Source(path, Kind.SAFETENSORS, tensors, aliases, (), read)
@@ -372,7 +340,7 @@ def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:
 
 
 def _examine(checkpoint: Path, contents: bool) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, and a sentence for each damaged file. A manifest of a newer format is one of them."""
+    """Return the manifest, and a sentence for each damaged file. A manifest of another format is one of them."""
     try:
         return directory.read_manifest(checkpoint)[0], list(directory.problems_of(checkpoint, contents=contents))
     except CheckpointError as error:
@@ -389,29 +357,22 @@ _WORDS = {
     "model": "extra state of modules",
     "ranks": "extra and random number generators",
 }
-"""Names for what is left out. The step is not listed: it is saved in another place, or not at all in safetensors."""
-
-_OURS = ("model", "optimizer", "averages", "classes", "communication", "ranks")
-"""The first keys of what a directory can have."""
+"""Names for what is left out. The step is not listed: safetensors have none."""
 
 
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    to: Kind,
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    model_only: bool = False,
     force: bool = False,
     verify: bool = True,
-    weights_only: bool = True,
 ) -> list[str]:
-    """Convert the checkpoint ``source`` to the format ``to``, with all of its tensors in memory.
+    """Write the model of the checkpoint ``source`` to safetensors in ``target``, with all of its tensors in memory.
 
     The conversion is atomic: an existing target is replaced only once the new one is complete. Tied weights stay tied.
-    Arguments are those of the command. A torch file of the model alone is its state dict, otherwise
-    ``{"model": ..., "optimizer": ..., ...}``.
+    Arguments are those of the command.
 
     Returns:
         Descriptions of what was left out.
@@ -421,128 +382,32 @@ def convert(
         ConfigurationError: an argument is invalid.
     """
     given, goal = Path(source), Path(target)
-    if to not in _WRITERS:
-        raise ConfigurationError(f"a checkpoint can be converted to {', '.join(_WRITERS)}, not to {to.value}.")
     check_options(max_file_bytes, dtype)
-    opened = open_source(given, weights_only=weights_only)
-    _check_target(goal, to, force)
+    check_directory(goal)
+    opened = open_source(given)
+    if any((goal / file).exists() for file in (SINGLE, INDEX)) and not force:
+        raise CheckpointError(f"{goal} exists already. Pass --force to replace it.")
     if goal.exists() and (goal.samefile(opened.path) or goal.samefile(given)):
         raise ConfigurationError(f"{goal} is the source of the conversion. Name another target.")
-    problems = list(directory.problems_of(opened.path)) if verify and opened.manifest is not None else []
-    if problems:
+    if verify and opened.manifest is not None and (problems := list(directory.problems_of(opened.path))):
         raise CheckpointError("\n".join(problems))
-    state, left_out = _read(opened, to, dtype=dtype, model_only=model_only)
-    step = state.objects.pop(("step",), None) if opened.manifest is None else opened.manifest.step
-    _WRITERS[to](state, step, goal, max_file_bytes)
-    return left_out
-
-
-def _read(source: Source, to: Kind, *, dtype: torch.dtype | None, model_only: bool) -> tuple[Contents, list[str]]:
-    """Return the tensors and objects of ``source`` to write, and descriptions of what is left out."""
-
-    def stays(path: ContentsPath) -> bool:
-        if path[0] == "model" or (path[0] == "classes" and path[1].startswith("model.") and to is Kind.DCP):
-            return path in source.tensors or path in source.aliases or to is not Kind.SAFETENSORS
-        return not model_only and to is not Kind.SAFETENSORS and (to is Kind.TORCH or path[0] in (*_OURS, "step"))
-
-    if not any(path[0] == "model" for path in source.tensors):
+    paths = [path for path in opened.tensors if path[0] == "model"]
+    if not paths:
         raise CheckpointError(
-            f"{source.path} has no model: neither a state dict under the key 'model' nor tensors at the top level. "
+            f"{opened.path} has no model: neither a state dict under the key 'model' nor tensors at the top level. "
             "Save its state dict as a file of its own."
         )
-    values = source.read(path for path in (*source.tensors, *source.objects) if stays(path))
-    for path, value in values.items():
-        if dtype is not None and path[0] == "model" and path in source.tensors and value.is_floating_point():
-            values[path] = value.to(dtype)
-    state = Contents(aliases={alias: of for alias, of in source.aliases.items() if stays(alias)})
-    state.parts = {path: LocalShard(value) for path, value in values.items() if path in source.tensors}
-    state.objects = {path: value for path, value in values.items() if path not in source.tensors}
-    left = [path for path in (*source.tensors, *source.objects) if path not in values and path != ("step",)]
-    return state, sorted({_WORDS.get(path[0], path[0]) for path in left})
-
-
-def _check_target(target: Path, to: Kind, force: bool) -> None:
-    if to is Kind.DCP:
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise CheckpointError(f"{target} exists already, and --force replaces no directory. Delete it first.")
-        return
-    files = [target]
-    if to is Kind.SAFETENSORS:
-        check_directory(target)
-        files = [target / SINGLE, target / INDEX]
-    elif target.is_dir():
-        raise ConfigurationError(f"{target} is a directory. Name a file.")
-    if any(file.exists() for file in files) and not force:
-        raise CheckpointError(f"{target} exists already. Pass --force to replace it.")
-
-
-# -- writers
-
-
-@contextmanager
-def _complete_only(target: Path) -> Iterator[Path]:
-    """Yield a path on the disk of ``target``, which becomes it at the end. Output of killed conversions is deleted."""
-    path = target.parent / f".{target.name}.incomplete"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _delete(path)
-    try:
-        yield path
-        sync(path)
-        os.replace(path, target)
-    except BaseException:
-        _delete(path)
-        raise
-    sync(target.parent)
-
-
-def _delete(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.unlink(missing_ok=True)
-
-
-def _write_dcp(state: Contents, step: Any, target: Path, max_file_bytes: int) -> None:
-    state.objects = {tuple(map(str, path)): value for path, value in state.objects.items()}  # DCP's paths have indices
-    ranks = {path[1] for path in state.objects if path[0] == "ranks"}
-    with _complete_only(target) as folder:
-        folder.mkdir()
-        planner, writer = SavePlanner(state), ChecksummingWriter(folder)
-        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-        writer.set_up_storage_writer(is_coordinator=True)
-        (plan,) = writer.prepare_global_plan(plans)
-        written = writer.write(plan, planner)
-        whole = step if type(step) is int else 0
-        writer.complete(metadata, [written], state.further_keys(), whole, max(len(ranks), 1))
-
-
-def _write_safetensors(state: Contents, step: Any, target: Path, max_file_bytes: int) -> None:
-    shards = {path[1]: part for path, part in state.parts.items()}
-    specs = [TensorSpec(name, part.value.dtype, part.shape) for name, part in shards.items()]
-    aliases = {alias[1]: of[1] for alias, of in state.aliases.items()}
-    replacement = Replacement.of(target, specs, aliases, max_file_bytes)
+    values = {key_of(path[1:]): value for path, value in opened.read(paths).items()}
+    values = {n: v.to(dtype) if dtype is not None and v.is_floating_point() else v for n, v in values.items()}
+    aliases = {key_of(alias[1:]): key_of(of[1:]) for alias, of in opened.aliases.items() if alias[0] == "model"}
+    specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
+    replacement = Replacement.of(goal, specs, aliases, max_file_bytes)
     try:
         replacement.begin()
-        replacement.write(shards)
+        replacement.write({name: LocalShard(value) for name, value in values.items()})
         replacement.commit()
     except BaseException:
         replacement.abandon()
         raise
-
-
-def _write_torch(state: Contents, step: Any, target: Path, max_file_bytes: int) -> None:
-    tree: dict[str, Any] = {}
-    values = {path: part.value for path, part in state.parts.items()}
-    values |= {alias: values[of] for alias, of in state.aliases.items()} | state.objects
-    for path, value in values.items():
-        set_element(tree, path, value)
-    is_model_only = tree.keys() == {"model"}
-    if step is not None:
-        tree["step"] = step
-    with _complete_only(target) as file:
-        torch.save(tree["model"] if is_model_only else tree, file)
-
-
-_WRITERS: Mapping[Kind, Callable[[Contents, Any, Path, int], None]] = {
-    Kind.DCP: _write_dcp,
-    Kind.TORCH: _write_torch,
-    Kind.SAFETENSORS: _write_safetensors,
-}
+    left = [path for path in (*opened.tensors, *opened.objects) if path not in paths and path != ("step",)]
+    return sorted({_WORDS.get(path[0], path[0]) for path in left})

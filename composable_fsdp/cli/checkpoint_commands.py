@@ -1,4 +1,4 @@
-"""``checkpoint``: inspects, verifies and converts checkpoints."""
+"""``checkpoint``: inspects and verifies checkpoints, and converts them to safetensors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["add_commands"]
 
-_SUFFIXES = {".pt": Kind.TORCH, ".pth": Kind.TORCH, ".bin": Kind.TORCH, ".ckpt": Kind.TORCH}
-
 
 def add_commands(commands: printing.Commands) -> None:
-    text = "Inspect, verify and convert checkpoints."
+    text = "Inspect and verify checkpoints, and convert them to safetensors."
     group = commands.add_parser("checkpoint", help=text, description=text, allow_abbrev=False)
     verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
     source = "a checkpoint of any kind, or a folder of them"
@@ -37,17 +35,15 @@ def add_commands(commands: printing.Commands) -> None:
 
     parser = printing.add_command(verbs, "convert", _convert, has_json=True)
     parser.add_argument("source", type=Path, help=source)
-    parser.add_argument("target", type=Path, help="a directory, or a file with --to torch")
-    parser.add_argument("--to", choices=("dcp", "torch", "safetensors"), help="torch if TARGET is a .pt file")
+    parser.add_argument("target", type=Path, help="a directory for safetensors")
+    parser.add_argument("--to", default="safetensors", help="safetensors, the only kind")
     dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, help="dtype of the model's floating-point tensors")
     parser.add_argument(
         "--max-file-bytes", type=int, default=MAX_FILE_BYTES, help="bytes per file of safetensors (%(default)s)"
     )
-    parser.add_argument("--model-only", action="store_true", help="leave out the optimizer and the rest")
-    parser.add_argument("--force", action="store_true", help="replace an existing file, or safetensors")
+    parser.add_argument("--force", action="store_true", help="replace existing safetensors")
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums of SOURCE first")
-    parser.add_argument("--trust", action="store_true", help="admit any class, which can run any code in SOURCE")
 
 
 # -- inspect
@@ -119,38 +115,30 @@ def _summary(found: Description) -> list[str]:
 def _convert(
     source: Path,
     target: Path,
-    to: str | None,
+    to: str,
     dtype: str | None,
     max_file_bytes: int,
-    model_only: bool,
     force: bool,
     no_verify: bool,
-    trust: bool,
     as_json: bool,
 ) -> None:
-    """Convert between directories of checkpoints, files of torch.save and safetensors, with all tensors in memory.
+    """Write the model of a checkpoint to safetensors, with all tensors in memory.
 
-    Examples:
-
-      composable-fsdp checkpoint convert runs/1 export --to safetensors --dtype bfloat16
-
-      composable-fsdp checkpoint convert runs/1 model.pt --model-only
+    Example: composable-fsdp checkpoint convert runs/1 export --dtype bfloat16
     """
-    kind = Kind(to) if to else _SUFFIXES.get(target.suffix)
-    if kind is None:
+    if to != "safetensors" or target.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         raise ConfigurationError(
-            f"{target} has no suffix that says its kind. Pass --to with dcp, torch or safetensors."
+            f"convert writes safetensors only, to a directory, not {target if to == 'safetensors' else to}. Between "
+            "directories of checkpoints and files of torch.save, torch converts: python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch SOURCE TARGET, or torch_to_dcp."
         )
     left_out = convert(
         source,
         target,
-        kind,
         dtype=getattr(torch, dtype) if dtype else None,
         max_file_bytes=max_file_bytes,
-        model_only=model_only,
         force=force,
         verify=not no_verify,
-        weights_only=not trust,
     )
     if as_json:
         printing.show_json({"target": str(target), "left_out": list(left_out)})

@@ -120,6 +120,5 @@ def read_types(name: str, parameter: torch.Tensor, full: FullMesh) -> PlainForm 
         gradients.append(spmd.spmd_type_to_dtensor_placement(kind.backward_type()))
         if isinstance(placements[-1], Shard):
             shape[placements[-1].dim] *= mesh.size(list(axes).index(mesh_name))
-    restored = {axis: own.get(axis, spmd.R) for axis in checked}
-    restore = partial(_restore, restored, spec)
+    restore = partial(_restore, dict.fromkeys(checked, spmd.R) | own, spec)
     return PlainForm(tuple(placements), tuple(gradients), tuple(shape), _ATTRIBUTES, restore)

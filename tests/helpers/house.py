@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,8 @@ __all__ = [
     "imported_by",
     "imported_code",
     "imported_names",
+    "lines_over_sets",
+    "loops_over_sets",
     "sizes_by_folder",
 ]
 
@@ -154,3 +157,46 @@ def imported_names() -> Counter[str]:
 def imported_code(path: str) -> int:
     """Return the lines of code of the files that importing ``path`` reads."""
     return sum(len(code_lines((PACKAGE / each).read_text())) for each in imported_by(path))
+
+
+def loops_over_sets() -> list[str]:
+    """Return the places in the package of :func:`lines_over_sets`."""
+    return [f"{path}:{line}" for path in trees() for line in sorted(lines_over_sets((PACKAGE / path).read_text()))]
+
+
+def lines_over_sets(source: str) -> set[int]:
+    """Return the lines with a loop over a set, or over a name that its function binds to one.
+
+    A loop whose result has no order, such as that of ``any`` or of a set comprehension, does not count.
+    """
+    found: set[int] = set()
+    for function in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)):
+        bound = [(node.targets[0], node.value) for node in ast.walk(function) if isinstance(node, ast.Assign)]
+        names = {target.id for target, value in bound if isinstance(target, ast.Name) and _is_set(value, frozenset())}
+        skipped: set[ast.AST] = set()
+        for node in ast.walk(function):
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            loops: list[ast.expr] = []
+            if isinstance(node, ast.Call) and called in _WITHOUT_ORDER:
+                skipped.update(node.args)
+            elif isinstance(node, ast.Call) and called in _IN_ORDER and node not in skipped:
+                loops += node.args
+            elif isinstance(node, ast.For):
+                loops.append(node.iter)
+            elif isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.DictComp)) and node not in skipped:
+                loops += [generator.iter for generator in node.generators]
+            found.update(loop.lineno for loop in loops if _is_set(loop, names))
+    return found
+
+
+_WITHOUT_ORDER = {"all", "any", "frozenset", "len", "max", "min", "set", "sorted", "sum"}
+_IN_ORDER = {"enumerate", "filter", "list", "map", "tuple", "zip"}
+
+
+def _is_set(value: ast.expr, names: AbstractSet[str]) -> bool:
+    """Return whether the expression ``value`` is seen to be a set. ``names`` are bound to sets."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.BitAnd, ast.BitOr, ast.BitXor, ast.Sub)):
+        return _is_set(value.left, names) or _is_set(value.right, names)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return value.func.id in ("frozenset", "set", "WeakSet")
+    return isinstance(value, (ast.Set, ast.SetComp)) or (isinstance(value, ast.Name) and value.id in names)

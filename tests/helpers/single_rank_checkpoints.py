@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Tied", "assert_same", "flip", "state_of", "trained", "truncate"]
+__all__ = ["Tied", "assert_same", "flip", "state_of", "trained", "truncate", "unreadable"]
 
 
 class Tied(nn.Module):
@@ -49,3 +52,19 @@ def flip(path: Path) -> None:
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
+
+
+@contextmanager
+def unreadable(path: Path) -> Iterator[None]:
+    """Take all rights on ``path`` from this process, which may be root's."""
+    user, mode = os.geteuid(), path.stat().st_mode
+    for parent in path.parents:  # pytest's folders are open to their owner only
+        if "pytest" in str(parent):
+            parent.chmod(0o755)
+    path.chmod(0)
+    os.seteuid(65534 if user == 0 else user)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        path.chmod(mode)

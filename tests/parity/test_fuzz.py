@@ -47,6 +47,7 @@ from tests._internals import (
 )
 from tests.helpers.fuzz.draw import programs
 from tests.helpers.fuzz.features import FEATURES, features
+from tests.helpers.fuzz.fixed import FIXED
 from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, Step, module_calls
 from tests.helpers.fuzz.reference import differences
 from tests.helpers.run_ranks import kill_ranks, run_ranks
@@ -241,6 +242,10 @@ def test_programs_train_like_the_unsharded_model(world_size: int, capsys: pytest
         program, text = find_smallest(*failed[0])
         number_failed = sum(len(bad) for _, bad in failed)
         raise AssertionError(f"{number_failed} programs failed. The smallest failing program:\n\n{program}\n\n{text}")
+
+
+def test_fixed_programs_train_like_the_unsharded_model() -> None:
+    assert failures(FIXED) == {}
 
 
 def test_the_programs_of_ci_make_use_of_every_feature() -> None:

@@ -1,4 +1,4 @@
-"""State dicts of torch's FSDP1 are loaded: from rank 0, and converted from a file."""
+"""State dicts of torch's FSDP1 are loaded: from rank 0, and from a file by way of safetensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from composable_fsdp import fully_shard
-from composable_fsdp.checkpoint import Full, load, load_optimizer_state_dict, load_state_dict, state_dict
-from tests._internals import Kind, convert
+from composable_fsdp.checkpoint import (
+    Full,
+    load_optimizer_state_dict,
+    load_safetensors,
+    load_state_dict,
+    state_dict,
+)
+from tests._internals import convert
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
+
+pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")
 
 
 def trained_with_fsdp1() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -52,10 +60,10 @@ def load_state_dicts_of_fsdp1(folder: str) -> None:
 
     if rank == 0:
         torch.save(full, path / "model.pt")
-        convert(path / "model.pt", path / "step-00000000", Kind.DCP)
+        convert(path / "model.pt", path / "export")
     dist.barrier()
     again = shard_layers(task.build(), fully_shard)
-    load(path, again)
+    load_safetensors(again, path / "export")
     assert all(torch.equal(value, full[name]) for name, value in state_dict(again, Full()).items())
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from composable_fsdp import fully_shard
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing import RanksError
 from tests.helpers.models import seeded, shard_layers
 from tests.helpers.run_ranks import run_ranks
@@ -382,3 +383,42 @@ def train_with_hidden_outputs(frozen: bool) -> None:
 def test_an_output_in_an_object_that_nobody_registered_is_an_error_and_not_a_wrong_gradient(frozen: bool) -> None:
     with pytest.raises(RanksError, match=r"LifecycleError.*'layers\.0'.*register"):
         run_ranks(train_with_hidden_outputs, 2, frozen)
+
+
+class Cyclic(nn.Module):
+    """Returns its result in ``holder``, if it is not ``None``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.holder: Any = None
+
+    def forward(self, x: torch.Tensor, other: Any = None) -> Any:
+        y = self.linear(x)
+        if self.holder is None:
+            return y
+        self.holder.append(y)
+        return self.holder
+
+
+def meet_cycles() -> None:
+    cycle: list[Any] = [torch.ones(WIDTH, requires_grad=True)]
+    cycle.append({"cycle": cycle})
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)):
+        model, x = Cyclic(), torch.ones(2, WIDTH)
+        fully_shard(model, mp_policy=policy)
+        with pytest.raises(ConfigurationError, match="an input of 'root' is a container that contains itself"):
+            model(x, cycle)
+        assert cycle[0].grad_fn is None  # the caller's tensor, and no view of it
+        model.holder = []
+        model.holder.append((model.holder,))
+        with pytest.raises(ConfigurationError, match="the output of 'root' is a container that contains itself"):
+            model(x)
+        model.holder = None
+        model(x).sum().backward()
+        assert model.linear.weight.grad is not None
+
+
+@pytest.mark.behaviour("C-06", "H-05")
+def test_a_container_that_contains_itself_is_an_error_after_which_training_goes_on() -> None:
+    run_ranks(meet_cycles, 1, environment=COPIES)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp.checkpoint import latest
-from tests._internals import MANIFEST, PartialCheckpoint, complete
+from composable_fsdp.errors import CheckpointError
+from tests._internals import MANIFEST, PartialCheckpoint, directory
 from tests.helpers.fresh_process import run_program
+from tests.helpers.single_rank_checkpoints import unreadable
 
 
 def make(folder: Path, name: str, *, finished: bool = True) -> Path:
@@ -35,7 +37,7 @@ def test_the_newest_checkpoint_has_the_highest_step(tmp_path: Path) -> None:
     make(tmp_path, "step-00000200", finished=False)
     make(tmp_path, "step-300")
     make(tmp_path, "other")
-    assert list(complete(tmp_path)) == [2, 10, 123456789]
+    assert list(directory.candidates(tmp_path)) == [2, 10, 200, 123456789]
     assert latest(tmp_path) == tmp_path / "step-123456789"
 
 
@@ -60,6 +62,83 @@ def test_leftovers_are_removed_by_the_next_save(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "step-00000002"
     write(tmp_path, 1)
     assert names(tmp_path) == ["mine.partial", "step-00000001", "step-00000002"]
+
+
+USERS = [
+    "step-00000001-best.old",
+    "step-00000001.old.1",
+    "step-00000002.good",
+    "step-00000001-eval.deleted",
+    "step-00000002x.partial",
+    "step-00000002.old.partial",
+    "step-000000002",
+    "step-000000002.partial",
+    "step-2.old",
+    "xstep-00000002.partial",
+]
+
+
+@pytest.mark.behaviour("F-12")
+def test_other_names_of_users_are_left_alone_and_are_no_checkpoints(tmp_path: Path) -> None:
+    for name in USERS:
+        make(tmp_path, name)
+    assert latest(tmp_path) is None
+    for step in (1, 2, 2, 3):
+        write(tmp_path, step, keep_last=1)
+    assert names(tmp_path) == sorted([*USERS, "step-00000003"])
+    assert directory.leftovers(tmp_path) == []
+
+
+@pytest.mark.behaviour("F-12")
+def test_links_in_place_of_checkpoints_are_replaced_and_their_targets_kept(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    for step in (1, 2, 3):
+        make(moved, f"step-0000000{step}")
+        folder.mkdir(exist_ok=True)
+        (folder / f"step-0000000{step}").symlink_to(moved / f"step-0000000{step}")
+    (folder / "step-00000004").symlink_to(tmp_path / "nothing")
+    (folder / "step-00000007.deleted").symlink_to(moved)
+    (folder / "step-00000008.partial").symlink_to(moved)
+    assert latest(folder) == folder / "step-00000003"
+    for _ in range(3):
+        write(folder, 3)
+    assert names(folder) == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+    assert not (folder / "step-00000003").is_symlink()
+    write(folder, 4, keep_last=2)
+    assert names(folder) == ["step-00000003", "step-00000004"]
+    assert {path.name: (path / MANIFEST).read_text() for path in moved.iterdir()} == {
+        name: name for name in ("step-00000001", "step-00000002", "step-00000003")
+    }
+
+
+@pytest.mark.behaviour("F-12")
+def test_what_cannot_be_read_is_an_error_and_not_absent(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    with unreadable(tmp_path), pytest.raises(CheckpointError, match=r"cannot be (listed|read): Permission denied\.$"):
+        latest(tmp_path)
+    newest = tmp_path / "step-00000002"
+    with unreadable(newest):
+        with pytest.raises(CheckpointError) as raised:
+            latest(tmp_path)
+        assert str(raised.value) == f"{newest / MANIFEST} cannot be read: Permission denied."
+        assert directory.checkpoints_at(tmp_path) == [newest, tmp_path / "step-00000001"]
+    with unreadable(tmp_path / "step-00000001"):
+        assert latest(tmp_path) == newest
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file cannot be listed: Not a directory\.$"):
+        latest(tmp_path / "file")
+
+
+@pytest.mark.behaviour("F-12")
+def test_retention_goes_on_beside_an_unreadable_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    tmp_path.chmod(0o777)
+    with unreadable(tmp_path / "step-00000002"):
+        assert list(directory.candidates(tmp_path)) == [1, 2, 3]
+    write(tmp_path, 4, keep_last=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 @pytest.mark.multiprocess

@@ -97,10 +97,12 @@ def test_torchs_reader_and_converter_run_code_in_the_metadata(tmp_path: Path) ->
         dcp_to_torch_save(tmp_path / "saved", tmp_path / "one.pt")
 
 
-def test_torchs_converter_unties_weights(tmp_path: Path) -> None:
+def test_torchs_converter_reads_our_checkpoints_and_unties_weights(tmp_path: Path) -> None:
     saved = save(tmp_path / "run", *trained())
     dcp_to_torch_save(saved, tmp_path / "one.pt")
-    model = torch.load(tmp_path / "one.pt")["model"]
+    file = torch.load(tmp_path / "one.pt")
+    assert file["optimizer"]["state"]["second.bias"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    model = file["model"]
     assert torch.equal(model["first.weight"], model["second.weight"])
     assert model["first.weight"].data_ptr() != model["second.weight"].data_ptr()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
+import os
 import pickle
 import shutil
 import threading
@@ -29,7 +31,7 @@ from composable_fsdp.checkpoint import (
 )
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from tests._internals import PartialCheckpoint, SavePlanner, directory, read_metadata
-from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate
+from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate, unreadable
 
 
 def files_of(folder: Path) -> list[str]:
@@ -57,7 +59,7 @@ def test_the_files_of_a_checkpoint_folder(tmp_path: Path) -> None:
     assert latest(tmp_path / "deep" / "run") == saved.path == folder
     assert files_of(folder) == [".metadata", "__0_0.distcp", "manifest.json"]
     body = json.loads((folder / "manifest.json").read_text())["manifest"]
-    assert (body["format"], body["step"], body["ranks"], body["torch"]) == (1, 20, 1, torch.__version__)
+    assert (body["format"], body["step"], body["ranks"], body["torch"]) == (2, 20, 1, torch.__version__)
     assert body["tensors"]["model.second.weight"] == {"shape": [3, 3], "dtype": "float32"}
     assert body["tensors"]["optimizer.state.first.weight.exp_avg"] == {"shape": [3, 3], "dtype": "float32"}
 
@@ -135,12 +137,54 @@ def test_a_folder_without_an_intact_checkpoint_is_an_error(tmp_path: Path) -> No
         assert f"loading {tmp_path}: no checkpoint in it {expected}" in refused(tmp_path, fallback=fallback)
 
 
-def test_a_newer_format_is_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("name", ["", "manifest.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_fallback_goes_on_past_what_cannot_be_read(tmp_path: Path, name: str, verify: bool) -> None:
+    paths = saved_steps(tmp_path, 1.0, 2.0)
+    model = Tied()
+    with unreadable(paths[2] / name):
+        text = refused(tmp_path, verify=verify)
+        assert "step-00000001 is the newest that is intact: pass fallback=True" in text
+        assert "cannot be read: [Errno 13] Permission denied: " in text
+        load(tmp_path, model, fallback=True, verify=verify)
+    assert torch.equal(model.first.weight, torch.full((3, 3), 1.0))
+
+
+@pytest.mark.behaviour("F-12")
+def test_fallback_goes_on_past_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = saved_steps(tmp_path, 1.0, 2.0)
+    stat = os.stat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        if str(paths[2]) in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(CheckpointError, match=r"step-00000002/manifest\.json cannot be read: Input/output error"):
+        latest(tmp_path)
+    (paths[2] / "manifest.json").unlink()
+    load(tmp_path, model := Tied(), fallback=True)
+    assert torch.equal(model.first.weight, torch.full((3, 3), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [(1, "dcp_to_torch makes one file of it: load that with load_state_dict, and"), (3, "Update composable_fsdp.")],
+)
+def test_another_format_is_named_and_not_reported_as_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, advice: str
+) -> None:
     saved_steps(tmp_path, 1.0)
-    monkeypatch.setattr(directory, "FORMAT", 2)
+    monkeypatch.setattr(directory, "FORMAT", version)
     save(tmp_path, *trained(), step=2)
     monkeypatch.undo()
-    assert "has format version 2, written by " in refused(tmp_path, fallback=True)
+    for fallback in (True, False):
+        text = refused(tmp_path, fallback=fallback)
+        assert f"has format version {version}, written by composable_fsdp " in text
+        assert "; this one reads version 2. " in text
+        assert advice in text
 
 
 def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
@@ -189,15 +233,6 @@ def test_an_expanded_buffer_gets_memory_of_its_own(tmp_path: Path) -> None:
     save(tmp_path, model)
     load(tmp_path, other)
     assert_same(state_of(other), state_of(model))
-
-
-def test_a_checkpoint_of_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "FORMAT", 2)
-    save(tmp_path, *trained())
-    monkeypatch.undo()
-    text = refused(tmp_path)
-    assert "has format version 2, written by composable_fsdp " in text
-    assert text.endswith("this one reads versions up to 1. Update composable_fsdp.")
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
@@ -425,17 +460,13 @@ def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
 def test_metadata_written_by_the_first_versions_of_python_3_11_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They pickle a member of an enum as ``getattr(class, name)``. Nothing else can be asked for so."""
+    """They pickle a member of an enum as ``getattr(class, name)``, which is read and not called."""
     model, optimizer = trained()
     with monkeypatch.context() as early:
         early.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
         path = save(tmp_path, model, optimizer).path
     assert b"getattr" in (path / ".metadata").read_bytes()
     load(path, model, optimizer)
-    attribute = type("Attribute", (), {"__reduce__": lambda self: (getattr, (torch.Size, "numel"))})
-    (path / ".metadata").write_bytes(pickle.dumps(attribute()))
-    with pytest.raises(CheckpointError, match=r"is damaged: AttributeError: .* has no attribute '__members__'"):
-        read_metadata(path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -443,7 +474,7 @@ def test_reading_metadata_runs_no_code_from_it(tmp_path: Path) -> None:
     model, _ = trained()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
-    assert "it asks for builtins.print, which is no part of any metadata" in refused(tmp_path)
+    assert "it has a str where torch has a Metadata" in refused(tmp_path)
 
 
 @pytest.mark.behaviour("F-07")

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import Replay, Root, Snapshot, events, events_of, root_of, schedule, specs_for, state_of
-from tests.goldens.dry_runs import performed
 from tests.helpers.chain_schedule import chain_schedule
 from tests.helpers.sharding import sharded
 
@@ -145,6 +144,27 @@ def play(model: FSDPModule, drawn: Drawn) -> Recorder:
 SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE, Operation.REDUCED)
 
 
+def performed(steps: Any) -> Iterator[str]:
+    """Yield the lines of the trace that the actions of a dry run would have."""
+    in_flight: list[events.Reduce] = []
+    for _, actions in steps:
+        for action in actions:
+            match action:
+                case events.Gather(groups):
+                    yield from (f"unshard {group}" for group in groups)
+                case events.Wait(group):
+                    yield f"wait {group}"
+                case events.Free(group) | events.Shrink(group, _):
+                    yield f"reshard {group}"
+                case events.Reduce(buckets):
+                    in_flight.append(action)
+                    yield from (f"reduce {group}" for group in dict.fromkeys(bucket.group for bucket in buckets))
+                case events.WaitReduce(count):
+                    for done in [in_flight.pop(0) for _ in range(count)]:
+                        names = dict.fromkeys(bucket.group for bucket in done.buckets)
+                        yield from (f"reduced {name}" for name in names if not done.partial)
+
+
 def root_below(model: FSDPModule) -> Root:
     assert isinstance(model, nn.Module)
     return root_of(state_of(model))
@@ -222,10 +242,10 @@ def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None
         optimizer.zero_grad()
         plan = model.schedule()
         check(plan, model, drawn)
-        expected = list(performed(plan, []))
+        expected = list(performed(plan))
         common = Replay(root_below(model), Snapshot.of(root_below(model), has_stepped=True), arrive_together=True)
         common.play(events_of(root_below(model).plans.known, root_below(model).states))
-        assert Counter(performed(common.steps, [])) == Counter(expected), "what all ranks expect"
+        assert Counter(performed(common.steps)) == Counter(expected), "what all ranks expect"
         found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
         assert found == expected, plan
 
@@ -237,7 +257,7 @@ def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None
             found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
             del replay.steps[:]
             replay.play(root.tape.events)
-            assert list(performed(replay.steps, [])) == found, f"step {number} of three"
+            assert list(performed(replay.steps)) == found, f"step {number} of three"
 
 
 def test_the_schedule_before_a_first_backward_has_the_forward_only() -> None:
@@ -247,7 +267,7 @@ def test_the_schedule_before_a_first_backward_has_the_forward_only() -> None:
         assert not model.schedule().steps
         with mock.patch("torch.Tensor.backward"):
             events = play(model, drawn)
-        lines = list(performed(model.schedule(), []))
+        lines = list(performed(model.schedule()))
         assert lines.pop(0) == "reshard root"  # kept for a backward, and an optimizer may step before the next forward
         assert sorted(lines) == sorted(str(event) for event in events if event.operation in SHOWN)
         assert not any(line.startswith(Operation.REDUCE.value) for line in lines)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # Files and folders without the package prefix. A folder includes all of its files that have no row of their own. Layers
 # in one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "trace"),
+    ("errors", "trace", "_files"),
     ("policies",),
     ("_core",),
     ("codecs", "_consistency"),

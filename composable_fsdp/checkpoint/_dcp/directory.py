@@ -4,19 +4,22 @@ The last complete checkpoint in a folder can be loaded at any time, even after a
 is written as ``step-00000020.partial``, the manifest last, and renamed once all of it is on disk. An existing
 checkpoint of the same step is first renamed to ``step-00000020.old``, and is still valid until the new one has been
 renamed. A directory is renamed to ``….deleted`` before it is deleted. If a process is killed, the names show the state
-of each directory, and the next save cleans up the folder.
+of each directory, and the next save cleans up the folder. Other names, such as ``step-00000020-best.old``, are the
+user's. A link in place of a checkpoint is treated as the checkpoint; only the link is renamed or deleted.
 """
 
 from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import io
 import json
 import logging
 import os
 import re
 import shutil
 import socket
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from composable_fsdp._files import create, open_regular, read_text
 from composable_fsdp.checkpoint._coordination import dtype_name
 from composable_fsdp.checkpoint._safetensors import sync, write_synced
 from composable_fsdp.errors import CheckpointError
@@ -35,43 +39,77 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(\.partial|\.old|\.deleted)?")
 _PARTIAL, _OLD, _DELETED = ".partial", ".old", ".deleted"
 _LOCK = ".lock"
 
 
-def complete(path: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return the complete checkpoints in the folder ``path`` by ascending step; empty if there is no such folder."""
-    return {step: found for step, found in candidates(path).items() if (found / MANIFEST).is_file()}
+def _name_of(step: int, suffix: str = "") -> str:
+    return f"step-{step:08d}{suffix}"
+
+
+def _entries(path: str | os.PathLike[str]) -> dict[str, tuple[int, str]]:
+    """Return the names in the folder ``path`` that saves give, with step and suffix; empty if there is no such folder.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    try:
+        names = sorted(os.listdir(path))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(path)} cannot be listed: {error.strerror}.") from error
+    found = {match[0]: (int(match[1]), match[2] or "") for match in map(_NAME.fullmatch, names) if match}
+    return {name: parsed for name, parsed in found.items() if name == _name_of(*parsed)}
+
+
+def has_file(path: Path) -> bool:
+    """Return whether ``path`` is a file. Raise ``CheckpointError`` if that cannot be told."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _can_have(checkpoint: Path, *, manifest: bool) -> bool:
+    """Return whether ``checkpoint`` is a directory, or has a ``manifest``; also if it cannot be read."""
+    try:
+        return has_file(checkpoint / MANIFEST) if manifest else stat.S_ISDIR(checkpoint.stat().st_mode)
+    except FileNotFoundError:  # a link to nothing
+        return False
+    except (CheckpointError, OSError):
+        return True
 
 
 def candidates(path: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return all checkpoints in the folder ``path`` by ascending step, including damaged ones.
+    """Return all checkpoints in the folder ``path`` by ascending step, including damaged and unreadable ones.
 
     A save renames a directory only once it is complete, so a directory without a manifest is damaged. An older version
     of the same step is used instead, if it is still there.
     """
     found: dict[int, Path] = {}
-    for suffix in ("", _OLD):
-        for directory in Path(path).glob(f"step-*{suffix}"):
-            match = _NAME.fullmatch(directory.name.removesuffix(suffix))
-            if match and ((directory / MANIFEST).is_file() or (not suffix and directory.is_dir())):
-                step = int(match[1])
-                if step not in found or not (found[step] / MANIFEST).is_file():
-                    found[step] = directory
+    for name, (step, suffix) in _entries(path).items():  # "step-00000020" comes before "step-00000020.old"
+        checkpoint = Path(path, name)
+        if suffix == "" and _can_have(checkpoint, manifest=False):
+            found[step] = checkpoint
+        is_valid = suffix == _OLD and _can_have(checkpoint, manifest=True)
+        if is_valid and (step not in found or not _can_have(found[step], manifest=True)):
+            found[step] = checkpoint
     return dict(sorted(found.items()))
 
 
 def leftovers(path: str | os.PathLike[str]) -> list[str]:
     """Return the names that killed saves left in the folder ``path``."""
-    suffixes = (_PARTIAL, _OLD, _DELETED)
-    return sorted(name for name in os.listdir(path) if _NAME.match(name) and name.endswith(suffixes))
+    return [name for name, (_, suffix) in _entries(path).items() if suffix]
 
 
 def find(path: str | os.PathLike[str]) -> Path:
     """Return the first of :func:`checkpoints_at`. Raise ``CheckpointError`` if it has lost its manifest."""
     found = checkpoints_at(path)[0]
-    if not (found / MANIFEST).is_file() and not (found == Path(path) and (found / METADATA).is_file()):
+    if not has_file(found / MANIFEST) and not (found == Path(path) and has_file(found / METADATA)):
         raise CheckpointError(f"{found / MANIFEST} is missing.")
     return found
 
@@ -83,17 +121,18 @@ def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
         CheckpointError: there is no checkpoint, or ``path`` is one that is incomplete or has lost its manifest.
     """
     given = Path(path)
-    if given.name.endswith((_PARTIAL, _DELETED)):
+    parsed = _NAME.fullmatch(given.name)
+    if parsed and parsed[2] in (_PARTIAL, _DELETED):
         raise CheckpointError(f"{given} is not complete: its save, or its deletion, did not come to an end.")
-    if (given / MANIFEST).is_file():
+    if has_file(given / MANIFEST):
         return [given]
-    if (given / METADATA).is_file():
-        if _NAME.fullmatch(given.name):
+    if has_file(given / METADATA):
+        if parsed and not parsed[2]:
             raise CheckpointError(f"{given / MANIFEST} is missing.")
         return [given]
-    found = list(candidates(given).values())[::-1]
+    found = list(candidates(given).values())[::-1] if given.is_dir() else []
     if not found:
-        unfinished = sorted(entry.name for entry in given.glob(f"*{_PARTIAL}")) if given.is_dir() else []
+        unfinished = [name for name in leftovers(given) if name.endswith(_PARTIAL)] if given.is_dir() else []
         hint = f" Never finished: {', '.join(unfinished)}." if unfinished else ""
         what = "no complete checkpoint is in it" if given.exists() else "it does not exist"
         raise CheckpointError(f"{given} is not a checkpoint, and {what}.{hint}")
@@ -111,8 +150,8 @@ class PartialCheckpoint:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self.step = step
-        self.final = path / f"step-{step:08d}"
-        self.partial = self.final.with_name(self.final.name + _PARTIAL)
+        self.final = path / _name_of(step)
+        self.partial = path / _name_of(step, _PARTIAL)
         self._lock: int | None = _acquire_lock(path)
         try:
             _clean_up(path)
@@ -124,20 +163,21 @@ class PartialCheckpoint:
     def commit(self, keep_last: int | None = None) -> None:
         """Move the written files, already synced, to ``final``. Then delete all but the ``keep_last`` highest steps."""
         sync(self.partial)
-        old = self.final.with_name(self.final.name + _OLD)
-        replaces = self.final.exists()
+        old = self._path / _name_of(self.step, _OLD)
+        replaces = os.path.lexists(self.final)
         if replaces:
             self.final.rename(old)
         self.partial.rename(self.final)
         sync(self._path)
-        obsolete = [old] if replaces else []
-        if keep_last is not None:
-            others = [found for step, found in complete(self._path).items() if step != self.step]
-            obsolete += others[: max(0, len(others) - keep_last + 1)]
         try:
+            obsolete = [old] if replaces else []
+            if keep_last is not None:
+                own = {step: found for step, found in candidates(self._path).items() if step != self.step}
+                others = [found for found in own.values() if _can_have(found, manifest=True)]
+                obsolete += others[: max(0, len(others) - keep_last + 1)]
             for each in obsolete:
                 _remove(each)
-        except OSError as error:  # the new checkpoint is complete anyway
+        except (OSError, CheckpointError) as error:  # the new checkpoint is complete anyway
             logger.warning("%s: old checkpoints could not be deleted: %s", self._path, error)
         self._unlock()
 
@@ -154,23 +194,28 @@ class PartialCheckpoint:
 
 
 def _clean_up(path: Path) -> None:
-    for name in sorted(os.listdir(path)):
-        entry = path / name
-        if not _NAME.match(name):
-            continue
-        if name.endswith(_OLD) and not entry.with_suffix("").exists():
-            entry.rename(entry.with_suffix(""))  # killed between the two renames of a commit
-        elif name.endswith((_OLD, _PARTIAL)):
-            _remove(entry)
-        elif name.endswith(_DELETED):
-            shutil.rmtree(entry, ignore_errors=True)
+    for name, (step, suffix) in _entries(path).items():
+        if suffix == _OLD and not os.path.lexists(path / _name_of(step)):
+            (path / name).rename(path / _name_of(step))  # killed between the two renames of a commit
+        elif suffix in (_OLD, _PARTIAL):
+            _remove(path / name)
+        elif suffix == _DELETED:
+            _delete(path / name)
 
 
-def _remove(directory: Path) -> None:
-    obsolete = directory.with_name(_NAME.match(directory.name)[0] + _DELETED)  # type: ignore[index]
-    shutil.rmtree(obsolete, ignore_errors=True)
-    directory.rename(obsolete)
-    shutil.rmtree(obsolete, ignore_errors=True)  # the next save retries what could not be deleted
+def _remove(checkpoint: Path) -> None:
+    obsolete = checkpoint.with_name(checkpoint.name.partition(".")[0] + _DELETED)
+    _delete(obsolete)
+    checkpoint.rename(obsolete)
+    _delete(obsolete)  # the next save retries what could not be deleted
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory as far as possible, or a link or file of its name."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _acquire_lock(path: Path) -> int:
@@ -178,7 +223,10 @@ def _acquire_lock(path: Path) -> int:
 
     It is a POSIX lock, which forked data loaders do not inherit. File systems without locks are not protected.
     """
-    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = create(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"{path / _LOCK} is no file to lock: {error.strerror}. Delete it.") from error
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -187,16 +235,18 @@ def _acquire_lock(path: Path) -> int:
         raise CheckpointError(f"{path} is being written to by {holder}. Wait for it, or save elsewhere.") from None
     except OSError:
         return descriptor
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:  # a hard link may be of somebody else's file
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return descriptor
 
 
 # -- manifests
 
 
-FORMAT = 1
-"""Version of the manifest and of the checkpoint's keys. All versions up to this one can be read."""
+FORMAT = 2
+"""Version of the manifest and of the checkpoint's keys. Only this one is read."""
 
 
 @dataclass(frozen=True)
@@ -245,26 +295,42 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> tuple[Manifest | None, str]:
-    """Return the manifest and an empty text, or ``None`` and the damage. A newer format is no damage, but an error."""
+    """Return the manifest and an empty text, or ``None`` and the damage. Another format is no damage, but an error."""
     path = folder / MANIFEST
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(read_text(folder, MANIFEST))
         body = dict(document["manifest"])
         version = body["format"]
     except FileNotFoundError:
         return None, f"{path} is missing."
-    except (ValueError, LookupError, TypeError) as error:
+    except OSError as error:
+        return None, f"{path} cannot be read: {error}."
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         return None, f"{path} is damaged: {error}."
-    if isinstance(version, int) and version > FORMAT:
+    if isinstance(version, int) and version != FORMAT:
         raise CheckpointError(
-            f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one "
-            f"reads versions up to {FORMAT}. Update composable_fsdp."
+            f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one reads "
+            f"version {FORMAT}. {_REMEDIES[version > FORMAT]}"
         )
     if document.get("crc32") != _checksum(body):
         return None, f"{path} is damaged: its checksum does not fit."
     del body["format"]
-    body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
-    return Manifest(**body), ""
+    try:
+        body["files"] = files = {name: FileRecord(**record) for name, record in body["files"].items()}
+        manifest = Manifest(**body)
+        numbers = (manifest.step, manifest.ranks, *(record.bytes for record in files.values()))
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise TypeError("a step, a number of ranks or of bytes is no number")
+        return manifest, ""
+    except (LookupError, TypeError, AttributeError) as error:
+        return None, f"{path} is damaged: {error}."
+
+
+_REMEDIES = (
+    "torch.distributed.checkpoint.load reads it, and python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+    "makes one file of it: load that with load_state_dict, and save again.",
+    "Update composable_fsdp.",
+)
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -276,8 +342,9 @@ def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, contents: 
     for name, record in files.items():
         path = checkpoint / name
         try:
-            size = path.stat().st_size
-            crc32 = _crc32(path) if contents and size == record.bytes else record.crc32
+            with open_regular(checkpoint, name) as file:
+                size = os.fstat(file.fileno()).st_size
+                crc32 = _crc32(file) if contents and size == record.bytes else record.crc32
         except FileNotFoundError:
             yield f"{path} is missing."
         except OSError as error:
@@ -289,16 +356,15 @@ def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, contents: 
                 yield f"{path} is damaged: its CRC-32 is {crc32} instead of {record.crc32}."
 
 
-def _crc32(path: Path) -> str:
+def _crc32(file: io.FileIO) -> str:
     checksum, block = 0, bytearray(1 << 20)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            checksum = zlib.crc32(memoryview(block)[:count], checksum)
+    while count := file.readinto(block):
+        checksum = zlib.crc32(memoryview(block)[:count], checksum)
     return f"{checksum:08x}"
 
 
 def problems_of(checkpoint: Path, *, contents: bool = True) -> Iterator[str]:
-    """Yield a sentence for each damaged file of ``checkpoint``. A newer format of the manifest is an error."""
+    """Yield a sentence for each damaged file of ``checkpoint``. Another format of the manifest is an error."""
     manifest, problem = read_manifest(checkpoint)
     if manifest is None:
         yield problem
@@ -311,8 +377,11 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     none.
 
     Not collective. It only lists the folder; ``load(path, ..., fallback=True)`` finds the newest intact checkpoint.
+
+    Raises:
+        CheckpointError: the folder, or a directory in it that may be the newest checkpoint, cannot be read.
     """
-    return next(reversed(complete(path).values()), None)
+    return next((found for found in reversed(candidates(path).values()) if has_file(found / MANIFEST)), None)
 
 
 def damage_text(damaged: dict[str, str]) -> str:

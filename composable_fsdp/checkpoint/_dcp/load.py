@@ -1,8 +1,8 @@
 """``load``: choose and verify the checkpoint, compare it with the model, read it.
 
 DCP's default planner raises at the first key that is missing or of another shape, on one rank. Here all differences of
-all ranks are found first, and nothing is loaded if there are any. Its reader unpickles any class in the metadata, and
-objects with ``weights_only=False`` (``test_checkpoint_of_torch.py``).
+all ranks are found first, and nothing is loaded if there are any. Its reader unpickles objects with
+``weights_only=False`` (``test_checkpoint_of_torch.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -43,6 +44,7 @@ from composable_fsdp.checkpoint._coordination import (
 )
 from composable_fsdp.checkpoint._dcp import directory
 from composable_fsdp.checkpoint._dcp.directory import Manifest
+from composable_fsdp.checkpoint._dcp.metadata import read_metadata
 from composable_fsdp.checkpoint._dcp.save import (
     Contents,
     ContentsPath,
@@ -109,7 +111,7 @@ def load(
         The ``extra`` that this rank passed to ``save``, or that of rank 0 if the number of ranks has changed.
 
     Raises:
-        CheckpointError: there is no checkpoint; it is damaged, of a newer format, or of another model; ranks are
+        CheckpointError: there is no checkpoint; it is damaged, of another format, or of another model; ranks are
             missing; or an earlier asynchronous save failed. All ranks raise the same error, which names the file or
             lists the differences.
     """
@@ -124,7 +126,7 @@ def load(
 
     def match() -> _Fit:
         nonlocal restore
-        metadata = read_metadata(folder)
+        metadata = _with_plain_names(read_metadata(folder, manifest))
         kinds = ["model.", "classes.", "communication.", own]
         kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
         keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
@@ -166,7 +168,7 @@ def load(
 def _choose(ranks: RankGroup, what: str, path: Path, contents: bool, fallback: bool) -> tuple[Path, Manifest | None]:
     """Return the checkpoint to load and its manifest, if any; equal on all ranks."""
     checkpoints = ranks.from_rank0(what, lambda: directory.checkpoints_at(path))
-    if checkpoints == [path] and not ranks.from_rank0(what, (path / directory.MANIFEST).is_file):
+    if checkpoints == [path] and not ranks.from_rank0(what, lambda: directory.has_file(path / directory.MANIFEST)):
         if ranks.rank == 0:
             logger.warning("%s has no %s: whether it is intact cannot be verified", path, directory.MANIFEST)
         return path, None
@@ -279,8 +281,6 @@ class _Restore:
         """The optimizer's state by parameter name. Its new tensors are empty until they are read."""
         self._by_module: dict[str, Any] = {}
         """Values that modules load through ``load_state_dict``, by plain name."""
-        self._not_averaged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Tensors of which an earlier version saved no average, such as frozen ones, with those of the model."""
         self._params: OptimizerParams | None = None
         self._groups: list[Mapping[str, Any] | None] = []
         self.mismatch = Mismatch()
@@ -319,9 +319,6 @@ class _Restore:
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
         if self._params is not None:
             self._params.load(self._groups, self._state, {})
-        with torch.no_grad():
-            for average, own in self._not_averaged:
-                average.copy_(own)
         if self._averages is not None and (steps := self.objects.get("averages.steps")) is not None:
             self._averages.n_averaged.fill_(steps)
         if communication and self._communication:
@@ -334,10 +331,6 @@ class _Restore:
             names[path].append(alias)
         for path, part in contents.parts.items():
             key = next((k for k in map(key_of, names[path]) if k in self._saved or k in self._records), key_of(path))
-            own = contents.parts.get(("model", path[-1]))
-            if path[0] == "averages" and key not in self._saved and key not in self._records and own is not None:
-                self._not_averaged.append((local_part(part.value), local_part(own.value)))
-                continue
             is_made = path[0] == "model" and id(part.value) not in registered  # created by a state dict hook
             if is_made:
                 part = LocalShard(part.value.detach().clone())
@@ -422,7 +415,7 @@ class _Restore:
 
     def _state_keys(self) -> dict[str, dict[str, str]]:
         """Return the checkpoint's keys of optimizer state by parameter name and state key."""
-        paths = {k: tuple(p) for k, p in (self._metadata.planner_data or {}).items() if k in self._saved}
+        paths = {key: tuple(path) for key, path in _paths(self._metadata) if key in self._saved}
         paths = {key: path for key, path in paths.items() if path[:1] == ("optimizer",) and not self._outer_key(key)}
         paths |= {key: record.path for key, record in self._records.items()}
         found: dict[str, dict[str, str]] = {}
@@ -430,6 +423,26 @@ class _Restore:
             if path[:2] == ("optimizer", "state") and len(path) == 4:
                 found.setdefault(path[2], {})[path[3]] = key
         return found
+
+
+def _with_plain_names(metadata: Metadata) -> Metadata:
+    """Return ``metadata`` with the names that the model has without wrappers: others save those of a compiled one."""
+    keys = metadata.state_dict_metadata
+    plain = {key: name for key in keys if (name := plain_name(key)) not in keys}
+    if not plain:
+        return metadata
+    paths = {k: [plain_name(part) if isinstance(part, str) else part for part in path] for k, path in _paths(metadata)}
+    return replace(
+        metadata,
+        state_dict_metadata={plain.get(key, key): saved for key, saved in keys.items()},
+        planner_data={plain.get(key, key): path for key, path in paths.items()},
+        storage_data={replace(i, fqn=plain.get(i.fqn, i.fqn)): place for i, place in metadata.storage_data.items()},
+    )
+
+
+def _paths(metadata: Metadata) -> Iterable[tuple[str, ContentsPath]]:
+    """Return the path of each key in the nested state dict that was saved."""
+    return (metadata.planner_data or {}).items()
 
 
 def _label(key: str) -> str:
@@ -515,53 +528,3 @@ def read(
     planner, reader = _LoadPlanner(state, metadata, changed), FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     reader.read_data(planner.create_local_plan(), planner).wait()
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles only the classes that DCP's metadata consists of, so that a file cannot run other code.
-
-    The unpickler of ``torch.load(weights_only=True)`` does not read the protocol of pickles in which DCP writes it.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 writes members of enums
-            return lambda kind, member: kind.__members__[member]
-        if name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of any metadata")
-        return super().find_class(module, name)
-
-
-_PATHS = {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
-_ALLOWED = {
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read DCP's metadata of the checkpoint ``folder``. Raise ``CheckpointError`` if it is missing or damaged."""
-    path = folder / directory.METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        assert isinstance(metadata, Metadata)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing.") from None
-    except Exception as error:  # unpickling damaged bytes may raise anything
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
-    return metadata

@@ -54,7 +54,7 @@ from torch.utils.serialization import config as serialization_config
 from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet
-from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, complete
+from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParams, check_replicated, is_plain, on_host
 from composable_fsdp.checkpoint._state_dict.tensors import (
@@ -71,8 +71,11 @@ from composable_fsdp.plugins.codecs.communication_state import CommunicationStat
 ContentsPath = tuple[str, ...]
 """The path of a value in a nested state dict. Joined by dots, it is the key in the checkpoint."""
 
-Groups = Mapping[tuple[str, ...], Mapping[str, Any]]
-"""The param groups of an optimizer by the names of their parameters, with these in ``params``."""
+GroupKey = tuple[int, tuple[str, ...]]
+"""The names of a group's parameters, and how many groups before it have the same ones: several may have none."""
+
+Groups = Mapping[GroupKey, Mapping[str, Any]]
+"""The param groups of an optimizer, with the names of their parameters in ``params``."""
 
 
 def key_of(path: ContentsPath) -> str:
@@ -114,7 +117,7 @@ class Contents:
     objects: dict[ContentsPath, Any] = field(default_factory=dict)
     aliases: dict[ContentsPath, ContentsPath] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
-    groups: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
+    groups: dict[GroupKey, dict[str, Any]] = field(default_factory=dict)
 
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
         params = OptimizerParams(model, optimizer)
@@ -122,7 +125,11 @@ class Contents:
             hook(optimizer)
         for members, group in zip(params.groups, optimizer.param_groups, strict=True):
             names = [member.name for member in members]
-            self.groups[tuple(names)] = {**{key: on_host(value) for key, value in group.items()}, "params": names}
+            index = sum(group["params"] == names for group in self.groups.values())
+            self.groups[index, tuple(names)] = {
+                **{key: on_host(value) for key, value in group.items()},
+                "params": names,
+            }
         for member in params.members.values():
             for key, value in params.state_of(member).items():
                 path = ("optimizer", "state", member.name, str(key))
@@ -489,7 +496,7 @@ class _Save:
             check_parts([plan for plan, _ in planned])
             plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in planned])
             self._aliases = {alias: of for _, aliases in planned for alias, of in aliases.items()}
-            step = max(complete(self._path), default=-1) + 1 if self._requested_step is None else self._requested_step
+            step = max(candidates(self._path), default=-1) + 1 if self._requested_step is None else self._requested_step
             self._partial_checkpoint = directory = PartialCheckpoint(self._path, step)
             plans = ChecksummingWriter(directory.partial).prepare_global_plan(plans)
             return [(directory.final, directory.partial, step, plan) for plan in plans]

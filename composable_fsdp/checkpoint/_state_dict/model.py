@@ -41,7 +41,7 @@ class _Options:
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         known = set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
-        for option in options.keys() - known:
+        for option in sorted(options.keys() - known):
             owners = [form.__name__ for form in (Full, Sharded, Local) if option in form.__dataclass_fields__]
             whose = f"an option of {' and '.join(owners)}" if owners else "no option of any form"
             raise ConfigurationError(f"{option} is {whose}, not of {cls.__name__}, which has {sorted(known)}.")

@@ -87,13 +87,18 @@ class OptimizerParams:
         return found if isinstance(found, Mapping) else {}
 
     def match_groups(self, saved: Sequence[Mapping[str, Any]], mismatch: Mismatch) -> list[Mapping[str, Any] | None]:
-        """Return the saved group of each of the optimizer's groups, found by its parameters, if there is one."""
-        by_members = {frozenset(group["params"]): group for group in saved}
+        """Return the saved group of each of the optimizer's groups, found by its parameters, if there is one.
+
+        Groups of the same parameters, such as those that have none so far, are matched in order.
+        """
+        by_members: dict[frozenset[str], list[Mapping[str, Any]]] = {}
+        for group in saved:
+            by_members.setdefault(frozenset(map(plain_name, group["params"])), []).append(group)
         wanted = [[member.name for member in group] for group in self.groups]
-        found = [by_members.get(frozenset(names)) for names in wanted]
-        left = [list(group["params"]) for members, group in by_members.items() if members not in map(frozenset, wanted)]
+        found = [same.pop(0) if (same := by_members.get(frozenset(names))) else None for names in wanted]
+        left = [sorted(members) for members, groups in by_members.items() for _ in groups]
         for names in left:
-            mismatch.unexpected[f"param_group of {_first(sorted(names))}"] = f"members: {len(names)}"
+            mismatch.unexpected[f"param_group of {_first(names) or 'no parameters'}"] = f"members: {len(names)}"
         others = iter(left)
         for index, (names, group) in enumerate(zip(wanted, found, strict=True)):
             if group is not None:

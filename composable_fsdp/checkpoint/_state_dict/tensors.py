@@ -60,8 +60,16 @@ def entries_of(model: nn.Module) -> dict[str, Entry]:
     """Return the entries of ``model.state_dict()`` by plain names, in its order. The model must be prepared."""
     shardings = shardings_of(states_below(model))
     state = model.state_dict(keep_vars=True)
-    entries = (Entry(plain_name(k), value, shardings.get(id(value)), k) for k, value in state.items())
-    return {entry.name: entry for entry in entries}
+    entries: dict[str, Entry] = {}
+    for key, value in state.items():
+        entry = Entry(plain_name(key), value, shardings.get(id(value)), key)
+        other = entries.setdefault(entry.name, entry)
+        if other is not entry:
+            raise CheckpointError(
+                f"{other.key!r} and {key!r} are both called {entry.name!r} without what torch.compile and activation "
+                "checkpointing add to names. Give the attribute that they are below another name."
+            )
+    return entries
 
 
 def tensors_of(model: nn.Module) -> tuple[list[list[Entry]], list[Entry]]:

@@ -1,0 +1,271 @@
+"""The metadata of a checkpoint, which ``torch.distributed.checkpoint`` writes as a pickle.
+
+Torch unpickles any class in it, and so runs any code (``test_checkpoint_of_torch.py``). Here the pickle is read into
+plain values, of which torch's metadata is built: a stream calls nothing and changes no class, because no class is ever
+on its stack. The unpickler of ``torch.load(weights_only=True)`` does not read the protocol of pickles in which DCP
+writes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, ItemsView
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from composable_fsdp._files import open_regular, regular_file
+from composable_fsdp.checkpoint._dcp.directory import METADATA, Manifest
+from composable_fsdp.errors import CheckpointError
+
+_MOST_BYTES_AT_ONCE = 1 << 20
+"""The most bytes that one opcode may ask for. Python writes frames of about 64 KiB."""
+
+_MOST, _MOST_DIMS, _MOST_PARTS = 2**63 - 1, 64, 1000
+"""The most that a number, the dims of a tensor and the parts of a path in a state dict may be."""
+
+_ADMITTED = b"".join(
+    (
+        *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.STACK_GLOBAL),
+        *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+        *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+        *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.APPEND),
+        *(pickle.APPENDS, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    )
+)
+"""The opcodes that do only what Python's unpickler does. They make plain values."""
+
+T = TypeVar("T")
+
+
+def read_metadata(folder: Path, manifest: Manifest | None = None) -> Metadata:
+    """Read DCP's metadata of the checkpoint ``folder``, without its ``storage_meta``.
+
+    Everything in it is checked: chunks tile their tensors, and each lies in a file of the folder that is as long as the
+    chunk's values need. Sizes of files are those in ``manifest``, whose files have been checked, or else on the disk.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    path = folder / METADATA
+    try:
+        with _BoundedFile(open_regular(folder, METADATA)) as file:
+            metadata = _metadata(_Values(file).load(), file.tell())
+        _check_places(metadata, folder, {} if manifest is None else {n: r.bytes for n, r in manifest.files.items()})
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename or path} is missing.") from None
+    except Exception as error:  # damaged bytes may raise anything
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+    return metadata
+
+
+# -- the pickle, as plain values
+
+
+class _Object:
+    """An object as its pickle describes it: the name of what would be called, its arguments, and the state."""
+
+    __slots__ = ("arguments", "kind", "state")
+
+    def __init__(self, kind: object, arguments: object) -> None:
+        self.kind = kind
+        self.arguments = arguments
+        self.state: object = None
+
+
+class _BoundedFile(io.BufferedReader):
+    """A file of which an opcode gets a bounded number of bytes, however many it asks for."""
+
+    def read(self, nbytes: int | None = -1, /) -> bytes:
+        if nbytes is None or not 0 <= nbytes <= _MOST_BYTES_AT_ONCE:
+            raise pickle.UnpicklingError(f"an opcode asks for {nbytes} bytes, of which {_MOST_BYTES_AT_ONCE} are read")
+        return super().read(nbytes)
+
+
+class _Opcodes(dict[int, Callable[[Any], None]]):
+    """What to do by opcode. Torch's metadata has no others than these."""
+
+    def __missing__(self, code: int) -> NoReturn:
+        raise pickle.UnpicklingError(f"it has the opcode {bytes([code])!r}, which is no part of any metadata")
+
+
+class _Values(pickle._Unpickler):
+    """Reads plain values. A class or function is the text of its name, and calling one gives an ``_Object``.
+
+    Mappings have keys of classes whose hash does not recurse: a tuple in a tuple and so on would overflow the stack.
+    """
+
+    stack: list[Any]
+    metastack: list[list[Any]]
+    pop_mark: Callable[[], list[Any]]
+
+    def find_class(self, module: str, name: str) -> str:
+        return f"{module}.{name}"
+
+    def _call(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = _Object(self.stack[-1], arguments)
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        built = self.stack[-1]
+        if type(built) is not _Object:
+            raise pickle.UnpicklingError(f"it sets attributes of a {type(built).__name__}")
+        built.state = state
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()
+        target = self.stack[-1]
+        if type(target) is not dict or not all(type(key) in (str, _Object) for key in items[::2]):
+            raise pickle.UnpicklingError("it has a mapping whose keys are no names")
+        target.update(zip(items[::2], items[1::2], strict=True))
+
+    def _set_item(self) -> None:
+        self.metastack.append(self.stack[:-2])
+        self.stack = self.stack[-2:]
+        self._set_items()
+
+    dispatch = _Opcodes({code: pickle._Unpickler.dispatch[code] for code in _ADMITTED})
+    dispatch |= {pickle.REDUCE[0]: _call, pickle.NEWOBJ[0]: _call, pickle.BUILD[0]: _build}
+    dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
+
+
+# -- torch's classes
+
+
+def _metadata(value: object, nbytes: int) -> Metadata:
+    """Build the metadata that a stream of ``nbytes`` describes, which has at most as many chunks."""
+    fields = _fields(value, Metadata)
+    planned = fields.get("planner_data")
+    saved: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for key, each in _dict(fields["state_dict_metadata"]):
+        saved[_text(key)] = stored = _stored(each, nbytes)
+        nbytes -= len(stored.chunks) if isinstance(stored, TensorStorageMetadata) else 0
+    return Metadata(
+        saved,
+        planned and {_text(key): _path(each) for key, each in _dict(planned)},
+        {_index(key): _place(each) for key, each in _dict(fields["storage_data"])},
+    )
+
+
+def _fields(value: object, kind: type) -> dict[Any, Any]:
+    if type(value) is not _Object or value.kind != f"{kind.__module__}.{kind.__qualname__}":
+        asked = value.kind if type(value) is _Object and type(value.kind) is str else type(value).__name__
+        raise pickle.UnpicklingError(f"it has a {asked} where torch has a {kind.__name__}")
+    return dict(_dict(value.state or {}))
+
+
+def _dict(value: object) -> ItemsView[Any, Any]:
+    return _of_type(value, dict).items()
+
+
+def _text(value: object) -> str:
+    return _of_type(value, str)
+
+
+def _of_type(value: object, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise pickle.UnpicklingError(f"it has a {type(value).__name__} where torch has a {kind.__name__}")
+    return value
+
+
+def _number(value: object) -> int:
+    number = _of_type(value, int)
+    if not 0 <= number <= _MOST:
+        raise pickle.UnpicklingError("it has a size or an offset that is negative or of more than 64 bits")
+    return number
+
+
+def _size(value: object) -> torch.Size:
+    given = value.arguments if type(value) is _Object and value.kind == "torch.Size" else (value,)
+    (numbers,) = _of_type(given, tuple)
+    size = torch.Size(map(_number, _of_type(numbers, tuple)[: _MOST_DIMS + 1]))
+    if len(size) > _MOST_DIMS or prod(size) > _MOST:
+        raise pickle.UnpicklingError("it has a tensor that no memory can hold")
+    return size
+
+
+def _path(value: object) -> tuple[str | int, ...]:
+    path = _of_type(value, tuple)
+    if len(path) > _MOST_PARTS:
+        raise pickle.UnpicklingError(f"it has a path of {len(path)} parts")
+    return tuple(_number(part) if type(part) is int else _text(part) for part in path)
+
+
+def _stored(value: object, most_chunks: int) -> TensorStorageMetadata | BytesStorageMetadata:
+    """Return the metadata of one value. Chunks tile the tensor: torch writes no others, and reads all of them."""
+    if type(value) is _Object and value.kind == f"{BytesStorageMetadata.__module__}.{BytesStorageMetadata.__name__}":
+        return BytesStorageMetadata()
+    fields = _fields(value, TensorStorageMetadata)
+    size = _size(fields["size"])
+    chunks: list[ChunkStorageMetadata] = []
+    for each in _of_type(fields["chunks"], list):
+        if len(chunks) == most_chunks:
+            raise pickle.UnpicklingError("it repeats chunks")
+        found = _fields(each, ChunkStorageMetadata)
+        chunk = ChunkStorageMetadata(_size(found["offsets"]), _size(found["sizes"]))
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
+            at + length > whole for at, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        ):
+            raise pickle.UnpicklingError("a chunk lies outside its tensor")
+        chunks.append(chunk)
+    if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
+        raise pickle.UnpicklingError("the chunks of a tensor do not have its number of elements")
+    return TensorStorageMetadata(TensorProperties(_dtype(fields["properties"])), size, chunks)
+
+
+def _dtype(value: object) -> torch.dtype:
+    """Return the dtype in a tensor's properties. The others say how it was laid out in memory when it was saved."""
+    if type(value) is _Object and value.kind == f"{TensorProperties.__module__}.{TensorProperties.__name__}":
+        name = _text(_of_type(value.state, tuple)[0]).removeprefix("torch.")
+        if type(dtype := vars(torch).get(name)) is torch.dtype:
+            return dtype
+    raise pickle.UnpicklingError("it has a tensor without a dtype that this version of torch knows")
+
+
+def _index(value: object) -> MetadataIndex:
+    fields = _fields(value, MetadataIndex)
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _text(fields["fqn"]), None if offset is None else _size(offset), None if index is None else _number(index)
+    )
+
+
+def _place(value: object) -> _StorageInfo:
+    fields = _fields(value, _StorageInfo)
+    transforms = fields.get("transform_descriptors")
+    place = _StorageInfo(_text(fields["relative_path"]), _number(fields["offset"]), _number(fields["length"]))
+    if transforms is not None:
+        place.transform_descriptors = [_text(each) for each in _of_type(transforms, list)[:_MOST_PARTS]]
+    return place
+
+
+def _check_places(metadata: Metadata, folder: Path, sizes: dict[str, int]) -> None:
+    """Raise if a value has no place, or one outside the files of ``folder``, whose ``sizes`` are known by name."""
+    for place in metadata.storage_data.values():
+        name = place.relative_path
+        if name not in sizes:
+            sizes[name] = regular_file(folder, name).stat().st_size
+        if place.offset + place.length > sizes[name]:
+            raise pickle.UnpicklingError(f"a value ends behind the end of {name}")
+    for key, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, BytesStorageMetadata):
+            metadata.storage_data[MetadataIndex(key)]
+            continue
+        for chunk in saved.chunks:
+            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            nbytes = prod(chunk.sizes) * saved.properties.dtype.itemsize
+            if nbytes > place.length and not place.transform_descriptors:
+                raise pickle.UnpicklingError(f"a chunk of {nbytes} bytes has {place.length} in its file")

@@ -1,0 +1,102 @@
+"""Names of parameters: components that wrappers add are left out, whole ones only, and nothing is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from composable_fsdp.checkpoint import load, load_safetensors, load_state_dict, save, state_dict
+from composable_fsdp.errors import CheckpointError
+from tests._internals import plain_name
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("_orig_mod._orig_mod.a._checkpoint_wrapped_module.weight", "a.weight"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+        ("a.old_checkpoint_wrapped_module.0", "a.old_checkpoint_wrapped_module.0"),
+        ("_orig_modern.weight", "_orig_modern.weight"),
+        ("a._orig_mod", "a._orig_mod"),
+    ],
+)
+def test_only_whole_components_are_left_out(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
+
+
+class Adapters(nn.Module):
+    """``left_checkpoint_wrapped_module.0`` and ``left0`` were both called ``left0`` before."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.left_checkpoint_wrapped_module = nn.ModuleList([nn.Linear(2, 2)])
+        self.left0 = nn.Linear(2, 2)
+        self.wrapped = checkpoint_wrapper(nn.Linear(2, 2))
+
+
+def test_modules_whose_names_end_like_a_wrappers_are_saved(tmp_path: Path) -> None:
+    model, new = Adapters(1), Adapters(2)
+    save(tmp_path, model)
+    load(tmp_path, new)
+    names = [name.replace("wrapped._checkpoint_wrapped_module.", "wrapped.") for name in model.state_dict()]
+    assert list(state_dict(new)) == names
+    for found, expected in zip(new.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def by_dcp(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Write what torch's functions return, with the names of a compiled model."""
+    found: Any = get_optimizer_state_dict(model, optimizer)
+    state = {f"_orig_mod.{name}": entry for name, entry in found["state"].items()}
+    groups = [{**g, "params": [f"_orig_mod.{name}" for name in g["params"]]} for g in found["param_groups"]]
+    named = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+    dcp.save(
+        {"model": named, "optimizer": {"state": state, "param_groups": groups}}, checkpoint_id=folder, no_dist=True
+    )
+    return load
+
+
+def by_safetensors(folder: Path, model: nn.Module, _: torch.optim.Optimizer) -> Callable[..., Any]:
+    save_file(
+        {f"0._orig_mod.{n[2:]}" if n[0] == "0" else n: v for n, v in model.state_dict().items()},
+        folder / "m.safetensors",
+    )
+    return lambda folder, model, _: load_safetensors(model, folder / "m.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("write", [by_dcp, by_safetensors])
+def test_files_with_the_names_of_a_compiled_model_load(tmp_path: Path, write: Callable[..., Any]) -> None:
+    model, new = (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)) for _ in range(2))
+    optimizer, fresh = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, new))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    write(tmp_path, model, optimizer)(tmp_path, new, fresh)
+    for found, expected in zip(new.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+        if write is by_dcp:
+            assert torch.equal(fresh.state[found]["momentum_buffer"], optimizer.state[expected]["momentum_buffer"])
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(1))
+    model._orig_mod = nn.Linear(1, 1)
+    expected = (
+        r"'weight' and '_orig_mod\.weight' are both called 'weight' without what torch\.compile and activation "
+        r"checkpointing add to names\. Give the attribute that they are below another name\."
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        state_dict(model)
+    with pytest.raises(CheckpointError, match=expected):
+        load_state_dict(model, {})
