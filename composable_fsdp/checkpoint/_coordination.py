@@ -76,6 +76,9 @@ class RankGroup:
     def exchange(self, what: str, each: Callable[[], T], central: Callable[[list[T]], Sequence[R]]) -> R:
         """Call ``each`` on every rank and ``central`` with all results on rank 0, and return this rank's reply of it.
 
+        Whatever can raise on one rank must be inside: others wait for each rank's outcome, also the outcome that cannot
+        be pickled.
+
         Raises:
             FSDPError: ``each`` or ``central`` raised on some rank, or a rank was lost. All remaining ranks raise it,
                 with the texts of all failures after ``what``. The type is that of the first failed rank if that is an
@@ -83,19 +86,22 @@ class RankGroup:
         """
         error: Exception | None = None
         reply: Any
+        data = b""
         try:
             outcome: Any = each()
+            if self.rank:
+                data = pickle.dumps(outcome)
         except Exception as raised:
             error, outcome = raised, _Failure.of(raised)
+            data = pickle.dumps(outcome)
         if self.rank == 0:
             outcomes = [outcome, *(self._receive(peer) for peer in range(1, self.size))]
-            replies, error = _decide(outcomes, central, error)
-            for peer in range(1, self.size):
-                if (lost := self._send(replies[peer], peer)) is not None:
+            reply, others, error = _decide(outcomes, central, error)
+            for peer, data in enumerate(others, 1):
+                if (lost := self._send(data, peer)) is not None:
                     logger.warning("rank %d: %s", peer, lost.text)  # the next exchange reports it to the others
-            reply = replies[0]
         else:
-            lost = self._send(outcome, 0)
+            lost = self._send(data, 0)
             reply = self._receive(0) if lost is None else lost
             if isinstance(reply, _Failure) and reply.is_lost:
                 reply = _Failure(f"rank 0: {reply.text}")
@@ -114,8 +120,8 @@ class RankGroup:
     def from_rank0(self, what: str, central: Callable[[], R]) -> R:
         return self.combine(what, lambda: None, lambda results: central())
 
-    def _send(self, value: object, peer: int) -> _Failure | None:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    def _send(self, pickled: bytes, peer: int) -> _Failure | None:
+        data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         try:
             for message in (torch.tensor([data.numel()]), data):
                 self._group.send([message], peer, _TAG).wait(timedelta(seconds=self._timeout))
@@ -132,7 +138,10 @@ class RankGroup:
             self._group.recv([data], peer, _TAG).wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             return self._connection_lost(error)
-        return pickle.loads(data.numpy().data)
+        try:
+            return pickle.loads(data.numpy().data)
+        except Exception as error:  # the code of any class
+            return _Failure(f"what rank {peer} sent cannot be unpickled ({said(error)})")
 
     def _connection_lost(self, error: RuntimeError) -> _Failure:
         """Describe a failed connection. The process group is discarded, since it cannot be used again."""
@@ -146,16 +155,19 @@ class RankGroup:
 
 def _decide(
     outcomes: list[Any], central: Callable[[list[Any]], Sequence[Any]], error: Exception | None
-) -> tuple[Sequence[Any], Exception | None]:
-    """Return the replies, and the exception on rank 0 if they are failures."""
+) -> tuple[Any, list[bytes], Exception | None]:
+    """Return the reply for rank 0, those for the others, pickled, and the exception on rank 0 if they are failures."""
     failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
     if failures:
         text = join_rank_texts({rank: failure.text for rank, failure in failures.items()}, len(outcomes))
-        return [_Failure(text, next(iter(failures.values())).kind)] * len(outcomes), error
-    try:
-        return central(outcomes), None
-    except Exception as raised:
-        return [_Failure.of(raised)] * len(outcomes), raised
+        failure = _Failure(text, next(iter(failures.values())).kind)
+    else:
+        try:
+            own, *others = central(outcomes)
+            return own, [pickle.dumps(reply) for reply in others], None
+        except Exception as raised:
+            error, failure = raised, _Failure.of(raised)
+    return failure, [pickle.dumps(failure)] * (len(outcomes) - 1), error
 
 
 # -- asynchronous saves
@@ -245,15 +257,23 @@ class _JobRanks:
 _job_ranks: WeakKeyDictionary[dist.ProcessGroup, _JobRanks] = WeakKeyDictionary()
 
 
-def meet(call: str, timeout: float) -> RankGroup:
-    """Wait until all ranks of the default process group have made the same ``call``, and their earlier save has ended.
+def meet(describe: Callable[[], str], timeout: float) -> RankGroup:
+    """Wait until all ranks of the default process group have made the same call, and their earlier save has ended.
+
+    ``describe`` checks the arguments of the call, and returns its text. If it raises, the other ranks are told.
 
     An asynchronous save exchanges messages over the same group in a thread, so it has to end first.
 
     Raises:
         CheckpointError: ranks did not come in time or made another call; the text names them on every rank that came.
             Or the earlier save failed and its error has not been raised yet.
+        Exception: ``describe`` raised it, on all ranks alike.
     """
+    try:
+        call = describe()
+    except Exception as error:
+        _join(f"a call that raised {said(error)}", timeout)
+        raise
     ranks = _join(call, timeout)
     ranks.agree(f"the save before {call}", finish_earlier)
     return ranks
@@ -312,6 +332,10 @@ _TITLES = {
     "dtypes": "of another dtype",
     "classes": "of another tensor class, or with shards that cannot be resharded",
 }
+
+
+def path_text(path: object) -> str:
+    return repr(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else f"a {type(path).__name__}"
 
 
 def check_arguments(

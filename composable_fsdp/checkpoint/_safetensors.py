@@ -127,8 +127,14 @@ def load_safetensors(
         CheckpointError: a file is missing or damaged, the model does not fit, ranks see different files, a rank did not
             call in time, or an earlier asynchronous save failed. The error is the same on all ranks.
     """
-    what, path = "load_safetensors", Path(path_or_index)
-    ranks = meet(what, timeout)
+    what = "load_safetensors"
+
+    def call() -> str:
+        check_arguments("load_safetensors(model, path)", path_or_index, model)
+        return what
+
+    ranks = meet(call, timeout)
+    path = Path(path_or_index)
     mismatch = Mismatch()
     jobs: list[tuple[LocalShard, str]] = []  # the shards to fill, with their keys
     stored: StoredTensors | None = None
@@ -441,8 +447,12 @@ def save_safetensors(
         ConfigurationError: an argument is invalid, or two tensors would have the same name in the files.
     """
     what = "save_safetensors"
-    check_arguments("save_safetensors(model, path)", path, model)
-    ranks = meet(what, timeout)
+
+    def call() -> str:
+        check_arguments("save_safetensors(model, path)", path, model)
+        return what
+
+    ranks = meet(call, timeout)
     shards: dict[str, LocalShard] = {}
     left_out: list[str] = []
     begun: Replacement | None = None  # on rank 0
@@ -471,14 +481,14 @@ def save_safetensors(
     try:
         target, own = ranks.exchange(what, plan, begin)
         target = replace(target, folder=Path(path))
-        if left_out and ranks.rank == 0:
-            names = ", ".join(left_out)
-            warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
         ranks.combine(what, lambda: target.write(shards, own), lambda written: target.commit())
     except BaseException:
         if begun is not None:
             begun.abandon()
         raise
+    if left_out and ranks.rank == 0:  # here, since a warning may be an error
+        names = ", ".join(left_out)
+        warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
 
 
 _Plan = tuple[SavePlan, dict[str, str]]

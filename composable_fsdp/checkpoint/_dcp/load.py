@@ -50,6 +50,7 @@ from composable_fsdp.checkpoint._dcp.save import (
     ContentsPath,
     communication_of,
     contents_of,
+    decoded,
     key_of,
     set_random_state,
 )
@@ -115,8 +116,12 @@ def load(
             missing; or an earlier asynchronous save failed. All ranks raise the same error, which names the file or
             lists the differences.
     """
-    check_arguments("load(path, model, optimizer)", path, model, optimizer, averages)
-    ranks = meet(f"load({os.fspath(path)!r})", timeout)
+
+    def call() -> str:
+        check_arguments("load(path, model, optimizer)", path, model, optimizer, averages)
+        return f"load({os.fspath(path)!r})"
+
+    ranks = meet(call, timeout)
     what = f"loading {path}"
     folder, manifest = _choose(ranks, what, Path(path), verify, fallback)
     same_ranks = manifest is not None and manifest.ranks == ranks.size
@@ -139,6 +144,8 @@ def load(
         assert restore is not None
         try:
             restore.run(folder, communication=with_codecs)
+            if restore_rng and same_ranks and (state := restore.objects.get(f"{own}random")) is not None:
+                set_random_state(state)
         except Exception as error:
             failure = error
         return restore.has_changed, "" if failure is None else said(failure)
@@ -160,8 +167,6 @@ def load(
     except CheckpointError as error:
         raise error from failure
     assert restore is not None
-    if restore_rng and same_ranks and (state := restore.objects.get(f"{own}random")) is not None:
-        set_random_state(state)
     return cast(dict[str, Any], restore.objects.get(f"{own}extra") or {})
 
 
@@ -240,7 +245,7 @@ def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weigh
 
 def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        return decoded(data, weights_only)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{key!r} has objects of classes that torch.load(weights_only=True) does not admit. If you trust whoever "

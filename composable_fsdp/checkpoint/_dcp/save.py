@@ -28,7 +28,6 @@ from __future__ import annotations
 import io
 import operator
 import os
-import pickle
 import random
 import sys
 import zlib
@@ -46,6 +45,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -53,7 +53,7 @@ from torch.utils.serialization import config as serialization_config
 
 from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
-from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet
+from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet, said
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParams, check_replicated, is_plain, on_host
@@ -227,12 +227,15 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 class SavePlanner(DefaultSavePlanner):
     """A planner that writes ``contents``. DCP merges the plans of the ranks and validates the result."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, *, weights_only: bool) -> None:
         super().__init__()
         self._staged: dict[MetadataIndex, torch.Tensor | bytes] = {}
         self.is_coordinator = False
         self.state_dict = {key_of(path): part for path, part in contents.parts.items()}
-        self.state_dict |= {key_of(path): _serialized(key_of(path), value) for path, value in contents.objects.items()}
+        self.state_dict |= {
+            key_of(path): serialized(path[-1] if path[0] == "ranks" else key_of(path), value, weights_only)
+            for path, value in contents.objects.items()
+        }
         self.mappings = {key_of(path): path for path in (*contents.parts, *contents.objects, *contents.aliases)}
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor | bytes:
@@ -254,19 +257,69 @@ class SavePlanner(DefaultSavePlanner):
             torch.accelerator.synchronize()
 
 
-def _serialized(key: str, value: object) -> bytes:
+def serialized(key: str, value: object, weights_only: bool) -> bytes:
+    """Return the bytes of an object. Raise ``CheckpointError``, which names the part, if ``load`` would refuse it.
+
+    With ``weights_only=False`` it may have any class that can be pickled.
+    """
+    data, error = _try_serialize(value, weights_only)
+    if error is not None:
+        part, error = _innermost(key, value, error, weights_only)
+        raise CheckpointError(
+            f"{part} cannot be saved: {said(error)}. Save what describes it instead: numbers, strings, lists, dicts "
+            "and tensors; or pass weights_only=False to save and to load, for any class that can be pickled"
+        ) from error
+    return data
+
+
+def _try_serialize(value: object, weights_only: bool) -> tuple[bytes, Exception | None]:
     data = io.BytesIO()
     try:
+        if _has_dtensor(value):
+            raise TypeError(_DTENSORS)
         torch.save(value, data)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # depending on the class
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        for item, inner in items:
-            _serialized(f"{key}[{item!r}]", inner)  # to name the innermost one
-        raise CheckpointError(
-            f"{key} cannot be pickled ({error}). Save what describes it instead: numbers, strings, lists, dicts and "
-            "tensors"
-        ) from error
-    return data.getvalue()
+        if weights_only and type(value) not in _PLAIN:
+            decoded(data.getvalue(), weights_only)
+    except Exception as error:  # the code of any class
+        return b"", error
+    return data.getvalue(), None
+
+
+_DTENSORS = (
+    "it has DTensors, of which each rank would save its own shard. Pass averages and an optimizer to save, which "
+    "shards them again; save a second optimizer with its model to a folder of its own, and full_tensor() of others"
+)
+
+
+def _innermost(
+    key: str, value: object, error: Exception, weights_only: bool, above: frozenset[int] = frozenset()
+) -> tuple[str, Exception]:
+    """Return the innermost part of ``value`` that cannot be serialized, and its ``error``."""
+    for item, inner in _inner(value) if id(value) not in above else ():
+        _, found = _try_serialize(inner, weights_only)
+        if found is not None:
+            return _innermost(f"{key}[{item!r}]", inner, found, weights_only, above | {id(value)})
+    return key, error
+
+
+def _has_dtensor(value: object, above: frozenset[int] = frozenset()) -> bool:
+    if isinstance(value, DTensor):
+        return True
+    return id(value) not in above and any(_has_dtensor(each, above | {id(value)}) for _, each in _inner(value))
+
+
+def decoded(data: bytes, weights_only: bool) -> Any:
+    """Return the object that :func:`serialized` wrote, tensors on the CPU. Saves ask it what ``load`` will admit."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+
+
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def _inner(value: object) -> Iterable[tuple[object, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple, set, frozenset)) else ()
 
 
 def _on_host(block: torch.Tensor) -> torch.Tensor:
@@ -393,6 +446,7 @@ def save(
     step: int | None = None,
     keep_last: int | None = None,
     asynchronous: bool = False,
+    weights_only: bool = True,
     timeout: float = TIMEOUT,
 ) -> PendingSave:
     """Write a new checkpoint ``path/step-00000020``. All ranks of the default process group must call it.
@@ -409,43 +463,45 @@ def save(
         path: a folder of checkpoints that all ranks can access. Only one job at a time may write to it.
         model: sharded or not.
         optimizer: over parameters of ``model``.
-        extra: further state of this rank, such as the position in the data or the state of a scheduler. Use numbers,
-            strings, lists, dicts and tensors; for other classes ``load`` needs ``weights_only=False``.
+        extra: further state of this rank, such as the position in the data or the state of a scheduler: numbers,
+            strings, lists, dicts and plain tensors.
         averages: averages of ``model``, by torch's ``AveragedModel`` of the sharded model.
         step: step of the checkpoint. Default: ``extra["step"]`` if that is an int, else one more than the newest step.
         keep_last: number of checkpoints to keep. Once this one is complete, all but the highest steps are deleted; this
             one is always kept.
         asynchronous: copy to host memory and write in a thread, so that training waits only for the copy. The next save
             or load waits for the thread, and so does the exit of the interpreter.
+        weights_only: refuse objects that ``load`` refuses, in ``extra``, settings of the optimizer and extra states of
+            modules. With ``False`` they may have any class, and ``load`` needs ``weights_only=False`` too.
         timeout: seconds that ranks wait for each other, here and in each exchange.
 
     Returns:
         The path of the checkpoint, with ``wait()``. The checkpoint is complete unless ``asynchronous``.
 
     Raises:
-        CheckpointError: writing failed, ranks are missing, an earlier asynchronous save failed, or plain optimizer
-            state of a DTensor differs between ranks. All ranks raise the same error.
+        CheckpointError: writing failed, ranks are missing, an earlier asynchronous save failed, an object could not be
+            loaded again, ``extra`` has DTensors, or plain optimizer state of a DTensor differs between ranks. All ranks
+            raise the same error.
         ConfigurationError: an argument is invalid.
     """
-    check_arguments("save(path, model, optimizer, extra)", path, model, optimizer, averages)
-    if extra is not None and not isinstance(extra, Mapping):
-        raise ArgumentTypeError(
-            f"extra must be a dict, not {type(extra).__name__}. Call save(path, model, optimizer, extra)."
-        )
-    extra = dict(extra or {})
-    if step is None and type(extra.get("step")) is int:
-        step = extra["step"]
-    if step is None and isinstance(extra.get("step"), str) and extra["step"].isdigit():
-        raise ArgumentTypeError(f"extra['step'] must be an int, not {extra['step']!r}. Or pass step= beside it.")
-    if keep_last is not None and keep_last < 1:
-        raise ConfigurationError(f"keep_last must be at least 1, not {keep_last}: the new checkpoint is one.")
-    if step is not None and not hasattr(step, "__index__"):
-        raise ArgumentTypeError(f"step must be an int, not {step!r}.")
-    if step is not None and (step := operator.index(step)) < 0:
-        raise ConfigurationError(f"step must not be negative, but is {step}.")
-    ranks = meet(f"save({os.fspath(path)!r}, step={step})", timeout)
-    saver = _Save(ranks, Path(path), step, keep_last)
-    saver.plan(model, optimizer, averages, extra)
+    own, folder = {} if extra is None else extra, Path()
+
+    def call() -> str:
+        nonlocal step, own, folder
+        check_arguments("save(path, model, optimizer, extra)", path, model, optimizer, averages)
+        if not isinstance(own, Mapping):
+            raise ArgumentTypeError(
+                f"extra must be a dict, not {type(own).__name__}. Call save(path, model, optimizer, extra)."
+            )
+        if keep_last is not None and keep_last < 1:
+            raise ConfigurationError(f"keep_last must be at least 1, not {keep_last}: the new checkpoint is one.")
+        own, folder = dict(own), Path(path).absolute()  # a thread writes it, which a later chdir must not change
+        step = _requested_step(step, own)
+        return f"save({os.fspath(path)!r}, step={step})"
+
+    ranks = meet(call, timeout)
+    saver = _Save(ranks, folder, step, keep_last, weights_only)
+    saver.plan(model, optimizer, averages, own)
     pending = PendingSave(saver.final, saver.step)
     if asynchronous:
         saver.stage()
@@ -455,11 +511,26 @@ def save(
     return pending
 
 
+def _requested_step(step: int | None, extra: Mapping[str, Any]) -> int | None:
+    if step is None and type(extra.get("step")) is int:
+        step = extra["step"]
+    if step is None and isinstance(extra.get("step"), str) and extra["step"].isdigit():
+        raise ArgumentTypeError(f"extra['step'] must be an int, not {extra['step']!r}. Or pass step= beside it.")
+    if step is not None and not hasattr(step, "__index__"):
+        raise ArgumentTypeError(f"step must be an int, not {step!r}.")
+    if step is not None and (step := operator.index(step)) < 0:
+        raise ConfigurationError(f"step must not be negative, but is {step}.")
+    return step
+
+
 class _Save:
     """One save on one rank. After :meth:`plan`, rank 0 also has ``_partial_checkpoint`` and ``_metadata``."""
 
-    def __init__(self, ranks: RankGroup, path: Path, step: int | None, keep_last: int | None) -> None:
+    def __init__(
+        self, ranks: RankGroup, path: Path, step: int | None, keep_last: int | None, weights_only: bool
+    ) -> None:
         self._ranks = ranks
+        self._weights_only = weights_only
         self._path = path
         self._requested_step = step
         self._keep_last = keep_last
@@ -480,6 +551,10 @@ class _Save:
             contents = contents_of(model, averages)
             if optimizer is not None:
                 contents.add_optimizer(model, optimizer)
+                for index, group in enumerate(optimizer.param_groups):  # ranks exchange them before they are planned
+                    for name, value in group.items():
+                        if name != "params":
+                            serialized(f"optimizer.param_groups[{index}][{name!r}]", value, self._weights_only)
             contents.add_rank(model, self._ranks.rank, extra)
             return contents.contribution()
 
@@ -487,23 +562,24 @@ class _Save:
 
         def each() -> tuple[SavePlan, Mapping[str, str]]:
             contents.settle(merged)
-            self._planner = SavePlanner(contents)
+            self._planner = SavePlanner(contents, weights_only=self._weights_only)
             return self._planner.create_local_plan(), contents.further_keys()
 
         def central(
             planned: list[tuple[SavePlan, Mapping[str, str]]],
-        ) -> Sequence[tuple[Path, Path, int, SavePlan]]:
+        ) -> Sequence[tuple[str, str, int, SavePlan]]:
             check_parts([plan for plan, _ in planned])
             plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in planned])
             self._aliases = {alias: of for _, aliases in planned for alias, of in aliases.items()}
             step = max(candidates(self._path), default=-1) + 1 if self._requested_step is None else self._requested_step
             self._partial_checkpoint = directory = PartialCheckpoint(self._path, step)
             plans = ChecksummingWriter(directory.partial).prepare_global_plan(plans)
-            return [(directory.final, directory.partial, step, plan) for plan in plans]
+            return [(directory.final.name, directory.partial.name, step, plan) for plan in plans]
 
         with self._abandon_on_failure():
             reply = self._ranks.exchange(what, each, central)
-        self.final, self._partial, self.step, self._plan = reply
+        final, partial, self.step, self._plan = reply
+        self.final, self._partial = self._path / final, self._path / partial
 
     def stage(self) -> None:
         with self._abandon_on_failure():
@@ -512,7 +588,10 @@ class _Save:
     def write(self) -> None:
         """Write this rank's files, then commit the checkpoint on rank 0."""
         writer = ChecksummingWriter(self._partial)
-        writer.set_up_storage_writer(self._ranks.rank == 0)
+
+        def each() -> Writes:
+            writer.set_up_storage_writer(self._ranks.rank == 0)
+            return writer.write(self._plan, self._planner)
 
         def finish(written: list[Writes]) -> None:
             assert self._partial_checkpoint is not None
@@ -521,7 +600,7 @@ class _Save:
             self._partial_checkpoint.commit(self._keep_last)
 
         with self._abandon_on_failure():
-            self._ranks.combine(f"saving {self.final}", lambda: writer.write(self._plan, self._planner), finish)
+            self._ranks.combine(f"saving {self.final}", each, finish)
 
     @contextmanager
     def _abandon_on_failure(self) -> Iterator[None]:

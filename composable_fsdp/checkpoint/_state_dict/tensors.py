@@ -185,10 +185,12 @@ class LocalShard:
     def plain(self, *, write: bool) -> Iterator[torch.Tensor]:
         """Yield the shard as a plain tensor that can be viewed and written block by block.
 
-        This is ``local`` itself, or a copy for a subclass or an expanded tensor, copied back at the end if ``write``.
+        This is ``local`` itself, or a copy for a subclass, an expanded tensor, or a conjugate or negative view, copied
+        back at the end if ``write``.
         """
         local = self.local
-        if type(local) is torch.Tensor and torch._debug_has_internal_overlap(local) != 1:
+        is_lazy = local.is_conj() or local.is_neg()
+        if type(local) is torch.Tensor and not is_lazy and torch._debug_has_internal_overlap(local) != 1:
             yield local
             return
         copy = torch.empty(local.shape, dtype=local.dtype, device=local.device)
@@ -209,6 +211,7 @@ def checksum(value: torch.Tensor) -> int:
     """Return a CRC-32 of the shape, the dtype and the bytes of a tensor, or of its inner tensors."""
     found = 0
     for plain in plain_tensors(value.detach()):
-        data = plain.as_subclass(torch.Tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
+        own = plain.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
+        data = own.contiguous().reshape(-1).view(torch.uint8)
         found = crc32(data.numpy().data, crc32(repr((tuple(plain.shape), plain.dtype)).encode(), found))
     return found
