@@ -31,11 +31,26 @@ __all__ = [
     "ShardDimError",
     "StorageError",
     "UnsupportedError",
+    "printable",
 ]
 
 
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Return ``text`` with an escape such as ``\\x1b`` for each character that a terminal would not only show.
+
+    Texts of files and of other ranks are shown so, because the controls of ASCII and C1 clear or rename a terminal and
+    write to its clipboard, and those of Unicode reorder what is shown. ``kept`` are controls to leave.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
 class FSDPError(Exception):
-    """Base of every exception that this library raises on purpose."""
+    """Base of every exception that this library raises on purpose. Its text has only printable characters."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigurationError(FSDPError, ValueError):

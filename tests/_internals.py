@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from composable_fsdp import _files
     from composable_fsdp._api import meshes
     from composable_fsdp._api.param_discovery import on_other_accelerators, resolve_dim
     from composable_fsdp._api.strategy import StrategyName, resolve_strategy

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from composable_fsdp._consistency.rank_report import OperationId, RankReport, ranks_text
 from composable_fsdp._consistency.wait_warning import WarningTimes, reports_with_places
 from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp.errors import printable
 
 __all__ = ["MissingRanks"]
 
@@ -59,7 +60,7 @@ class MissingRanks:
         if warns:
             lines = reports_with_places(reports, missing)
             text = "%s: waiting for %s, for %.1f s so far and up to %g s.%s"
-            logger.warning(text, self._call, ranks_text(missing), waited, self._timeout, lines)
+            logger.warning(text, self._call, ranks_text(missing), waited, self._timeout, printable(lines))
         return ""
 
     def _cannot_come(self, missing: Sequence[int], present: Sequence[int], reports: Mapping[int, RankReport]) -> str:

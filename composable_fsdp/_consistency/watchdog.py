@@ -37,7 +37,7 @@ from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.wait_warning import WarningTimes, reports_with_places, wait_text, wait_warning
 from composable_fsdp._consistency.world_store import own_client
 from composable_fsdp._core.events import RunningPass, error_summary
-from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
+from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, printable
 
 __all__ = ["PATIENCE", "Watchdog", "job_watchdog", "known_watchdog", "note_end"]
 
@@ -233,7 +233,7 @@ class Watchdog:
             waited = time.monotonic() - begin
             missing = find_missing() if warnings.is_due(name, waited) else []
             if missing and self.rank == min(set(ranks) - set(missing)):
-                lines = reports_with_places(self.collect_reports(missing), missing)
+                lines = printable(reports_with_places(self.collect_reports(missing), missing))
                 logger.warning("%s: waiting for %s, for %.1f s.%s", occasion, ranks_text(missing), waited, lines)
             return ""
 
@@ -307,7 +307,7 @@ class Watchdog:
         """Log that this rank waits for ``operation``, if it is time to."""
         seconds = reports[self.rank].seconds
         if self._warnings.is_due(operation, seconds) and (text := wait_text(self.rank, operation, seconds, reports)):
-            logger.warning("%s", text)
+            logger.warning("%s", printable(text))
 
     def _gone(self, operation: OperationId, reports: Mapping[int, RankReport]) -> list[int]:
         """Return the ranks of ``operation`` without a report whose processes on this host have ended."""
@@ -445,7 +445,9 @@ class Watchdog:
         reports = self.collect_reports(range(self._size))
         same = [other for other, each in reports.items() if each.waiting is None and each.place == line]
         if self.rank == min(same, default=self.rank):
-            others = reports_with_places(reports, [other for other in range(self._size) if other not in same])
+            others = printable(
+                reports_with_places(reports, [other for other in range(self._size) if other not in same])
+            )
             logger.warning("%s has waited %.1f s in %s.%s", format_ranks(same), self._stack.seconds, line, others)
 
     def _write_process(self) -> None:

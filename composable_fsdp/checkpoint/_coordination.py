@@ -32,7 +32,7 @@ from composable_fsdp._consistency.missing_ranks import MissingRanks
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
 from composable_fsdp._consistency.world_store import world_store
-from composable_fsdp.errors import ArgumentTypeError, CheckpointError, FSDPError
+from composable_fsdp.errors import ArgumentTypeError, CheckpointError, FSDPError, printable
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ class RankGroup:
             reply, others, error = _decide(outcomes, central, error)
             for peer, data in enumerate(others, 1):
                 if (lost := self._send(data, peer)) is not None:
-                    logger.warning("rank %d: %s", peer, lost.text)  # the next exchange reports it to the others
+                    text = printable(lost.text)
+                    logger.warning("rank %d: %s", peer, text)  # the next exchange reports it to the others
         else:
             lost = self._send(data, 0)
             reply = self._receive(0) if lost is None else lost

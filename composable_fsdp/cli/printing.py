@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.diagnostics.describe import count
+from composable_fsdp.errors import printable
 
 __all__ = [
     "Commands",
@@ -62,14 +63,14 @@ def size_text(nbytes: int) -> str:
 
 def show(text: str) -> None:
     """Print ``text`` on stdout."""
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{printable(text)}\n")
 
 
 def show_json(value: Any) -> None:
     """Print ``value`` as JSON on stdout."""
-    show(json.dumps(value, indent=2))
+    show(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
 
 
 def show_error(text: str) -> None:
     """Print ``text`` on stderr."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable(text)}\n")

@@ -17,6 +17,7 @@ from composable_fsdp._core.hooks import root_of, states_of
 from composable_fsdp._core.memory import group_by_key
 from composable_fsdp._core.mesh import ProcessGroups
 from composable_fsdp._core.state import FSDPState
+from composable_fsdp.errors import printable
 from composable_fsdp.policies import ReshardKind
 
 __all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "reshard_kind", "text_table"]
@@ -76,7 +77,7 @@ class CommunicationReport:
 
 def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> str:
     """Return a table. The columns named in ``numbers`` are aligned to the right."""
-    lines = [titles, *rows]
+    lines = [[printable(cell, kept="") for cell in line] for line in (titles, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     signs = [">" if title in numbers else "<" for title in titles]
     return "\n".join(

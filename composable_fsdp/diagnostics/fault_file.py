@@ -40,6 +40,7 @@ from composable_fsdp import trace
 from composable_fsdp._consistency.stacks import Frame, thread_stacks
 from composable_fsdp._consistency.watchdog import known_watchdog
 from composable_fsdp._core.seams import Observer
+from composable_fsdp._files import read_text, replace_file
 from composable_fsdp.diagnostics._signals import SignalWatch
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 from composable_fsdp.plugins.explain_errors import hook_uncaught
@@ -71,6 +72,15 @@ _KEPT_FAULTS = 10
 _TIMELINE_EVENTS = 20_000
 """The events of a timeline. A group has about ten in a step: these are 20 steps of a model with 100 groups."""
 _FORMAT = 4
+_MOST_RANKS, _MOST_SECONDS = 10**6, 1e11
+_TYPES = {
+    **dict.fromkeys(("attempt", "process", "rank", "world_size"), int),
+    **dict.fromkeys(("host", "reason", "state"), str),
+    **dict.fromkeys(("events", "faults", "stacks"), list),
+    **dict.fromkeys(("written", "clock"), (int, float)),
+    "versions": dict,
+}
+"""The fields of a file, with their types."""
 
 ABSENT = "not launched"
 FORGOTTEN = "…"
@@ -98,9 +108,21 @@ def decode(text: str) -> Dump:
         raise ValueError("not a file of diagnostics")
     if values["format"] != _FORMAT:
         raise ValueError(f"format {values['format']}, which this version does not know: it reads {_FORMAT}")
-    missing = sorted({"attempt", "events", "faults", "rank", "world_size"} - values.keys())
-    if missing:
-        raise ValueError(f"it has no {missing[0]!r}")
+    for name, kind in _TYPES.items():
+        if name not in values:
+            raise ValueError(f"it has no {name!r}")
+        if not isinstance(values[name], kind):
+            raise ValueError(f"its {name!r} is a {type(values[name]).__name__}")
+    if not 0 <= values["rank"] < values["world_size"] <= _MOST_RANKS:
+        raise ValueError(f"it is of rank {values['rank']} of {values['world_size']}")
+    try:
+        times = [values["written"], values["clock"], *(fault["time"] for fault in values["faults"])]
+        times += [time for event in recorded_events(values) for time in (event.begin, event.end)]
+        valid = all(abs(time) < _MOST_SECONDS for time in times)
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"an entry lacks or has something else: {error!r}") from error
+    if not valid:
+        raise ValueError("it has a time that no clock shows")
     return values
 
 
@@ -179,13 +201,8 @@ class _Recording:
         try:
             found = self._collected(reason)
             path = folder / file_name(found["rank"])
-            partial = folder / f".{path.name}.{os.getpid()}.{threading.get_ident()}"
             folder.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_text(json.dumps(found))
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
+            replace_file(path, json.dumps(found))
         except Exception:  # it must not hide the error for which the program fails
             logger.warning("diagnostics could not be written to %s", folder, exc_info=True)
             return None
@@ -345,8 +362,8 @@ def read(folder: Path) -> Files:
     damaged = {}
     for path in sorted(folder.glob("rank-*.json")):
         try:
-            dump = decode(path.read_text())
-        except (ValueError, OSError) as error:
+            dump = decode(read_text(folder, path.name))
+        except (ValueError, OSError, RecursionError) as error:
             damaged[path.name] = str(error)
             continue
         found[dump["rank"]] = dump

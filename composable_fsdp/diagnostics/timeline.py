@@ -8,6 +8,7 @@ collectives end where the host has made a stream wait for them: there, torch's p
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections import deque
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from composable_fsdp._files import replace_file
 from composable_fsdp.diagnostics.fault_file import read, recorded_events
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.trace import Operation, TraceEvent
@@ -224,7 +226,7 @@ def write_chrome_trace(path: str | os.PathLike[str], processes: Sequence[Lanes])
     """Write ``processes``, each with its lanes, as a Chrome trace that begins at 0."""
     origin = min((each.begin for lanes in processes for each in lanes.slices), default=0.0)
     events = [event for number, lanes in enumerate(processes) for event in _chrome_events(number, lanes, origin)]
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    replace_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _chrome_events(process: int, lanes: Lanes, origin: float) -> Iterator[dict[str, Any]]:
@@ -274,7 +276,9 @@ def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: in
     for axes, lanes in zip(rows, shown, strict=True):
         _draw_lanes(axes, lanes, begin, end)
     rows[-1].set(xlabel="ms", xlim=(0, 1e3 * (end - begin)))
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120, format=Path(path).suffix[1:] or None)
+    replace_file(path, drawn.getvalue())
 
 
 def _draw_lanes(axes: Axes, lanes: Lanes, begin: float, end: float) -> None:

@@ -32,7 +32,7 @@ from composable_fsdp._consistency.watchdog import note_end
 from composable_fsdp._core.params import find_parameter, in_functional_call
 from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._core.state import FSDPState, GlobalHooks, state_of, state_of_parameter
-from composable_fsdp.errors import LifecycleError
+from composable_fsdp.errors import LifecycleError, printable
 
 __all__ = ["ExplainedErrors", "explain", "explained_methods", "explanation_of", "hook_uncaught", "uncaught_errors"]
 
@@ -169,7 +169,7 @@ def hook_uncaught(report: Callable[[BaseException], str | None]) -> Callable[[],
         text = report(error)
         before(kind, error, stack)
         if text:
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{printable(text)}\n")
 
     def restore() -> None:
         if sys.excepthook is hook:  # otherwise another hook may call this one

@@ -133,17 +133,17 @@ def random_opcode(chance: random.Random, folder: Path) -> bytes:
 def random_stream(chance: random.Random, valid: list[bytes], folder: Path) -> bytes:
     opcodes = list(valid) if chance.random() < 0.7 else [*valid[:2], *(b"" for _ in range(chance.randrange(12))), b"."]
     for _ in range(1 + chance.randrange(6)):
-        at = chance.randrange(1, len(opcodes))
+        at = chance.randrange(len(opcodes))
         match chance.randrange(5):
-            case 0:
+            case 0 if len(opcodes) > 1:
                 del opcodes[at]
             case 1:
                 opcodes[at] = random_opcode(chance, folder)
             case 2:
-                other = chance.randrange(1, len(opcodes))
+                other = chance.randrange(len(opcodes))
                 opcodes[at], opcodes[other] = opcodes[other], opcodes[at]
             case 3:
-                opcodes.insert(at, opcodes[chance.randrange(1, len(opcodes))])
+                opcodes.insert(at, opcodes[chance.randrange(len(opcodes))])
             case _:
                 opcodes.insert(at, random_opcode(chance, folder))
     # Frames would have to be as long as what they contain, and streams work without.

@@ -193,6 +193,10 @@ def write_dump(folder: Path, rank: int) -> None:
         "faults": [],
         "written": 1999.0,
         "clock": 1000.0 + ahead,
+        "process": 1,
+        **dict.fromkeys(("host", "reason", "state"), ""),
+        "stacks": [],
+        "versions": {},
     }
     (folder / file_name(rank)).write_text(json.dumps(dump | {"events": [asdict(each) for each in events]}))
 

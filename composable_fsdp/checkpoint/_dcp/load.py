@@ -57,7 +57,7 @@ from composable_fsdp.checkpoint._dcp.save import (
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, replicated
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, prepare_for_access
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.errors import CheckpointError, printable
 from composable_fsdp.plugins.codecs.communication_state import CommunicationState
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ def _choose(ranks: RankGroup, what: str, path: Path, contents: bool, fallback: b
             )
         if damaged and ranks.rank == 0:
             text = "%s: %s is loaded, the newest checkpoint that is intact. Damaged:%s"
-            logger.warning(text, what, checkpoint.name, directory.damage_text(damaged))
+            logger.warning(text, what, checkpoint.name, printable(directory.damage_text(damaged)))
         return checkpoint, manifest
     if len(checkpoints) == 1:
         raise CheckpointError(f"{what}: {damaged[checkpoints[0].name]}")
@@ -223,7 +223,7 @@ def _decide(fits: list[_Fit], what: str, strict: bool, same_ranks: bool) -> bool
     leave_common_unexpected(mismatches.values())
     refuse(what, mismatches, () if strict else ("missing", "unexpected", "dtypes", "others"))
     if differences := mismatch_text(mismatches):
-        logger.warning("%s. It is loaded in part.\n%s", what, differences)
+        logger.warning("%s. It is loaded in part.\n%s", what, printable(differences))
     codecs = {fits_communication for _, _, fits_communication in fits}
     loads = same_ranks and True in codecs and False not in codecs
     if not loads and (codecs != {None} or fits[0][1]):

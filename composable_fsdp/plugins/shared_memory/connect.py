@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from composable_fsdp._consistency.broadcast import gather_objects
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp.errors import ConfigurationError, PeerError
+from composable_fsdp.errors import ConfigurationError, PeerError, printable
 from composable_fsdp.plugins.shared_memory.engine import ShmEngine
 from composable_fsdp.plugins.shared_memory.peer_errors import Peers
 from composable_fsdp.plugins.shared_memory.segment import Segment
@@ -172,6 +172,6 @@ def _warn(errors: list[str]) -> None:
     rank = next(rank for rank, error in enumerate(errors) if error)
     warnings.warn(
         f"ranks on one host cannot share memory, so everything goes over gloo, which is slower: rank {rank} of "
-        f"{len(errors)} met {errors[rank]}. Set {SWITCH}=0 to have it so without this warning.",
+        f"{len(errors)} met {printable(errors[rank])}. Set {SWITCH}=0 to have it so without this warning.",
         stacklevel=2,
     )

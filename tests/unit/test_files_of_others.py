@@ -1,0 +1,161 @@
+"""What somebody else put into a folder: only regular files are read, no link is written to, and texts are shown."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composable_fsdp import diagnostics
+from composable_fsdp.checkpoint import save
+from composable_fsdp.diagnostics.communication_report import text_table
+from composable_fsdp.errors import CheckpointError, ConfigurationError, FSDPError, PeerError, printable
+from tests._internals import _files, directory
+from tests.helpers.command import run_command
+from tests.helpers.single_rank_checkpoints import trained
+
+VALUES: dict[str, Any] = {
+    **dict.fromkeys(("rank", "attempt", "process"), 0),
+    **dict.fromkeys(("written", "clock"), 0.0),
+    **dict.fromkeys(("host", "reason", "state"), ""),
+    "stacks": [],
+    "events": [],
+    "faults": [],
+    "versions": {},
+    "format": 4,
+    "world_size": 1,
+}
+HOSTILE = (
+    "\x1b[2J",
+    "\x1b]52;c;eA==\x07",
+    "\x9b2J",
+    "\r",
+    "\x08",
+    "\x7f",
+    "\x00",
+    "\u202e",
+    "\u2066",
+    "\u200b",
+    "\u2028",
+)
+
+
+@pytest.mark.parametrize("mark", HOSTILE)
+def test_texts_are_printable_wherever_they_are_shown(mark: str, tmp_path: Path) -> None:
+    assert printable(mark).isprintable()
+    for kind in (CheckpointError, ConfigurationError, PeerError):
+        assert str(kind(f"a {mark} b\nc")) == f"a {printable(mark)} b\nc"
+    assert mark not in text_table(("name",), [(f"a{mark}",)], ())
+    values = VALUES | {"versions": {"torch": mark}, "stacks": [[mark, [mark]]]}
+    values |= dict.fromkeys(("host", "reason", "state"), mark)
+    values["faults"] = [{"time": 0.0, "text": mark, "where": mark, "error": mark}]
+    (tmp_path / "rank-00000.json").write_text(json.dumps(values))
+    (tmp_path / f"rank-0{mark.strip(chr(0) + '/')}1.json").write_text("{")
+    shown = run_command("diagnostics", tmp_path, "--stacks")
+    assert mark not in shown.stdout.replace("\n", "")
+    assert printable(mark, "") in shown.stdout
+    assert all(character.isprintable() or character == "\n" for character in shown.stdout + shown.stderr)
+
+
+def test_names_in_a_manifest_are_printable(tmp_path: Path) -> None:
+    path = save(tmp_path, *trained(), step=1).path
+    document = json.loads((path / "manifest.json").read_text())
+    document["manifest"]["files"]["\x1b[2J"] = {"bytes": 0, "crc32": "00000000"}
+    document["crc32"] = directory._checksum(document["manifest"])
+    (path / "manifest.json").write_text(json.dumps(document))
+    for arguments in (("checkpoint", "inspect", path), ("checkpoint", "inspect", path, "--json")):
+        done = run_command(*arguments)
+        assert "x1b[2J" in done.stdout or "u001b[2J" in done.stdout
+        assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_plain_texts_stay_as_they_are() -> None:
+    text = "größe × 2 … 重み\n\tlayers.3: 🙂"
+    assert printable(text) == text == str(FSDPError(text))
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"world_size": 10**15}, "it is of rank 0 of 1000000000000000"),
+        ({"rank": -1}, "it is of rank -1 of 1"),
+        ({"rank": "0"}, "its 'rank' is a str"),
+        ({"written": float("inf")}, "it has a time that no clock shows"),
+        ({"clock": float("nan")}, "it has a time that no clock shows"),
+        ({"events": [{"operation": "\x1b"}]}, "an entry lacks or has something else"),
+        ({"faults": ["x"]}, "an entry lacks or has something else"),
+        ({"versions": []}, "its 'versions' is a list"),
+    ],
+)
+def test_numbers_of_a_fault_file_are_checked(tmp_path: Path, changed: dict[str, Any], problem: str) -> None:
+    (tmp_path / "rank-00000.json").write_text(json.dumps(VALUES | changed))
+    done = run_command("diagnostics", tmp_path)
+    assert f"rank-00000.json cannot be read: {problem}" in done.stdout
+    assert done.exit_code == 1
+
+
+def test_only_regular_files_of_diagnostics_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank-00000.json")
+    (tmp_path / "rank-00001.json").symlink_to("/dev/zero")
+    with (tmp_path / "rank-00002.json").open("wb") as file:
+        file.truncate(1 << 40)
+    shown = run_command("diagnostics", tmp_path).stdout
+    assert "rank-00000.json cannot be read: [Errno 22] this is not a regular file" in shown
+    assert "rank-00001.json cannot be read: [Errno 22] this link leads out of its folder" in shown
+    assert "rank-00002.json cannot be read: [Errno 27] this has 1099511627776 bytes, at most" in shown
+
+
+def test_files_are_replaced_and_links_not_followed(tmp_path: Path) -> None:
+    precious, folder = tmp_path / "precious", tmp_path / "folder"
+    precious.write_text("precious")
+    folder.mkdir()
+    (folder / "rank-00000.json").symlink_to(precious)
+    assert diagnostics.dump(folder) == folder / "rank-00000.json"
+    (folder / "timeline.json").symlink_to(precious)
+    (folder / "timeline.png").symlink_to(precious)
+    run_command("timeline", folder)
+    assert not (folder / "timeline.json").is_symlink()
+    assert json.loads((folder / "timeline.json").read_text())["displayTimeUnit"] == "ms"
+    assert precious.read_text() == "precious"
+    assert sorted(os.listdir(folder))[:2] == ["rank-00000.json", "timeline.json"], "no file is left beside"
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("link", [True, False])
+def test_a_lock_that_is_a_link_is_not_written_to(tmp_path: Path, link: bool) -> None:
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("precious")
+    run.mkdir()
+    if link:
+        (run / ".lock").symlink_to(precious)
+        with pytest.raises(CheckpointError, match=r"\.lock is no file to lock: .*\. Delete it\."):
+            save(run, *trained(), step=1)
+    else:
+        (run / ".lock").hardlink_to(precious)
+        save(run, *trained(), step=1)
+    assert precious.read_text() == "precious"
+
+
+def test_a_hub_cache_is_read_and_other_links_are_not(tmp_path: Path) -> None:
+    snapshot, blob = tmp_path / "models--a" / "snapshots" / "1", tmp_path / "models--a" / "blobs" / "0123"
+    for each in (snapshot, blob.parent):
+        each.mkdir(parents=True)
+    blob.write_text("weights")
+    (snapshot / "model").symlink_to("../../blobs/0123")
+    assert _files.regular_file(snapshot, "model") == blob
+    (tmp_path / "secret").write_text("secret")
+    (snapshot / "other").symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="leads out of its folder"):
+        _files.regular_file(snapshot, "other")
+
+
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    _files.replace_file(path, "old", synced=True)
+    monkeypatch.setattr(os, "replace", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _files.replace_file(path, b"new")
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["file"])
