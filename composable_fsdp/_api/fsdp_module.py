@@ -134,16 +134,16 @@ class FSDPModule(TorchFSDPModule):
     def reset_iter_state(self) -> None:
         """Return all ranks to a state in which a new step can begin, after an exception anywhere in the step.
 
-        Completes or drops collectives in flight, reshards every group of the root, and drops gradients that have not
-        been reduced, including those accumulated with ``set_requires_gradient_sync(False)``. Reduced gradients stay:
-        call ``zero_grad`` as usual, then repeat the step from its first microbatch. Residuals of ``ErrorFeedback`` are
-        restored to their values before the step. All ranks must call this method; they wait for each other. A rank that
-        waits in forward or backward for one that has called it raises a ``PeerError``.
+        Completes or drops collectives in flight, reshards every group of the root, and drops all gradients of its
+        sharded parameters: reduced ones, and those accumulated with ``set_requires_gradient_sync(False)``. Repeat the
+        step from its first microbatch, with or without ``zero_grad``. Residuals of ``ErrorFeedback`` are restored to
+        their values before the step. All ranks must call this method; they wait for each other. A rank that waits in
+        forward or backward for one that has called it raises a ``PeerError``.
 
         Raises:
             PeerError: some ranks did not call it within the timeout of the process group. The text names them.
-            DivergenceError: some ranks took the optimizer's step after a backward that failed on others. Load a
-                checkpoint on all ranks; nothing else is needed to continue.
+            DivergenceError: some ranks took an optimizer step that failed on others, or after a backward that did. Load
+                a checkpoint on all ranks; nothing else is needed to continue.
         """
         root_of(_state(self)).reset()
 
@@ -608,7 +608,7 @@ class FSDPModule(TorchFSDPModule):
         """Reset gradients as ``nn.Module.zero_grad`` does, pending ones too (:meth:`get_pending_gradients`)."""
         states = _states(self, recurse=True)
         for root in dict.fromkeys(each for state in states if (each := state.root) is not None):
-            root.drain()  # reductions in flight would set gradients later
+            root.drain_before_zero()  # reductions in flight would set gradients later
         for state in states:
             gradients, parameters = state.group.gradients, _parameters_below(self, state)
             has_all = len(parameters) == len(state.group.parameters)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import count
 from types import FrameType, MethodType
 from typing import Any, cast
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from composable_fsdp._core.backward import PassesUnderway
 from composable_fsdp._core.buckets import shard_full_tensor
 from composable_fsdp._core.context import dual_numbers, in_transform, layers_of, outside_callers_context, runs_outside
+from composable_fsdp._core.events import has_ended
 from composable_fsdp._core.gradients import AutogradTask
 from composable_fsdp._core.group import StreamLauncher
 from composable_fsdp._core.memory import CommStreams
@@ -153,15 +154,47 @@ def name_states(places: Mapping[FSDPState, Sequence[str]]) -> dict[str, FSDPStat
     return {name or root: state for name, state in named.items()}
 
 
+class BegunStep:
+    """A step of ``optimizer``, which owns it, that ``frame`` executes, or did until an exception ended it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, frame: FrameType) -> None:
+        self.optimizer, self.frame = optimizer, frame
+
+
+_BEGUN_ATTRIBUTE = "_composable_fsdp_begun_step"
+"""The attribute of optimizers with their :class:`BegunStep`. Copies and pickles do not have it."""
+_begun: WeakValueDictionary[int, BegunStep] = WeakValueDictionary()
+"""The steps that have begun and did not succeed, by the ``id`` of their optimizer."""
+
+
+def failed_steps(root: object) -> list[BegunStep]:
+    """Return the steps of parameters of ``root`` that an exception has ended, and that were not repeated since."""
+    ended = [step for step in list(_begun.values()) if has_ended(step.frame)] if _begun else []
+    return [s for s in ended if root in roots_stepped_by(s.optimizer, sharded_parameters(s.optimizer))]
+
+
+def forget_step(step: BegunStep) -> None:
+    """Forget ``step``, which has succeeded, or for which ranks have met."""
+    vars(step.optimizer).pop(_BEGUN_ATTRIBUTE, None)
+
+
 def _install_optimizer_hooks() -> Callable[[], None]:
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks, outside_callers_context():
             for observer in OBSERVERS:
                 observer.before_step(optimizer)
+            outer = _begun.get(id(optimizer))  # of a class whose step calls that of its base
+            if outer is None or has_ended(outer.frame):
+                begun = vars(optimizer)[_BEGUN_ATTRIBUTE] = BegunStep(optimizer, sys._getframe(1))
+                _begun[id(optimizer)] = begun
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks, outside_callers_context():
-            _note_step(optimizer)
+            begun = _begun.get(id(optimizer))
+            is_outermost = begun is not None and begun.frame is sys._getframe(1)
+            if begun is not None and is_outermost:
+                forget_step(begun)
+            _note_step(optimizer, is_outermost=is_outermost)
 
     handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
 
@@ -176,12 +209,12 @@ optimizer_hooks = GlobalHooks(_install_optimizer_hooks)
 """The hooks that tell observers of steps, and count them."""
 
 
-def _note_step(optimizer: torch.optim.Optimizer) -> None:
+def _note_step(optimizer: torch.optim.Optimizer, *, is_outermost: bool) -> None:
     """Record a step for the roots that ``optimizer`` steps."""
     sharded = sharded_parameters(optimizer)
     note_optimizer_step([p for p, _ in sharded])
     for root in roots_stepped_by(optimizer, sharded):
-        root.plans.steps.note()
+        root.plans.steps.note(is_outermost=is_outermost)
 
 
 def roots_stepped_by(

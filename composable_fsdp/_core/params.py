@@ -561,35 +561,35 @@ def alias_of(sharded: DTensor, local: torch.Tensor) -> DTensor:
 
 # Several threads may step at once. ``+= 1`` could then give one number twice, and a reader that knew this number would
 # miss the second step. ``itertools.count`` gives each number once.
-_count, _count_sharded = count(1), count(1)
-_steps = _sharded_steps = 0
+_count = count(1)
+_steps = 0
 
 
 class OptimizerSteps:
-    """The number of steps of the optimizers that hold parameters of one root, or their local shards."""
+    """The steps of the optimizers that hold parameters of one root, or their local shards.
+
+    Attributes:
+        number: the number of steps, those inside another step of the same optimizer included.
+        completed: the number of steps as the program calls them. The same on all ranks, unless one has failed.
+    """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = self.completed = 0
 
-    def note(self) -> None:
-        """Count one step."""
+    def note(self, *, is_outermost: bool = True) -> None:
+        """Count one step, that of the program if ``is_outermost``."""
         self.number += 1
+        self.completed += is_outermost
 
 
 def note_optimizer_step(sharded: Sequence[torch.Tensor]) -> None:
     """Count an optimizer step, and bump the versions of those ``sharded`` parameters that have a gradient."""
-    global _steps, _sharded_steps
+    global _steps
     _steps = next(_count)
     if sharded:
-        _sharded_steps = next(_count_sharded)
         increment_version([p for p in sharded if p.grad is not None])
 
 
 def optimizer_steps() -> int:
     """Return the number of steps of all optimizers of this process since the hooks were installed."""
     return _steps
-
-
-def sharded_steps() -> int:
-    """Return the number of steps of optimizers with sharded parameters. All ranks must take these together."""
-    return _sharded_steps

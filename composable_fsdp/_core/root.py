@@ -520,6 +520,11 @@ class Root:
     def drain(self) -> None:
         self.queue.drain()
 
+    def drain_before_zero(self) -> None:
+        """Wait for all reductions, whose results nobody needs. The next pass reports a failure of another rank."""
+        with suppress(PeerError, DivergenceError):
+            self.drain()
+
     def drain_before_changes(self) -> None:
         """Wait for reductions in flight if ``requires_grad`` of a parameter changed since their launch.
 
@@ -574,8 +579,9 @@ class Root:
     def reset(self) -> None:
         """Return to IDLE from any state.
 
-        Complete reductions, reshard everything, and drop gradients that are not yet reduced. After a pass that failed
-        on any rank, all ranks must call it.
+        Complete reductions, reshard everything, and drop all gradients: those of a failed backward have been reduced
+        for some groups only, and reductions in flight would set them after a ``zero_grad`` of the optimizer. After a
+        pass that failed on any rank, all ranks must call it.
         """
         have_met = False
         for observe in self.observers.reset:
@@ -583,6 +589,8 @@ class Root:
         self.drain()
         for state in self.states.values():
             state.group.gradients.drop()
+            for parameter in state.group.parameters:
+                parameter.sharded.grad = None
         self._back_to_idle()
         if have_met:  # they may have gathered different groups
             for observe in self.observers.have_met:

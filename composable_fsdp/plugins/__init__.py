@@ -172,6 +172,7 @@ DEFAULT_REDUCE_KINDS: tuple[type[ReduceKind], ...] = (
 
 DEFAULT: tuple[type[Observer], ...] = (
     FullParameters,  # before those that change the groups of a new root
+    OptimizerChecks,  # before Recovery: a step that they refuse has not begun
     Recovery,  # before others that are told of the end of a reset, so that it is told last: it may refuse
     ReportedPasses,
     TracedPasses,
@@ -180,7 +181,6 @@ DEFAULT: tuple[type[Observer], ...] = (
     ManagedModules,
     PlainParameters,
     LateTies,
-    OptimizerChecks,
     CapturedPasses,  # before those that wait
     CompiledCodecs,  # before ModelCheck, which communicates
     ModelCheck,

@@ -15,7 +15,7 @@ from composable_fsdp._consistency.process_groups import timeout_of
 from composable_fsdp._consistency.rank_report import ABANDONED, RESET, ranks_text
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._core.comm import communicators, reopen
-from composable_fsdp._core.params import sharded_steps
+from composable_fsdp._core.hooks import failed_steps, forget_step
 from composable_fsdp._core.seams import ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.errors import DivergenceError, PeerError
@@ -31,23 +31,43 @@ class Recovery(Observer):
     """
 
     def __init__(self) -> None:
-        self._steps = sharded_steps()
-        """The number of optimizer steps at the last rendezvous after a failed pass."""
+        self._steps = 0
+        """The number of optimizer steps of the root at the last rendezvous."""
         self._result: Rendezvous | None = None
 
     def for_root(self, root: ObservedRoot) -> Observer:
         return Recovery()
 
+    def before_first_hook(self, root: ObservedRoot) -> None:
+        """Refuse a pass after an optimizer step that raised, since it may have succeeded on other ranks.
+
+        Raises:
+            DivergenceError: such a step was one of parameters of ``root``.
+        """
+        failed, watchdog = failed_steps(root), job_watchdog()
+        if failed and watchdog is not None and connections(root.states.values()):
+            name, number = type(failed[0].optimizer).__name__, root.plans.steps.completed
+            text = f"raised in a step of {name}, so that it holds parameters of {number} optimizer steps"
+            watchdog.fail(f"{text}, and ranks on which the step succeeded hold those of {number + 1}")
+            raise DivergenceError(
+                f"rank {dist.get_rank()} {text}. Ranks on which the step succeeded hold those of {number + 1}, and "
+                "shards of different steps are not of one model. Call reset_iter_state() on the root module of all "
+                "ranks: it raises if ranks hold different steps. Then load a checkpoint."
+            )
+
     def reset(self, root: ObservedRoot) -> bool:
         states, watchdog = root.states.values(), job_watchdog()
-        failed = has_failed(states)
+        failed, steps_that_raised = has_failed(states), failed_steps(root)
+        for step in steps_that_raised:
+            forget_step(step)
         if watchdog is None or not (failed or connections(states)):
             return False
         if not failed:
-            failed = any(map(root.may_come_back_to, states))
+            failed = bool(steps_that_raised) or any(map(root.may_come_back_to, states))
             watchdog.fail(ABANDONED if failed else RESET, tuple(_ranks(states)))
-        self._result = result = rendezvous(states, sharded_steps() - self._steps, has_failed=failed)
-        self._steps = sharded_steps()
+        steps = root.plans.steps.completed
+        self._result = result = rendezvous(states, steps - self._steps, has_failed=failed)
+        self._steps = steps
         if not result.is_in_sync:
             disconnect(states)
             root.abandon()
@@ -92,11 +112,13 @@ class Rendezvous:
         behind = [rank for rank, steps in self.steps.items() if steps < most]
         if behind:
             ahead = [rank for rank, steps in self.steps.items() if steps == most]
+            numbers = ", ".join(f"rank {rank}: {steps}" for rank, steps in self.steps.items())
             raise DivergenceError(
-                f"{ranks_text(ahead)} took an optimizer step after a backward that failed on {ranks_text(behind)}, so "
-                "that shards are of different steps. Load a checkpoint on all ranks. To let all ranks take a step or "
-                "none, synchronize them between backward and the optimizer's step, for example with "
-                "composable_fsdp.find_nonfinite(model), which raises if another rank failed."
+                f"{ranks_text(ahead)} took an optimizer step after a backward, or in a step, that failed on "
+                f"{ranks_text(behind)}, so that shards are of different steps (since the last reset, {numbers}). Load "
+                "a checkpoint on all ranks. To let all ranks take a step or none, synchronize them between backward "
+                "and the optimizer's step, for example with composable_fsdp.find_nonfinite(model), which raises if "
+                "another rank failed."
             )
 
 
@@ -131,7 +153,8 @@ def rendezvous(states: Iterable[FSDPState], steps: int, *, has_failed: bool = Tr
     places = {rank: place for rank, (_, _, place) in sorted(by_rank.items())}
     is_in_sync = "broken" not in here and len(set(places.values())) == 1
     some_failed = any(failed == "1" for _, failed, _ in by_rank.values())
-    return Rendezvous(is_in_sync, some_failed, {rank: int(taken) for rank, (taken, *_) in by_rank.items()}, places)
+    taken = {rank: int(steps) for rank, (steps, *_) in sorted(by_rank.items())}
+    return Rendezvous(is_in_sync, some_failed, taken, places)
 
 
 def disconnect(states: Iterable[FSDPState]) -> None:

@@ -22,6 +22,7 @@ from tests.helpers.sharding import values_of
 __all__ = [
     "Plan",
     "assert_same",
+    "batch",
     "build",
     "counting_all",
     "fail",

@@ -30,7 +30,7 @@ class Descent(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             p.data.add_(p.grad.data, alpha=-0.5)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 from unittest import mock
 
@@ -18,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from composable_fsdp import DivergenceError, FSDPModule, PeerError, find_nonfinite, fully_shard
+from composable_fsdp import DivergenceError, FSDPModule, PeerError, find_nonfinite, fully_shard, no_sync
 from composable_fsdp.errors import LifecycleError
 from tests._internals import (
     Collective,
@@ -41,6 +44,7 @@ from tests._internals import (
 from tests.helpers.failing_steps import (
     Plan,
     assert_same,
+    batch,
     build,
     counting_all,
     fail,
@@ -446,7 +450,8 @@ def fail_at_the_very_end(agree: bool) -> None:
     if agree:
         model.reset_iter_state()
     else:
-        with pytest.raises(DivergenceError, match=r"rank 0 took an optimizer step after .* failed on rank 1, so that"):
+        text = r"rank 0 took an optimizer step after .* failed on rank 1, so that .*reset, rank 0: 2, rank 1: 1\)"
+        with pytest.raises(DivergenceError, match=text):
             model.reset_iter_state()
         model.reset_iter_state()
     optimizers[0].zero_grad()
@@ -465,6 +470,164 @@ def fail_at_the_very_end(agree: bool) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_a_step_on_some_ranks_only_is_an_error(agree: bool, transport: Environment) -> None:
     run_ranks(fail_at_the_very_end, 2, agree, environment=transport)
+
+
+class Refused(torch.optim.SGD):
+    """SGD whose step raises if it is told to."""
+
+    refuses = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.refuses:
+            fail()
+        return super().step(closure)
+
+
+def fail_in_the_step(alone: bool, passes: str) -> None:
+    """Raise in the optimizer's third step, on one rank or on all, and catch it there."""
+    plan = Plan("", 0, 0, 1, alone, True, False, False)
+    model, undisturbed = build(plan), build(plan)
+    optimizer, other = Refused(model.parameters(), lr=0.1), torch.optim.SGD(undisturbed.parameters(), lr=0.1)
+
+    def complete(number: int, steps: bool = True) -> None:
+        for each, its in ((model, optimizer), (undisturbed, other)):
+            gradients(each, plan, number)
+            if steps:
+                its.step()
+            its.zero_grad()
+
+    complete(0)
+    complete(1)
+    gradients(model, plan, 2)
+    optimizer.refuses = fails = is_last() or not alone
+    with pytest.raises(ArithmeticError) if fails else nullcontext():
+        optimizer.step()
+    optimizer.refuses = False
+    kind: type[Exception] = DivergenceError if fails else PeerError
+    text = "raised in a step of Refused, so that it holds parameters of 2 optimizer steps.* hold those of 3"
+    for _ in range(2 if fails and alone else 1):
+        with pytest.raises(kind, match=f"rank {dist.get_rank() if fails else 1} {text}"):
+            model.layers[1].unshard() if passes == "unshard" else model(torch.ones(2, 16))
+    if alone:
+        with pytest.raises(DivergenceError, match=r"rank 0 took .* failed on rank 1.*rank 0: 3, rank 1: 2\)"):
+            model.reset_iter_state()
+        model.load_state_dict(undisturbed.state_dict())
+    else:
+        model.reset_iter_state()
+    for number in (3, 4):
+        complete(number)
+    optimizer.refuses = True
+    gradients(model, plan, 5)
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    optimizer.refuses = False
+    gradients(undisturbed, plan, 5)
+    for its in (optimizer, other):  # repeated with success
+        its.step()
+        its.zero_grad()
+    complete(6)
+    assert_same(model, undisturbed, plan)
+
+
+@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.parametrize("passes", ["forward", "unshard"])
+@pytest.mark.parametrize("alone", [True, False], ids=["on one rank", "on all ranks"])
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_pass_after_a_step_that_raised_is_refused(alone: bool, passes: str, transport: Environment) -> None:
+    run_ranks(fail_in_the_step, 2, alone, passes, environment=transport)
+
+
+def compute_inside_of_a_step() -> None:
+    """Closures of an optimizer run forwards and backwards in its step, which has not failed."""
+    model = build(Plan("", 0, 0, 1, False, True, False, False))
+    optimizer = torch.optim.LBFGS(list(model.parameters()), lr=0.1, max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 16)).square().mean()
+        loss.backward()
+        return cast(torch.Tensor, loss)
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+@pytest.mark.behaviour("H-01")
+def test_closures_compute_inside_of_a_step() -> None:
+    run_ranks(compute_inside_of_a_step, 2)
+
+
+# -- the order of zero_grad and reset_iter_state
+
+ORDERS: dict[str, tuple[str, ...]] = {
+    "reset": ("reset",),
+    "optimizer's zero_grad, reset": ("zero", "reset"),
+    "zeros, reset": ("zeros", "reset"),
+    "model's zero_grad, reset": ("zero of model", "reset"),
+    "reset, step": ("reset", "step"),
+    "zero_grad, reset, step": ("zero", "reset", "step"),
+    "zeros of model, reset, zero_grad": ("zeros of model", "reset", "zero"),
+}
+
+
+def recover_in_all_orders(held: str, point: str, alone: bool = False) -> None:
+    """Fail at each group, recover in each order, and compare with a model that has not failed."""
+    plan = Plan(point, 0, 0, 1, alone, True, False, False)
+    model, undisturbed, (optimizer, other) = pair(plan)
+    actions: dict[str, Callable[[], object]] = {
+        "reset": model.reset_iter_state,
+        "zero": optimizer.zero_grad,
+        "zeros": partial(optimizer.zero_grad, set_to_none=False),
+        "zero of model": model.zero_grad,
+        "zeros of model": partial(model.zero_grad, set_to_none=False),
+        "step": optimizer.step,
+    }
+    number = 0
+    for order in ORDERS.values():
+        for layer in model.layers:
+            number += 1
+            model.set_is_last_backward(held != "in flight")
+            if held:
+                with no_sync(model, sharded=held == "shards") if held != "in flight" else nullcontext():
+                    gradients_of(model, number + 50)
+            fails = is_last() or not alone
+            with pytest.raises(ArithmeticError if fails else (PeerError, DivergenceError)):
+                fail_in(model, number + 90, failing_layer(layer, point) if fails else nullcontext())
+            model.set_is_last_backward(True)
+            for action in order:
+                actions[action]()
+            for each, its in ((model, optimizer), (undisturbed, other)):
+                gradients_of(each, number)
+                its.step()
+                its.zero_grad()
+            assert_same(model, undisturbed, plan)
+
+
+def fail_in(model: Any, number: int, around: AbstractContextManager[None]) -> None:
+    with around:
+        gradients_of(model, number)
+    find_nonfinite(model)
+
+
+def gradients_of(model: Any, number: int) -> None:
+    model(batch(number, 0)).square().mean().backward()
+
+
+@pytest.mark.behaviour("H-01", "C-07")
+@pytest.mark.parametrize("held", ["", "full", "shards", "in flight"], ids=lambda held: f"held {held}")
+@pytest.mark.parametrize("point", ["before", "backward"])
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_recovery_gives_the_same_values_in_each_order(point: str, held: str, transport: Environment) -> None:
+    run_ranks(recover_in_all_orders, 2, held, point, environment=transport)
+
+
+@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.parametrize("held", ["", "full", "in flight"], ids=lambda held: f"held {held}")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_recovery_after_a_failure_of_one_rank_gives_the_same_values_in_each_order(
+    held: str, transport: Environment
+) -> None:
+    run_ranks(recover_in_all_orders, 2, held, "backward", alone=True, environment=transport)
 
 
 # -- many failures
