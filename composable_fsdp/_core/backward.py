@@ -106,6 +106,18 @@ _SLACK_DIVISOR = 8
 """On streams, ``1 / _SLACK_DIVISOR`` of the largest group's bytes may be in flight beyond them."""
 
 
+# Note: ends that no hook sees
+#
+# The backward of a module ends when the gradients of its inputs are complete. A hook on the nodes of the inputs tells
+# so (``call.awaits``). There is none if no input needs a gradient (the first layer), if an input was changed in place,
+# inside of transforms, or if a recomputation only refills saved tensors. Such runs are in ``record.unseen``.
+# What ends them instead, in this order:
+#   1. the last gradient of the group, if all of its parameters are trainable: ``Progress.is_over_for``;
+#   2. else the end of the whole backward, by autograd's callback: ``Root._end_backward_of``.
+# 1 holds for a group that contains other groups only once these were reached and are sharded again: a nested module
+# could run its backward later, and use parameters of the group around it.
+
+
 class Progress:
     """The current or last backward of one root, and the forwards that may get one.
 

@@ -79,6 +79,17 @@ class Traits:
     grad_bucket_bytes: int = NEVER_ZERO_COPY
 
 
+# Note: what ranks must agree on
+#
+# A collective has no name on the wire: the n-th launch of a rank over a process group meets the n-th of each other one.
+# So all that decides about launches must be the same on all ranks of the group:
+#   - the kind, order, sizes and dtypes of messages: they follow from model and options, compared once before the
+#     first collective, and from the recorded order of the last forward that all ranks ran;
+#   - never from which parameters have a gradient here, memory that is free here, time, addresses, or orders of sets.
+# A rank that uses a part of the model sends zeros and flags for the rest. A forward that some ranks may not run
+# (without grad) changes no plan. What a rank alone finds, such as an error, it tells through the store.
+
+
 class Communicator(Protocol):
     """Collectives over the ranks of one mesh axis.
 

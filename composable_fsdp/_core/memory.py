@@ -169,6 +169,18 @@ class Work(Protocol):
         ...
 
 
+# Note: streams and whose memory
+#
+# The caching allocator gives a freed block to the next request of the stream that allocated it, without a wait. So the
+# stream that allocates a buffer must be ordered after each other stream that uses it, before the buffer is released:
+#   - full parameters are allocated and freed on the current stream, which waits for the all-gather before modules read
+#     them, and for which the gather stream waits before it writes (``wait_stream`` in ``CommStream.run``);
+#   - messages are allocated on the current stream or on that of the collective. ``InFlight`` owns them until its wait,
+#     and orders the allocating stream after their last use.
+# No ``record_stream``: it would delay the reuse of memory until an event is polled, by an unknown number of steps.
+# On the CPU there are no streams (null streams): the host waits for each collective, and nothing above has an effect.
+
+
 class InFlight(Generic[T]):
     """Launched work that owns its buffers until :meth:`wait` returns.
 

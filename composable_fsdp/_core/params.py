@@ -114,6 +114,19 @@ def in_functional_call() -> bool:
     return running is not None
 
 
+# Note: the tensors of a parameter
+#
+# A weight of shape (10, 4) on 4 ranks is, on rank 1:
+#   sharded     nn.Parameter, a DTensor of global shape (10, 4), Shard(0). The optimizer and checkpoints hold it.
+#   local       its local tensor, shape (3, 4): a view of the bucket's shard store, which is padded to 3 rows per rank.
+#   full        shape (10, 4), a view of the bucket's unsharded buffer: freed by resize_(0), filled by an all-gather.
+#   unsharded   nn.Parameter on ``full``: modules compute with it, and autograd saves it and adds gradients to it.
+# Autograd saves ``unsharded`` and views of it, so the same storage object must be filled again before backward uses it.
+# A write by an all-gather goes through ``.data`` of the buffer, which leaves the version counters of ``full`` alone;
+# autograd would refuse a saved tensor whose counter has moved.
+# A gradient goes unsharded.grad -> (cast, summed) ``accumulated`` -> message of the bucket -> sharded.grad.
+
+
 class ShardedParameter:
     """One parameter of a parameter group.
 

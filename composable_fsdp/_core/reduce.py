@@ -22,6 +22,15 @@ from composable_fsdp._core.params import ShardedParameter, take_gradients
 _dtype_of = attrgetter("dtype")
 
 
+# Note: partial sums
+#
+# On a hybrid mesh (2 replicas of 4 shards) a gradient is summed twice: reduce-scatter over the 4 ranks that shard, then
+# all-reduce of the shard over the 2 replicas. With gradient synchronization off for the replicate axis, the first sum
+# is kept (``keep_partial``), in the reduce dtype and before any division, and the next reduction adds it
+# (``add_partial``) between its two stages. So a division is done once for the whole sum, and n microbatches cost n
+# reduce-scatters and one all-reduce. A partial sum is no gradient yet: it is not in ``p.grad``.
+
+
 @dataclass(slots=True)
 class ReduceScatterBuffers:
     """The buffers of one bucket in a gradient reduction.
@@ -286,6 +295,7 @@ class BucketReduceScatter:
 
     def keep_partial(self, scatter: ReduceScatterBuffers) -> None:
         """Keep the sum over the shard axis for a later reduction."""
+        # Note: partial sums
         self.add_partial(scatter)
         self._partial = ReduceScatterBuffers([], scatter.output, scatter.present, scatter.gradient_dtype)
 

@@ -67,6 +67,16 @@ _ARRIVING, _LOCAL, _PARTIAL = GradientState.ARRIVING, GradientState.LOCAL, Gradi
 _NEVER, _AUTO, _SMALLER = ReshardKind.NEVER, ReshardKind.AUTO, ReshardKind.SMALLER
 
 
+# Note: order of free, wait and reduce
+#
+# A reduction allocates a message as large as the gradients. So where one hook may do both, it frees the full parameters
+# first, and the memory peak has one of the two. In ``unshard``, the wait for this group comes before the gathers ahead
+# if nothing had to be gathered now: a gather ahead would otherwise be in flight while the host waits for an older one.
+# If this group was late, gathers ahead are launched before the wait, so that they overlap with it.
+# At the end of backward: sums that are in flight are drained, held gradients reduced, then the group is freed or kept;
+# all in the order of modules, so that all ranks launch alike. The wait for all reductions comes last, once.
+
+
 class Root:
     """The passes of the outermost module of ``root_state``. ``states`` are all FSDP states below it, in module order.
 
@@ -325,7 +335,7 @@ class Root:
     def _leave_backward(self, call: ForwardCall) -> None:
         if self._pass is not BACKWARD:
             self._begin_backward()  # the output is the input
-        state, run = call.state, call.first or call
+        state, run = call.state, call.first or call  # Note: run and call
         is_arriving = state.group.gradients.state is _ARRIVING
         if call.tape is self.tape.events:
             call.tape.append(("post_backward", call.number, is_arriving, _current_task()))
@@ -333,8 +343,8 @@ class Root:
         for observe in self.observers.leave_backward:
             observe(self, call)
         if run.position in run.record.unseen:
-            return  # the last gradient, or the end of backward, comes later
-        if run.awaited <= 0:  # first, because the reduction allocates memory
+            return  # the last gradient, or the end of backward, comes later. Note: ends that no hook sees
+        if run.awaited <= 0:  # Note: order of free, wait and reduce
             for owner in (state, *state.owner_states):
                 if owner.options.reshard_after_backward and not owner.user_states:
                     self.launcher.free(owner.group)

@@ -239,6 +239,15 @@ _MOST_PLANS = 16
 """The number of plans to keep: one for each order of groups and each set of facts in turn, as in accumulation."""
 
 
+# Note: kept and stale
+#
+# A group is kept if it stays unsharded between passes: after an evaluation with reshard_after_forward=False, after
+# ``unshard()``, or after a backward without reshard. ``FSDPState.kept`` has the optimizer steps and the version of the
+# shards that its full parameters include. It is stale once an optimizer has stepped, a shard was written to in place,
+# or ``requires_grad`` has changed. A stale group is freed, and gathered anew when it is needed; a fresh one is used.
+# The question is asked at each begin of a forward, not at the step: a step between two forwards may touch other models.
+
+
 class Planner:
     """Follows the order of the groups of one root, and keeps the plans for it.
 
@@ -374,7 +383,7 @@ class Planner:
 
     def is_stale(self, state: FSDPState) -> bool:
         """Return whether the shards of ``state``, or requires_grad, may have changed since it was kept unsharded."""
-        kept = state.kept
+        kept = state.kept  # Note: kept and stale
         if kept is None:
             return False
         has_stepped = kept.steps != self.steps.number and not kept.is_frozen

@@ -103,6 +103,16 @@ NO_RECORD = ForwardRecord()
 """The record of runs that have not ended, and of recomputations without grad. Nothing is written to it."""
 
 
+# Note: run and call
+#
+# A call is one forward of one module. A run is what unshards and reshards a group once: of a group of one module, each
+# call is a run. ``fully_shard([a, b])`` makes one group of two modules: ``a(x); b(y)`` are two calls and one run, which
+# begins before ``a`` and ends after ``b``. ``run = call.first or call`` is the call that has the fields of the run.
+# A module that is called three times before its backward makes three runs, and three positions in the record.
+# A recomputation by activation checkpointing is a run of its own, without a position: the backward that caused it is
+# under way, so it is gathered eagerly and never freed by its own end.
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class ForwardCall:
     """One forward call of a module, from its beginning to the end of its backward.
