@@ -39,7 +39,12 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.stacks import main_thread_frames, user_line, waits_in_torch
     from composable_fsdp._consistency.starting_values import Candidate, differing_starts, start_details
     from composable_fsdp._consistency.store_rendezvous import StoreRendezvous, Verdict
-    from composable_fsdp._consistency.verify_ranks import difference_text, verify_same, verify_same_lines
+    from composable_fsdp._consistency.verify_ranks import (
+        difference_text,
+        library_version,
+        verify_same,
+        verify_same_lines,
+    )
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store

@@ -8,10 +8,13 @@ What else ranks exchange only to compare it is gathered here too: samples of val
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import unified_diff
+from functools import cache
 from hashlib import blake2b
 from itertools import zip_longest
 
@@ -22,16 +25,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._core.comm import Collective, Communicator, Transfer, is_over_group
 from composable_fsdp._core.context import runs_unseen
-from composable_fsdp.errors import DivergenceError
+from composable_fsdp.errors import DivergenceError, FSDPError
 
 __all__ = [
     "SHOWN_RANKS",
+    "check_versions",
     "difference_text",
     "gather_rows",
     "gather_texts",
+    "library_version",
     "multi_rank_axes",
     "verify_same",
     "verify_same_lines",
+    "versions",
 ]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -66,19 +72,44 @@ def verify_same(
         The facts of every rank, by rank. Empty if there is nothing to compare with.
 
     Raises:
-        DivergenceError: the lines differ. All ranks raise it with the same text.
+        DivergenceError: the lines differ, or the versions of this library or torch. All ranks raise it with the same
+            text.
     """
     axes = multi_rank_axes(communicators)
     if not axes:
         return {}
-    text = _ADDRESS.sub("", "\n".join(own)).encode()
+    text = _ADDRESS.sub("", "\n".join((versions(), *own))).encode()
     digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
     sent = torch.tensor([dist.get_rank(), digest, *facts()], device=device)
     rows = gather_rows(sent, axes, f"comparison of {subject}").tolist()
     if any(other != digest for _, other, *_ in rows):
-        texts = gather_texts(text.decode(), axes, device, subject)
-        verify_same_lines(subject, {rank: text.split("\n") for rank, text in texts.items()})
+        lines = {rank: t.split("\n") for rank, t in gather_texts(text.decode(), axes, device, subject).items()}
+        check_versions({rank: first for rank, (first, *_) in lines.items()})
+        verify_same_lines(subject, lines)
     return {rank: numbers for rank, _, *numbers in rows}
+
+
+@cache
+def library_version() -> str:
+    """Return the version of this library on this rank."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("composable-fsdp")
+    return "unknown"
+
+
+def versions() -> str:
+    """Return the versions of this library and of torch on this rank."""
+    return f"composable_fsdp {library_version()}, torch {torch.__version__}"
+
+
+def check_versions(found: Mapping[int, str], kind: type[FSDPError] = DivergenceError) -> None:
+    """Raise an error of ``kind`` if the :func:`versions` of ranks, ``found``, differ. Its text names both."""
+    ranks: dict[str, list[int]] = {}
+    for rank, version in sorted(found.items()):
+        ranks.setdefault(version, []).append(rank)
+    if len(ranks) > 1:
+        lines = "".join(f"\n  {ranks_text(who, SHOWN_RANKS)}: {version}" for version, who in ranks.items())
+        raise kind(f"Ranks run different versions:{lines}\nInstall the same versions for all ranks.")
 
 
 @runs_unseen

@@ -31,6 +31,7 @@ from torch.optim.swa_utils import AveragedModel
 from composable_fsdp._consistency.missing_ranks import MissingRanks
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
+from composable_fsdp._consistency.verify_ranks import check_versions, versions
 from composable_fsdp._consistency.world_store import world_store
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, FSDPError, printable
 
@@ -293,7 +294,7 @@ def _join(call: str, timeout: float) -> RankGroup:
         job.group = None
     rank, size = dist.get_rank(), dist.get_world_size()
     missing_ranks = MissingRanks(call, timeout, rank, size)
-    note = f"{job.group is not None:d} {call}"
+    note = f"{job.group is not None:d} {versions()}\n{call}"
     try:
         verdict = job.rendezvous.meet(store, note, timeout, missing_ranks.explain)
     except dist.DistError as error:
@@ -304,9 +305,13 @@ def _join(call: str, timeout: float) -> RankGroup:
             f"{call}: {reason}All {size} ranks of the default process group must make it, also those that have no part "
             "of the model."
         )
+    found: dict[int, str] = {}
     calls: dict[str, list[int]] = {}
     for note, ranks in verdict.notes.items():
-        calls.setdefault(note[2:], []).extend(ranks)
+        version, _, each = note[2:].partition("\n")
+        found |= dict.fromkeys(ranks, version)
+        calls.setdefault(each, []).extend(ranks)
+    check_versions(found, CheckpointError)
     if len(calls) > 1:
         about = ", ".join(f"{ranks_text(sorted(ranks))} {each}" for each, ranks in calls.items())
         raise CheckpointError(f"the ranks did not make the same call: {about}.")

@@ -11,7 +11,6 @@ user's. A link in place of a checkpoint is treated as the checkpoint; only the l
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import io
 import json
 import logging
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from composable_fsdp._consistency.verify_ranks import library_version
 from composable_fsdp._files import create, open_regular, read_text
 from composable_fsdp.checkpoint._coordination import dtype_name
 from composable_fsdp.checkpoint._safetensors import sync, write_synced
@@ -278,11 +278,7 @@ class Manifest:
             for key, saved in metadata.state_dict_metadata.items()
             if isinstance(saved, TensorStorageMetadata)
         }
-        try:
-            library = importlib.metadata.version("composable-fsdp")
-        except importlib.metadata.PackageNotFoundError:
-            library = "unknown"
-        return Manifest(step, ranks, files, tensors, library, torch.__version__)
+        return Manifest(step, ranks, files, tensors, library_version(), torch.__version__)
 
     def write(self, folder: Path) -> None:
         body = {"format": FORMAT, **asdict(self)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -165,7 +164,7 @@ def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
 def _environment_text(root: FSDPState, axes: DataParallelAxes) -> str:
     order_check = str(root.options.of_plugins.get("order check"))
     return (
-        f"composable_fsdp {_version()}, torch {torch.__version__}, mesh of ranks {axes.mesh.mesh.tolist()}, "
+        f"mesh of ranks {axes.mesh.mesh.tolist()}, "
         f"order check {order_check!r}, max_fused_bytes {root.options.max_fused_bytes}, "
         f"max_unsharded_bytes {root.options.max_unsharded_bytes}, prefetch_limit {root.options.prefetch_limit}, "
         f"deterministic algorithms {torch.are_deterministic_algorithms_enabled()}"
@@ -189,10 +188,3 @@ def _format(policy: Any) -> str:
     """Return the name of ``policy`` with the fields that differ from their defaults."""
     values = [f"{f.name}={value}" for f in fields(policy) if (value := getattr(policy, f.name)) != f.default]
     return f"{type(policy).__name__}({', '.join(values)})"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("composable-fsdp")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
