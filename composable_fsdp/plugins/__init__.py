@@ -86,6 +86,7 @@ from composable_fsdp.plugins.extensions.extension_bucket import Extensions
 from composable_fsdp.plugins.extensions.gradient_hooks import GradientHooks
 from composable_fsdp.plugins.full_params import FullParameters
 from composable_fsdp.plugins.functional_call import FunctionalCalls
+from composable_fsdp.plugins.gloo.functional_all_gather import FUNCTIONAL_ALL_GATHER
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
 from composable_fsdp.plugins.pass_reports import ReportedPasses, TracedPasses
@@ -113,6 +114,7 @@ __all__ = [
     "DEFAULT_REDUCE_KINDS",
     "DEFAULT_TRANSPORTS",
     "FORMS",
+    "FUNCTIONAL_ALL_GATHER",
     "GATHER_KINDS",
     "HOOK_WRAPPERS",
     "LEFT_CONTEXTS",
