@@ -1,7 +1,8 @@
 """The identity of a process, by which another process on the same host finds out that it has ended.
 
 Linux only: elsewhere no process is known to have ended. The id of a process is used again, so its start time belongs to
-its identity.
+its identity. Each time namespace has a clock of its own, so start times are compared only within one. A process of
+another time namespace has ended if no process has its id.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ _ENDED = ("Z", "X")
 def process_identity() -> str:
     """Return a text for this process, or an empty one where there is no ``/proc``."""
     place, start = _place(), _start_time(os.getpid())
-    return f"{place} {os.getpid()} {start}" if place and start else ""
+    return f"{place} {_clock()} {os.getpid()} {start}" if place and start else ""
 
 
 def has_died(identity: str) -> bool:
     """Return whether the process of ``identity`` is one of this host and has ended."""
     if not is_of_this_host(identity):
         return False
-    _, process, start = identity.rsplit(" ", 2)
-    return _start_time(int(process)) != start
+    _, clock, process, start = identity.rsplit(" ", 3)
+    now = _start_time(int(process))
+    return now != start if clock == _clock() else not now
 
 
 def is_of_this_host(identity: str) -> bool:
     """Return whether the process of ``identity`` is one of this host."""
-    return bool(identity) and identity.rsplit(" ", 2)[0] == _place()
+    return bool(identity) and identity.rsplit(" ", 3)[0] == _place()
 
 
 @cache
@@ -43,6 +45,14 @@ def _place() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     return ""
+
+
+@cache
+def _clock() -> str:
+    """Return the time namespace, in whose clock this process reads start times. Linux has them from 5.6."""
+    with suppress(OSError):
+        return str(os.stat("/proc/self/ns/time").st_ino)
+    return "-"
 
 
 def _start_time(process: int) -> str:

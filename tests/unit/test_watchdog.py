@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -679,6 +680,44 @@ def test_a_process_of_this_host_is_known_to_have_ended() -> None:
         identity = f"{process_identity().rsplit(' ', 2)[0]} {process.pid} {start}"
         assert not has_died(identity)
         process.kill()
+    assert has_died(identity)
+
+
+def test_start_times_are_compared_only_within_one_time_namespace() -> None:
+    """The clock of another time namespace has an offset, so its start times say nothing here."""
+    place, _, own, start = process_identity().rsplit(" ", 3)
+    later = str(int(start) + 1)
+    assert has_died(f"{process_identity().rsplit(' ', 2)[0]} {own} {later}")
+    assert not has_died(f"{place} another-clock {own} {later}")
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    assert has_died(f"{place} another-clock {process.pid} {later}")
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_a_process_of_another_time_namespace_is_alive_until_it_ends() -> None:
+    enter = ["unshare", "--time", "--boottime", "1000", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*enter, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this process may not make a time namespace")
+    tell = "import os, sys; sys.path[:0] = [os.environ['ROOT']]; " + (
+        "from composable_fsdp._consistency.process_identity import process_identity; "
+        "print(process_identity(), flush=True); input()"
+    )
+    with subprocess.Popen(
+        [*enter, sys.executable, "-c", tell],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ROOT": str(Path(__file__).parents[2])},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        identity = process.stdout.readline().strip()
+        assert identity
+        assert not has_died(identity)
+        process.stdin.write("\n")
+        process.stdin.close()
+        process.wait(60.0)
     assert has_died(identity)
 
 
