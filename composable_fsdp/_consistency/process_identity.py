@@ -50,9 +50,8 @@ def _place() -> str:
 @cache
 def _clock() -> str:
     """Return the time namespace, in whose clock this process reads start times. Linux has them from 5.6."""
-    with suppress(OSError):
-        return str(os.stat("/proc/self/ns/time").st_ino)
-    return "-"
+    clock = Path("/proc/self/ns/time")
+    return str(clock.stat().st_ino) if clock.exists() else "-"
 
 
 def _start_time(process: int) -> str:

@@ -236,10 +236,11 @@ def test_functional_all_gathers_are_replaced_by_ones_that_free_it_once() -> None
 
 def gather_tensors_of_all_kinds() -> None:
     rank, size, ops = dist.get_rank(), dist.get_world_size(), torch.ops._c10d_functional
+    group = dist.distributed_c10d._get_default_group().group_name
     for shape in ((1,), (3, 2), (0, 4), (2, 3, 2)):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
             own = [torch.full(shape, r + 1).to(dtype) for r in range(size)]
-            gathered = ops.wait_tensor(ops.all_gather_into_tensor(own[rank], size, dist.group.WORLD.group_name))
+            gathered = ops.wait_tensor(ops.all_gather_into_tensor(own[rank], size, group))
             torch.testing.assert_close(gathered, torch.cat(own))
 
 

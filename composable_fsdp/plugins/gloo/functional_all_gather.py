@@ -10,6 +10,8 @@ program without this library.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as _functional_collectives  # which defines the operators
@@ -19,11 +21,11 @@ from composable_fsdp._core.memory import backend_capabilities
 __all__ = ["FUNCTIONAL_ALL_GATHER"]
 
 
-def _all_gather(input: torch.Tensor, group_size: int, name: str | dist.ProcessGroup) -> torch.Tensor:
+def _all_gather(input: torch.Tensor, group_size: int, name: Any) -> torch.Tensor:
     group = dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
     ops = torch.ops._c10d_functional
     if not backend_capabilities(group, "cpu").has_own_transports:  # not gloo: what torch itself does
-        [output] = ops.all_gather_into_tensor_coalesced([input], group_size, name)
+        output: torch.Tensor = ops.all_gather_into_tensor_coalesced([input], group_size, name)[0]
     elif input.is_complex():
         output = torch.view_as_complex(_all_gather(torch.view_as_real(input), group_size, name))
     else:
