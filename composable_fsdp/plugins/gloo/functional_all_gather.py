@@ -10,7 +10,7 @@ program without this library.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ __all__ = ["FUNCTIONAL_ALL_GATHER"]
 
 
 def _all_gather(input: torch.Tensor, group_size: int, name: Any) -> torch.Tensor:
-    group = dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
-    ops = torch.ops._c10d_functional
+    c10d, ops = cast(Any, dist.distributed_c10d), torch.ops._c10d_functional
+    group = c10d._resolve_process_group(name) if isinstance(name, str) else name
     if not backend_capabilities(group, "cpu").has_own_transports:  # not gloo: what torch itself does
         output: torch.Tensor = ops.all_gather_into_tensor_coalesced([input], group_size, name)[0]
     elif input.is_complex():
