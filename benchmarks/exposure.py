@@ -9,8 +9,7 @@ over a network that takes no time. Nothing is random or depends on the host's cl
 figures.
 
 The floor is the first all-gather and the last reduce-scatter of a block in fp32. They cannot be hidden if the gradients
-of a block are sent together, as FSDP2 and ours by default do. After ``calibrate()`` ours sends them in buckets where
-the memory allows it, so it can be below the floor.
+of a block are sent together, as FSDP2 and ours do.
 """
 
 from __future__ import annotations
@@ -52,14 +51,12 @@ class Variant:
         separate_reductions: if true, gradients have their own process group.
         ahead: the number of blocks to prefetch in both passes, if it is not the library's default. It is set by lists
             in FSDP2, and by ``prefetch_limit`` in ours, which keeps one more block from forward to backward.
-        calibrates: if true, ours measures costs over each wire and chooses by them. FSDP2 cannot.
         narrow: if true, gradients are sent in 16 bits and summed in fp32 by the receiver. Only for ours.
     """
 
     library: str
     separate_reductions: bool = False
     ahead: int | None = None
-    calibrates: bool = True
     narrow: bool = False
 
     def build(self, mesh: Any) -> nn.Module:
@@ -77,7 +74,6 @@ class Variant:
 
 VARIANTS = {
     "ours": Variant("ours"),
-    "ours, not calibrated": Variant("ours", calibrates=False),
     "ours, three ahead": Variant("ours", ahead=3),
     "ours, two groups": Variant("ours", separate_reductions=True),
     "ours, 16-bit gradients": Variant("ours", narrow=True),
@@ -101,10 +97,6 @@ def step_of(model: nn.Module, network: Network) -> Callable[[], float]:
     return run
 
 
-STEPS_TO_LEARN = 5
-"""The steps over each wire, of which the last one is shown: ours measures costs in the first two, if it calibrates."""
-
-
 def steps(variant: Variant, ranks: int, wires: Sequence[ShmSocket]) -> list[dict[str, float]]:
     """Return milliseconds of a step over each of ``wires``: in total, without communication, and exposed."""
     network = Network(Device(flops=450e6, bandwidth=3.5e6))
@@ -118,9 +110,7 @@ def steps(variant: Variant, ranks: int, wires: Sequence[ShmSocket]) -> list[dict
             taken = []
             for wire in wires:
                 network.bandwidth, network.shared = wire.gbit * BYTES_PER_GBIT, wire.shared
-                if variant.calibrates and variant.library == "ours":
-                    cast(Any, model).calibrate()
-                whole = [step() for _ in range(STEPS_TO_LEARN)][-1]
+                whole = [step() for _ in range(2)][-1]
                 taken.append({"step ms": whole, "no communication ms": free, "exposed ms": whole - free})
     return taken
 

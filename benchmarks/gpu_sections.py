@@ -106,8 +106,6 @@ def rank_losses(target: Target, case: Case) -> tuple[list[float], str]:
         optimizer = adam(model)
         losses = []
         for number in range(4):
-            if number == 2 and case.off == "calibrate":
-                model.calibrate(1)
             if number == 2 and case.off == "unsharded_params":
                 with unsharded_params(model):
                     assert all(p.isfinite().all() for p in model.parameters())
@@ -207,7 +205,7 @@ def attachments(target: Target, result: Result) -> None:
     cases = [Case("core alone", ())]
     cases += [Case(name, (name,)) for name in DEFAULT_NAMES]
     cases += [Case("all that are on by default")]
-    cases += [Case(off, off=off) for off in ("calibrate", "unsharded_params")]
+    cases += [Case("unsharded_params", off="unsharded_params")]
     train_cases(target, result, "Losses with one attachment at a time, beside those of the core alone", cases, 400)
 
 

@@ -3,9 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/reserved_memory.py
 
 One of 8 ranks runs on a simulated device (``sim/``) with fake tensors, as fast as in ``exposure.py``, on several
-networks: the schedule that ours chooses after ``calibrate()`` fits the network. After steps that learn the order of
-modules and costs, one step of each length is recorded: the sizes and streams of all memory that is allocated, and
-when it is freed.
+networks. After steps that learn the order of modules, one step of each length is recorded: the sizes and streams of all
+memory that is allocated, and when it is freed.
 A model of torch's CUDA allocator (``sim/allocator.py``), with and without expandable segments, gets the memory of the
 sharded model, the steps that learn, and then the recorded steps in a random order. That equals running the steps as
 long as a step frees what it allocates and nothing else, which is checked. The full model, from which shards are copied,
@@ -19,7 +18,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, product
-from typing import Any, cast
+from typing import Any
 
 import torch
 from libraries import LIBRARIES, shard
@@ -126,8 +125,6 @@ def recorded(library: str, subject: Subject, network: Network, lengths: int) -> 
             ledger.count()
             return recorder.take()
 
-        if library == "ours":
-            cast(Any, model).calibrate()
         before = held + [event for n in range(STEPS_TO_LEARN) for event in step(batches[n % len(batches)])]
         steps = [step(taken) for taken in batches]
     for events in steps:

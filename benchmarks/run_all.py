@@ -115,12 +115,10 @@ BENCHMARKS = [
     Benchmark("bucket-sweep", "bucket_sweep.py"),
     Benchmark("muon-text", "muon_text.py", 2, 30),
     Benchmark("network", "network.py", minutes=30),
-    Benchmark("memory-prediction", "memory_prediction.py"),
     Benchmark("plan-accuracy", "plan_accuracy.py"),
     Benchmark("plan-large", "plan_accuracy.py --large"),
     Benchmark("plan-resident", "plan_resident.py"),
     Benchmark("plan-order", "plan_order.py"),
-    Benchmark("schedule-prediction", "schedule_prediction.py", minutes=120),
     Benchmark("soak", "soak.py", minutes=60),
 ]
 

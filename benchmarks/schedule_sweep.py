@@ -1,13 +1,12 @@
-"""Step times and peak memory of schedules chosen by measured costs, in virtual time, against torch's FSDP2.
+"""Step times and peak memory over many networks, in virtual time, against torch's FSDP2.
 
     OMP_NUM_THREADS=1 python benchmarks/schedule_sweep.py
 
 The device and the network are simulated (``sim/``): 450 TFLOP/s, 3.5 TB/s. Each cell of the sweep has a model, a number
-of ranks, a latency of all collectives and a bandwidth of each rank. In each cell ours starts with default settings,
-``calibrate()`` measures one step, and the settings that it chooses apply from the next one on. The order of work of a
-step depends on no time, so a step is run once for each library, or for each choice of settings, and then repeated with
-the times of each network. Its peak memory is counted after every operation, as in ``memory.py``. Nothing is random and
-the host's clock plays no part, so every run gives the same figures.
+of ranks, a latency of all collectives and a bandwidth of each rank. The order of work of a step depends on no time, so
+a step is run once for each library, and then repeated with the times of each network. Its peak memory is counted after
+every operation, as in ``memory.py``. Nothing is random and the host's clock plays no part, so every run gives the same
+figures.
 
 The lower bound of a step is the longest of these:
 
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from math import exp, log
 from pathlib import Path
@@ -200,33 +199,9 @@ def cells_of(library: str, of: Model, ranks: int, cells: Sequence[Cell]) -> Iter
             steps = Steps(of.sharded(library, *meshes), of.batch(), network, Ledger())
             steps.run()
             recorded = [steps.record() for _ in range(2)][-1]  # the first one finds all memory that steps keep
-            known: dict[object, Recorded] = {}
             for cell in cells:
                 cell.apply(network)
-                if library == "ours":
-                    yield _chosen_step(steps, recorded, known)
-                else:
-                    yield {f"{library} ms": recorded.repeat(network), f"{library} peak MB": recorded.peak}
-
-
-def _chosen_step(steps: Steps, default: Recorded, known: dict[object, Recorded]) -> dict[str, Any]:
-    """Return the milliseconds of a step with default settings, of the slower one that learns, and after that."""
-    model = cast(Any, steps.model)
-    model.set_schedule(costs=None)  # the next step has default settings, so no choice depends on cells before
-    model.calibrate(1)
-    learning = [steps.run(), steps.run()]
-    choice = model.schedule().choice
-    if choice.settings not in known:
-        known[choice.settings] = steps.record()
-    chosen = known[choice.settings]
-    return {
-        "ours ms": chosen.repeat(steps.network),
-        "default ms": default.repeat(steps.network),
-        "slowest learning ms": max(learning),
-        "predicted ms": 1e3 * choice.seconds,
-        "ours peak MB": chosen.peak,
-        "chosen": ", ".join(f"{name} {value}" for name, value in asdict(choice.settings).items()),
-    }
+                yield {f"{library} ms": recorded.repeat(network), f"{library} peak MB": recorded.peak}
 
 
 def computation(of: Model) -> float:
@@ -273,7 +248,6 @@ def sweep(name: str, ranks: int, cells: Sequence[Cell]) -> list[dict[str, Any]]:
         row["time, ours/fsdp2"] = row["ours ms"] / row["fsdp2 ms"]
         row["peak, ours/fsdp2"] = row["ours peak MB"] / row["fsdp2 peak MB"]
         row["ours/bound"], row["fsdp2/bound"] = row["ours ms"] / row["bound ms"], row["fsdp2 ms"] / row["bound ms"]
-        row["predicted/step"] = row["predicted ms"] / row["ours ms"]
         rows.append(row)
     return rows
 
@@ -289,7 +263,6 @@ def summary(model: str, ranks: int, rows: Sequence[dict[str, Any]]) -> dict[str,
     def largest(name: str) -> str:
         return f"{max(row[name] for row in rows):.3f}"
 
-    predictions = [row["predicted/step"] for row in rows]
     return {
         "model": model,
         "ranks": ranks,
@@ -298,11 +271,8 @@ def summary(model: str, ranks: int, rows: Sequence[dict[str, Any]]) -> dict[str,
         "largest": largest("time, ours/fsdp2"),
         "above 1": sum(row["time, ours/fsdp2"] > 1 for row in rows),
         "largest peak, ours/fsdp2": largest("peak, ours/fsdp2"),
-        "default/fsdp2": geometric_mean([row["default ms"] / row["fsdp2 ms"] for row in rows]),
-        "largest default/fsdp2": f"{max(row['default ms'] / row['fsdp2 ms'] for row in rows):.3f}",
         "ours/bound": geometric_mean([row["ours/bound"] for row in rows]),
         "fsdp2/bound": geometric_mean([row["fsdp2/bound"] for row in rows]),
-        "predicted/step": f"{min(predictions):.3f} to {max(predictions):.3f}",
     }
 
 
@@ -333,7 +303,7 @@ def main() -> None:
     places = [(name, ranks) for name in MODELS for ranks in sorted({row["ranks"] for row in rows})]
     by_place = {place: [row for row in rows if (row["model"], row["ranks"]) == place] for place in places}
     summaries = [summary(*place, found) for place, found in by_place.items() if found]
-    publish("schedules chosen by costs", {}, list(summaries[0]), summaries, arguments.out)
+    publish("steps over many networks", {}, list(summaries[0]), summaries, arguments.out)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ _ON_FIRST_USE = {
     "copy_params": "plugins.weight_stream.stream",
     "stream_full_params": "plugins.weight_stream.stream",
 }
-_HOMES = ("errors", "diagnostics", "plugins.tuning", "plugins.weight_stream")
+_HOMES = ("errors", "diagnostics", "plugins.weight_stream")
 """The modules of classes that few programs name."""
 
 

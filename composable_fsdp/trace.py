@@ -48,10 +48,6 @@ class Operation(str, Enum):
     """A forward has ended, whose outermost sharded module is ``group``."""
     BACKWARD = "backward"
     """A backward of the root ``group`` has ended. The last one of a step waits for its gradients."""
-    CHOOSE = "choose"
-    """The settings of the schedule were chosen by costs. ``group`` is a line with the settings and the predicted time,
-    ``bytes`` the predicted peak of unsharded parameters, messages and gradients in flight.
-    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency import broadcast, interrupt, missing_ranks, watchdog
     from composable_fsdp._consistency.order_check import (
         CONTEXT,
-        MEASUREMENT,
         OrderCheck,
         OrderChecker,
         order_check_from,
@@ -175,7 +174,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._core.reduce import BucketReduceScatter, ReducedBucket
     from composable_fsdp._core.root import Root
-    from composable_fsdp._core.schedule import Planner, ScheduleSettings
+    from composable_fsdp._core.schedule import Planner
     from composable_fsdp._core.state import Accumulation, FSDPState, find_state, state_of
     from composable_fsdp.checkpoint import _coordination as rank_group
     from composable_fsdp.checkpoint import _safetensors as safetensors_files
@@ -244,6 +243,15 @@ if TYPE_CHECKING:
     from composable_fsdp.optim.offload_optimizer import _offloads as optimizer_offloads
     from composable_fsdp.plan.known_accelerators import KnownAccelerator, as_accelerator
     from composable_fsdp.plan.make_plan import pinned_waste
+    from composable_fsdp.plan.simulate import (
+        AxisCosts,
+        CollectiveCost,
+        Costs,
+        GroupSpec,
+        gather_messages,
+        gradient_messages,
+        simulate,
+    )
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
     from composable_fsdp.plugins.checks.version_check import reads_shards
@@ -263,24 +271,6 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.skipped_modules import UnusedGroups
     from composable_fsdp.plugins.smaller_mesh import plan_slices, smaller_shard_axis
     from composable_fsdp.plugins.torch_views import ClientState
-    from composable_fsdp.plugins.tuning import tuning
-    from composable_fsdp.plugins.tuning.calibration import Calibration, measure_collective, over_ranks
-    from composable_fsdp.plugins.tuning.choose import (
-        DEFAULT_SETTINGS,
-        EXTRA_BYTES,
-        Choice,
-        choose,
-    )
-    from composable_fsdp.plugins.tuning.group_spec import (
-        GradientMemory,
-        GroupSpec,
-        Specs,
-        gather_messages,
-        gradient_memory,
-        gradient_messages,
-    )
-    from composable_fsdp.plugins.tuning.predict import specs_for
-    from composable_fsdp.plugins.tuning.simulate import Timeline, fit_computation, simulate
     from composable_fsdp.plugins.visible_collectives import Visible
     from composable_fsdp.plugins.watchdog.attach import compare, compared
     from composable_fsdp.plugins.watchdog.decorators import Watched, _WatchedWork, level_through_store

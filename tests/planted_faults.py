@@ -37,7 +37,6 @@ from unittest import mock
 import composable_fsdp
 from tests.helpers.stream_training import TRAININGS
 from tests.simulation import simulated_accelerator, stream_group
-from tests.unit.test_schedule_learned import check_costs, virtual_network
 
 __all__ = ["EXPLAINED", "Outcome", "Site", "left_out", "reached_by", "sites", "try_fault"]
 
@@ -308,16 +307,6 @@ def _run(training: str, *, orders: int) -> tuple[bool, bool, str]:
     return bool(device.races), any(device.run_late(seed) for seed in range(orders)), error
 
 
-def _error_in_virtual_time() -> str:
-    """Return the error of a test of measured costs, or an empty text."""
-    try:
-        with virtual_network() as network:
-            check_costs(network)
-    except AssertionError:
-        return "virtual time: AssertionError: measured costs are not the true ones, in virtual time"
-    return ""
-
-
 def try_fault(site: Site, trainings: Sequence[str], orders: int = ORDERS) -> Outcome:
     """Run ``trainings`` without ``site`` until one has a race, and that one and some more until one has other bits."""
     race = bits = error = ""
@@ -327,8 +316,6 @@ def try_fault(site: Site, trainings: Sequence[str], orders: int = ORDERS) -> Out
             race, error = race or training * has_race, error or (f"{training}: {text}" if text else "")
             if race:
                 break
-        if orders and not (race or error):
-            error = _error_in_virtual_time()
         begin = trainings.index(race) if race else 0
         for training in trainings[begin : begin + MORE]:
             if _run(training, orders=orders)[1]:

@@ -311,11 +311,6 @@ OWN: Mapping[str, Sequence[str]] = {
         "tests/ranks/test_functional_call.py",
         "tests/unit/test_seams_together.py::test_functional_call_does_not",
     ),
-    "Tuning": (
-        "tests/ranks/test_calibration.py::test_an_interruption_on_one",
-        *("tests/ranks/test_schedule_costs.py", "tests/ranks/test_races.py::test_gradient_buckets_on"),
-        *("tests/unit/test_benchmark_sim.py", "tests/unit/test_tape.py::test_costs_choose"),
-    ),
 }
 """The tests of each plugin: prefixes of the names of tests, as pytest's ``--deselect`` takes them."""
 

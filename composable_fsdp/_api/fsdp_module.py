@@ -7,9 +7,8 @@ import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from os import PathLike
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 from weakref import ref
 
 import torch
@@ -25,10 +24,10 @@ from composable_fsdp._api.group_setters import (
 from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.deepcopy import copy_sharded
 from composable_fsdp._core.dry import schedule_of
-from composable_fsdp._core.events import HELD_GRADIENTS, GradientState, ParameterState
+from composable_fsdp._core.events import HELD_GRADIENTS, GradientState, ParameterState, Schedule
 from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.group import ParamGroup
-from composable_fsdp._core.hooks import hooked_forward, root_of, states_by_name
+from composable_fsdp._core.hooks import hooked_forward, root_of
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import CLASS_MEMBERS
@@ -44,10 +43,6 @@ from composable_fsdp.errors import (
 from composable_fsdp.init.allocate_shards import allocated_shards
 from composable_fsdp.plugins.torch_views import TorchFSDPModule, TorchUnshardHandle, find_state
 from composable_fsdp.policies import Reshard
-
-if TYPE_CHECKING:
-    from composable_fsdp.plugins.tuning.choose import TunedSchedule
-    from composable_fsdp.plugins.tuning.costs import Costs
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
 
@@ -341,12 +336,11 @@ class FSDPModule(TorchFSDPModule):
         prefetch_limit: int | EllipsisType | None = ...,
         max_unsharded_bytes: int | EllipsisType | None = ...,
         max_fused_bytes: int | EllipsisType | None = ...,
-        costs: Costs | str | PathLike[str] | EllipsisType | None = ...,
+        costs: EllipsisType = ...,
     ) -> None:
         """Set how far parameters are prefetched, and which messages groups share. Call it on the root.
 
-        What is not given stays as it is; ``None`` goes back to the default, or to a choice by costs. All ranks must
-        give the same values.
+        What is not given stays as it is; ``None`` goes back to the default. All ranks must give the same values.
 
         Args:
             prefetch_limit: how many groups are prefetched ahead of the running one, in forward and backward. The
@@ -362,75 +356,28 @@ class FSDPModule(TorchFSDPModule):
                 is more, count as small. Groups are adjacent in the recorded order of the last forward, so fusion begins
                 with the second forward. The unsharded parameters of a module are still registered only while it runs,
                 but the memory of all fused groups is allocated when the first of them is gathered.
-            costs: a table of the costs of collectives, or a file that ``Costs.save`` wrote, by which the settings that
-                are not given are chosen: the maximum number of gradient buckets of a group, whether large parameters
-                have messages of their own, ``prefetch_limit`` and ``max_fused_bytes``. They are chosen by simulation
-                when a forward begins that may be followed by a backward: the next one after the first, without held
-                gradients; and again when the order of the modules or an option has changed for two such forwards in a
-                row. A choice takes about as long as planning twenty schedules. The predicted memory is at most that of
-                the default settings, or of one message per group and direction if that is more. ``None``, the default,
-                chooses nothing. All ranks must give it together: they compare the tables.
 
         Raises:
             ArgumentTypeError: a value has another type.
-            ConfigurationError: a number is less than 0; the file has no table of costs; a mesh axis of the model has
-                none; the table names an axis or a group that the model does not have; or this module is not the root of
-                modules that have already run.
-            DivergenceError: the costs differ between ranks of the data-parallel mesh, or some ranks have none. All
-                ranks raise it with the same text.
-            OSError: the file cannot be read.
+            ConfigurationError: a number is less than 0; or this module is not the root of modules that have already
+                run.
+            MissingNameError: ``costs``, which is gone: nothing is chosen by costs.
         """
+        if costs is not ...:
+            raise MissingNameError(f"set_schedule has no costs= in this version; {_UNSUPPORTED['costs']}.")
         numbers = zip(ROOT_OPTIONS, (max_unsharded_bytes, prefetch_limit, max_fused_bytes), strict=True)
         given: dict[str, Any] = {name: value for name, value in numbers if value is not ...}
         for name, value in given.items():
             check_count(name, value, or_none=True)
-        state = _state(self)
-        if costs is not ...:
-            from composable_fsdp.plugins.tuning.costs_check import check_costs, read_costs
+        set_root_options(_state(self), given)
 
-            table = read_costs(costs)
-            check_costs(states_by_name(state), table)
-            given["of_plugins"] = {**state.options.of_plugins, "costs": table}
-        set_root_options(state, given)
-        if costs is not ... and state.root is not None:
-            from composable_fsdp.plugins.tuning.tuning import tuning_of
-
-            tuning_of(state.root)
-
-    def schedule(self) -> TunedSchedule:
+    def schedule(self) -> Schedule:
         """Return the schedule of the next training iteration: what happens at each event of forward and backward.
 
         ``print(model.schedule())`` shows it as a table. It is a dry run of the events of the last iteration, so it is
-        empty before the first one. Its ``options`` are the :class:`~composable_fsdp.plugins.tuning.ScheduleOptions`
-        that were set, with the costs that were measured; its ``choice`` is what was chosen by costs, or ``None``. Call
-        it on the root.
+        empty before the first one. Call it on the root.
         """
-        from composable_fsdp.plugins.tuning.choose import TunedSchedule
-        from composable_fsdp.plugins.tuning.tuning import choice_of, options_of
-
-        root = root_of(_state(self))
-        return TunedSchedule(schedule_of(root).steps, options_of(root), choice_of(root))
-
-    def calibrate(self, steps: int = 2) -> None:
-        """Measure the costs of collectives, and of computation in the next training steps, and choose by them.
-
-        Without this call, or ``set_schedule(costs=...)``, nothing is measured and nothing measured decides. The call
-        measures the collectives of each mesh axis, with messages of 4 KiB up to its largest ones, at most 16 MiB, and
-        the host waits for them. The next ``steps`` forwards and backwards record the computation of each group without
-        a wait: with events on the device, or on the host's clock where waits block the host. There the host's work in
-        hooks counts as computation, and so do waits that collectives do not explain. The forward after them waits once,
-        for all ranks: they agree on medians of collectives and the computation of the slowest rank. The table takes
-        effect as if given to :meth:`set_schedule`, and ``schedule().options.costs`` is it. Another call measures again.
-        ``reset_iter_state`` ends the measurement. All ranks must call this together, on the root.
-
-        Raises:
-            ConfigurationError: ``steps`` is less than 1.
-        """
-        check_count("steps", steps, least=1)
-        root = root_of(_state(self))
-        from composable_fsdp.plugins.tuning.tuning import tuning_of
-
-        tuning_of(root).calibrate(root, steps)
+        return schedule_of(root_of(_state(self)))
 
     def set_order_check(self, level: Literal["off", "first", "always"]) -> None:
         """Set how often ranks compare, before a collective, that all of them are about to launch the same one.
@@ -678,12 +625,14 @@ def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
         root_of(state).streams = root_of(states[0]).streams
 
 
-_RENAMED = {f"set_{option}": f"set_schedule({option}=...)" for option in (*ROOT_OPTIONS, "costs")}
-_RENAMED |= {"costs": "schedule().options.costs", "schedule_choice": "schedule().choice"}
+_RENAMED = {f"set_{option}": f"set_schedule({option}=...)" for option in ROOT_OPTIONS}
 _RENAMED["set_version_check"] = 'set_in_place_check("all") for True, and ("off") for False'
+_BY_HAND = (
+    "set_schedule(prefetch_limit=, max_fused_bytes=, max_unsharded_bytes=) sets the schedule by hand: nothing is "
+    "measured, and nothing chosen by costs"
+)
 _UNSUPPORTED = {
-    "set_max_extra_bytes": "leave it out: a schedule chosen by costs takes at most 8 MiB more than FSDP2's. "
-    "set_schedule(prefetch_limit=n) spends memory on a shorter step, within max_unsharded_bytes=n",
+    **dict.fromkeys(("calibrate", "costs", "set_costs", "schedule_choice", "set_max_extra_bytes"), _BY_HAND),
     "set_stable_storage": "leave it out, and compile blocks with block.compile(): their graphs hold no collectives",
     "set_all_gather_layout": "leave it out, since large parameters are gathered into their place without copies. "
     "Tensor subclasses and comm_policy decide what is sent",

@@ -21,17 +21,13 @@ from zlib import crc32
 from composable_fsdp._consistency.rank_report import order_text
 from composable_fsdp.errors import ConfigurationError, DivergenceError
 
-__all__ = ["CONTEXT", "LEVEL_VARIABLE", "MEASUREMENT", "OrderCheck", "OrderChecker", "order_check_from"]
+__all__ = ["CONTEXT", "LEVEL_VARIABLE", "OrderCheck", "OrderChecker", "order_check_from"]
 
 LEVEL_VARIABLE = "COMPOSABLE_FSDP_ORDER_CHECK"
 
 CONTEXT = 8
 """The number of operations that determine the next one. The last one alone does not: a group's gradients are reduced by
 several operations of the same label, and the last of them is followed by another operation.
-"""
-MEASUREMENT = "measurement of costs"
-"""The label of operations that are timed. Only the first of several is compared, and the order of the program does not
-contain them: a comparison would be part of the time, also of the operations of training that follow.
 """
 _MAX_CONTEXTS = 1 << 14
 """The number of contexts to remember, which bounds memory if a program never repeats its order."""
@@ -84,8 +80,6 @@ class OrderChecker:
         self._exchange, self._exchange_text, self.level = exchange, exchange_text, level
         self._successors: dict[tuple[str, ...], str] = {}
         self._context: deque[str] = deque(maxlen=CONTEXT)
-        self._measures = False
-        """True if the last operation was a measurement."""
         self.compared = 0
         """The number of operations that were compared, which takes a message each."""
 
@@ -96,10 +90,8 @@ class OrderChecker:
             DivergenceError: another rank is about to run a different operation.
         """
         operation = f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})"
-        continues, self._measures = self._measures, label == MEASUREMENT
         context = tuple(self._context)
         known = self.level is OrderCheck.OFF or self._successors.get(context) == operation
-        known = known or (continues and self._measures)
         if not known or self.level is OrderCheck.ALWAYS:
             self.compared += 1
             own = crc32(operation.encode())
@@ -107,7 +99,5 @@ class OrderChecker:
                 raise DivergenceError(order_text(self._exchange_text(operation)))
             if len(self._successors) >= _MAX_CONTEXTS:
                 self._successors.clear()
-            if not self._measures:
-                self._successors[context] = operation
-        if not self._measures:
-            self._context.append(operation)
+            self._successors[context] = operation
+        self._context.append(operation)

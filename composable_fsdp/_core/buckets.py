@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_fsdp._core.gather import AnyBucket, Bucket, GatherCache, InPlaceBucket
-from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, MessageSizes, ParameterSpec, plan_group
+from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, ParameterSpec, plan_group
 from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.memory import ShardStore, is_host, zero_padding
 from composable_fsdp._core.mesh import ProcessGroups
@@ -488,10 +488,6 @@ class ParamGroupBuckets:
         changed = any(kind.has_changed() for kind in self.kinds.values())
         if changed or self._compute_dtypes != [p.compute_dtype for p in self.parameters]:
             self.build()
-
-    def plan_with(self, sizes: MessageSizes) -> GroupPlan:
-        """Return the plan that the group would have with messages of other ``sizes``."""
-        return plan_group(self.plan.specs, tuple(pgs.plan_options(sizes) for pgs in self.process_groups))
 
     def _make_plan(self) -> GroupPlan:
         self._compute_dtypes = [p.compute_dtype for p in self.parameters]

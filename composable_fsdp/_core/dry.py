@@ -41,30 +41,19 @@ from composable_fsdp._core.events import (
 )
 from composable_fsdp._core.gradients import ParamGroupGradients, ReductionLaunch
 from composable_fsdp._core.group import UNSHARD_STARTED, ParamGroup
-from composable_fsdp._core.group_plan import GroupPlan, MessageSizes
+from composable_fsdp._core.group_plan import GroupPlan
 from composable_fsdp._core.root import Root
-from composable_fsdp._core.schedule import ScheduleSettings
 from composable_fsdp._core.seams import OBSERVERS, Observer
-from composable_fsdp._core.state import Accumulation, BackwardWrappers, ForwardCall, FSDPState, Kept, Options, alive
+from composable_fsdp._core.state import BackwardWrappers, ForwardCall, FSDPState, Kept, Options, alive
 
 
-def schedule_of(root: Root, settings: ScheduleSettings | None = None) -> Schedule:
+def schedule_of(root: Root) -> Schedule:
     """Return the schedule of the next step of ``root``, if it has the events of the last one and a step of optimizers.
 
     Before a first backward it has the forward only, and before a first forward it is empty.
-
-    Args:
-        root: the root.
-        settings: settings to use instead of its own. Then the events are those of :func:`events_of`, the same on all
-            ranks, and gradients are reduced also if they are accumulated now.
     """
-    events = root.tape.events if settings is None and root.tape.is_whole else None
+    events = root.tape.events if root.tape.is_whole else None
     replay = Replay(root, Snapshot.of(root, has_stepped=True, at_rest=not events), arrive_together=not events)
-    if settings is not None:
-        replay.use(
-            settings,
-            {name: state.group.tensors.plan_with(settings.message_sizes) for name, state in root.states.items()},
-        )
     replay.play(events or events_of(root.plans.known, root.states))
     return Schedule(tuple(Step(event, tuple(actions)) for event, actions in replay.steps))
 
@@ -224,14 +213,6 @@ class Replay:
     def states(self) -> Mapping[str, FSDPState]:
         return self._root.states
 
-    def use(self, settings: ScheduleSettings, plans: Mapping[str, GroupPlan]) -> None:
-        """Use ``settings``, and the ``plans`` of groups that belong to them."""
-        self._root.plans.use(settings)
-        for name, plan in plans.items():
-            state = self.states[name]
-            state.change(accumulation=Accumulation.REDUCE, all_reduce=True)
-            state.group.tensors.plan = plan
-
     def _of_copies(self, options: Options) -> Options:
         """Return ``options`` with dry states in place of real ones."""
         forward, backward = (
@@ -355,8 +336,6 @@ class DryGroup:
     @property
     def can_skip_unshard(self) -> bool:
         return self.unshard_started and self.gradients.state not in HELD_GRADIENTS
-
-    def use(self, sizes: MessageSizes) -> None: ...
 
     def change(self, operation: ParameterOperation) -> ParameterState | None:
         """Change the state, and return the one before; ``None`` if it has not changed."""

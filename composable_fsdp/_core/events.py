@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from html import escape
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
-from composable_fsdp.errors import LifecycleError
+from composable_fsdp.errors import LifecycleError, MissingNameError
 
 
 class RunningPass:
@@ -368,6 +368,11 @@ class Schedule:
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("choice", "options"):
+            raise MissingNameError(f"{name} of a schedule is gone: nothing is chosen by costs. Keep what you set.")
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -31,7 +31,7 @@ from composable_fsdp._core.gradients import (
     gradient_hooks,
     reduce_together,
 )
-from composable_fsdp._core.group_plan import GroupPlan, MessageSizes
+from composable_fsdp._core.group_plan import GroupPlan
 from composable_fsdp._core.memory import CommStreams, InFlight, without_grad
 from composable_fsdp._core.mesh import DataParallelAxes, ProcessGroups
 from composable_fsdp._core.params import ParameterSource, ShardedParameter
@@ -164,14 +164,6 @@ class ParamGroup:
         for bucket in self.buckets:
             for scatter in former:
                 bucket.scatter.continue_from(scatter)
-
-    def use(self, sizes: MessageSizes) -> None:
-        """Use messages of these ``sizes``, and rebuild the tensors if that changes them."""
-        changed = self.process_groups[0].message_sizes != sizes
-        for pgs in self.process_groups:
-            pgs.message_sizes = sizes
-        if changed and self.tensors.plan_with(sizes) != self.plan:
-            self.rebuild()
 
     def give_up(self, parameter: ShardedParameter) -> None:
         """Remove ``parameter``, whose places now hold a parameter of another group."""

@@ -414,7 +414,6 @@ class ProcessGroups:
         self.device = device_capabilities(axes.device)
         """The capabilities of the device on which modules compute."""
         self.choose(Channels())
-        self.message_sizes = self.default_message_sizes
         self.reduces_unused = False
         """True if a rank may join a reduction without any gradient.
 
@@ -425,14 +424,9 @@ class ProcessGroups:
     def replicate(self) -> Communicator:
         return self.axes.replicate
 
-    @property
-    def default_message_sizes(self) -> MessageSizes:
-        """The sizes without a choice by costs: on streams one message per group and direction, as FSDP2 sends them."""
-        return _ONE_MESSAGE if self.device.has_streams else MessageSizes()
-
-    def plan_options(self, sizes: MessageSizes | None = None) -> PlanOptions:
-        """Return the options of the group's plan, or of its plan with other message ``sizes``."""
-        sizes = MessageSizes() if self.gather.traits.aliases else sizes or self.message_sizes
+    def plan_options(self) -> PlanOptions:
+        """Return the options of the group's plan: on streams one message per direction, as in FSDP2."""
+        sizes = _ONE_MESSAGE if self.device.has_streams and not self.gather.traits.aliases else MessageSizes()
         return PlanOptions(
             num_shards=self.axes.shard.size,
             zero_copy_min_bytes=self.gather.traits.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,

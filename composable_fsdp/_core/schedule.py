@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from composable_fsdp._core.events import ForwardRecord, Hook, ParameterState, describe_groups
 from composable_fsdp._core.group import Launcher, ParamGroup
-from composable_fsdp._core.group_plan import SMALL_BYTES, GroupPlan, MessageSizes
+from composable_fsdp._core.group_plan import SMALL_BYTES, GroupPlan
 from composable_fsdp._core.params import OptimizerSteps
 from composable_fsdp._core.state import FSDPState, Options, alive
 from composable_fsdp.policies import ReshardKind
@@ -29,27 +29,6 @@ Together: TypeAlias = Mapping[str, tuple[str, ...]]
 """The groups of each fusion, by each of its groups."""
 
 ALONE: Together = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleSettings:
-    """The settings of a schedule that may be chosen by costs.
-
-    Args:
-        zero_copy: large parameters have messages of their own (:class:`MessageSizes`).
-        grad_buckets: the maximum number of gradient buckets of a group.
-        prefetch_limit: the number of groups to prefetch.
-        max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
-    """
-
-    zero_copy: bool = True
-    grad_buckets: int = MessageSizes().grad_buckets
-    prefetch_limit: int = PREFETCH_LIMIT
-    max_fused_bytes: int = DEFAULT_FUSED_BYTES
-
-    @property
-    def message_sizes(self) -> MessageSizes:
-        return MessageSizes(self.zero_copy, self.grad_buckets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +248,6 @@ class Planner:
         self.record = self.known = ForwardRecord()
         self.runs_on_all_ranks = False
         self.fused: Together = ALONE
-        self._chosen = self.default_settings
         self.inputs = PlanInputs()
         self._plans: list[tuple[tuple[object, ...], Plan]] = []
         """The last plans with what they depend on, most recent first."""
@@ -398,11 +376,6 @@ class Planner:
             self._launcher.free(state.group)
             state.kept = None
 
-    def will_gather(self) -> bool:
-        """Return whether some group must be gathered before its modules can run."""
-        groups = (state for state in self._states.values() if state.group.plan.specs)
-        return any(not state.group.unshard_started or self.is_stale(state) for state in groups)
-
     # -- reductions
 
     @property
@@ -440,27 +413,6 @@ class Planner:
         return plan
 
     @property
-    def default_settings(self) -> ScheduleSettings:
-        """The settings of the transport."""
-        sizes = self._root.group.process_groups[0].default_message_sizes
-        return ScheduleSettings(sizes.zero_copy, sizes.grad_buckets)
-
-    @property
-    def settings(self) -> ScheduleSettings:
-        """The settings in use: those of :meth:`use`, and those that the user has set."""
-        options = self._root.options
-        return replace(self._chosen, **{name: getattr(options, name) for name in set_by_user(self._root)})
-
-    def use(self, settings: ScheduleSettings) -> None:
-        """Use ``settings`` where the user has set nothing, and rebuild the groups that they change.
-
-        Nothing may be in flight, and no gradients may be held. They must be the same on every rank.
-        """
-        self._chosen, self.inputs = settings, PlanInputs()
-        for state in self._states.values():
-            state.group.use(settings.message_sizes)
-
-    @property
     def is_current(self) -> bool:
         """True if no option and no plan of a group has changed since :attr:`inputs` were made."""
         for state, options, plan, shared in self.inputs.sources:
@@ -472,14 +424,15 @@ class Planner:
         """Return :attr:`inputs`, after making them again if an option or the plan of a group has changed."""
         if self.is_current:
             return self.inputs
-        states, settings = self._states, self.settings
+        states, options = self._states, self._root.options
         sources = tuple((state, state.options, state.group.plan, state.is_shared) for state in states.values())
         names = {state: name for name, state in states.items()}
-        fused_bytes = settings.max_fused_bytes
+        fused_bytes = DEFAULT_FUSED_BYTES if options.max_fused_bytes is None else options.max_fused_bytes
+        ahead = PREFETCH_LIMIT if options.prefetch_limit is None else options.prefetch_limit
         facts = {name: _facts_of(state, self._root, names, fused_bytes) for name, state in states.items()}
         known = (key[0] for key, _ in self._plans)  # so that equal facts are identical
         same = next((other for other in known if other == facts), facts)
-        limits = Limits(settings.prefetch_limit, fused_bytes, self._launcher.has_streams)
+        limits = Limits(ahead, fused_bytes, self._launcher.has_streams)
         self.inputs = PlanInputs(same, limits, sources)
         self._eager.clear()
         return self.inputs
@@ -513,8 +466,3 @@ def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str],
         chosen(state.options.forward_prefetch),
         chosen(state.options.backward_prefetch),
     )
-
-
-def set_by_user(root: FSDPState) -> frozenset[str]:
-    """Return the names of the settings that the user has set for ``root``."""
-    return frozenset(name for name in ("prefetch_limit", "max_fused_bytes") if getattr(root.options, name) is not None)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
-from composable_fsdp.plugins.tuning.costs import AxisCosts, CollectiveCost
+from composable_fsdp.plan.simulate import AxisCosts, CollectiveCost
 
 __all__ = ["ACCELERATORS", "Accelerator", "KnownAccelerator", "as_accelerator"]
 

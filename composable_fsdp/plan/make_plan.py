@@ -1,7 +1,7 @@
 """``plan`` and ``sweep``: two steps of a model on fake tensors, as the first rank of a simulated job.
 
-The first forward and backward measure the computation of each group, by the same calibration as in training. Memory is
-counted from the optimizer's step after them to the end of the second backward, which runs the schedule of later steps.
+The first forward and backward measure the computation of each group. Memory is counted from the optimizer's step after
+them to the end of the second backward, which runs the schedule of later steps.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -23,23 +24,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import fully_shard, to_empty
-from composable_fsdp._core.events import Hook
+from composable_fsdp._core.events import Hook, Pass
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.group_plan import BucketPlan, plan_group
 from composable_fsdp._core.hooks import root_of
 from composable_fsdp._core.layout import pinned_bytes
 from composable_fsdp._core.params import local_part
 from composable_fsdp._core.root import Root
-from composable_fsdp._core.state import FSDPState, find_state, state_of
+from composable_fsdp._core.seams import ObservedRoot, Observer
+from composable_fsdp._core.state import find_state, state_of
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, FSDPError
 from composable_fsdp.plan.known_accelerators import Accelerator, KnownAccelerator, as_accelerator
 from composable_fsdp.plan.plan_values import Plan, Row
+from composable_fsdp.plan.simulate import AxisCosts, Costs, predict
 from composable_fsdp.plan.simulated_job import KINDS, MemoryLedger, mesh_shape, simulated_job
-from composable_fsdp.plugins.tuning.calibration import Calibration
-from composable_fsdp.plugins.tuning.clock import Clock
-from composable_fsdp.plugins.tuning.costs import AxisCosts, Costs
-from composable_fsdp.plugins.tuning.predict import predicted
-from composable_fsdp.plugins.tuning.tuning import tuning_of
 from composable_fsdp.policies import CPUOffloadPolicy
 
 __all__ = ["plan", "sweep"]
@@ -117,18 +115,14 @@ def plan(
         with _on_fake_tensors(), ledger.counting():
             model = _sharded(build, device_mesh, given)
             root = root_of(state_of(model))
-            observer = _Observer(ledger, root.states, _calibration(root, ledger))
-            tuning_of(root).measure(root, observer)
+            computation = _Computation(ledger, {name for name, state in root.states.items() if state.group.parameters})
+            root.observers.add(computation)
             if recompute:
                 _recompute(root)
             ledger.kind = "activations"
             args, kwargs = make_batch(batch, model)
             keeps_cache = _compute(model, ledger, args, kwargs, loss)
-            observer.calibration.measure_collectives()
-            measured = observer.calibration.begin_step()
-            assert measured is not None
-            costs = replace(measured, axes=_axes(shape, accelerator), source=f"figures of {accelerator.name}")
-            observer.calibration = _calibration(root, ledger)
+            costs = computation.costs(shape, accelerator)
             gc.collect()
             ledger.restart()
             state, optimizer_seconds = _update(model, ledger, optimizer, foreach=accelerator.has_streams)
@@ -136,7 +130,7 @@ def plan(
             _compute(model, ledger, args, kwargs, loss)
             dtypes = _dtypes(root, state)
             del state
-            peak, timeline = ledger.peak(), predicted(root, costs)
+            peak, timeline = ledger.peak(), predict(root, costs)
             moved = _OFFLOADED if isinstance(offload, CPUOffloadPolicy) else ()
             on_host, copies = 0, 0.0
             if isinstance(offload, CPUOffloadPolicy):
@@ -189,32 +183,56 @@ def sweep(
     return sorted(found, key=lambda pair: (not pair[1].fits, pair[1].seconds))
 
 
-@dataclass
-class _Observer:
-    """Tells the ledger what runs, beside the calibration."""
+class _Computation(Observer):
+    """Adds up the seconds that the modules of each group compute, and tells the ledger what runs."""
 
-    ledger: MemoryLedger
-    groups: Mapping[str, FSDPState]
-    calibration: Calibration
-    waited: float = 0.0
+    def __init__(self, ledger: MemoryLedger, with_parameters: set[str]) -> None:
+        self._ledger, self._with_parameters = ledger, with_parameters
+        self._seconds: dict[tuple[bool, str], float] = defaultdict(float)
+        """The seconds by pass (in backward or not) and group."""
+        self._running: list[str] = []
+        """The groups whose modules run or are in backward, innermost last."""
+        self._left: float | None = None
+        """The end of the last hook."""
+        self._last = ""
+        """The last group with parameters that time was counted for."""
 
-    def begin_step(self) -> Costs | None:
-        return self.calibration.begin_step()
-
-    def enter(self, hook: Hook, group: str, *, in_backward: bool, waited: float) -> None:
-        self.ledger.in_runtime = True
+    def before_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
+        ledger, group = self._ledger, subject.name
+        ledger.in_runtime = True
         if hook is Hook.GRAD_READY:
-            for parameter in self.groups[group].group.parameters:
+            for parameter in subject.group.parameters:
                 for gradient in (parameter.unsharded.grad, parameter.accumulated):
                     if gradient is not None:
-                        self.ledger.mark(local_part(gradient), "unsharded")
-        self.calibration.enter(hook, group, in_backward=in_backward, waited=waited)
+                        ledger.mark(local_part(gradient), "unsharded")
+        if self._left is not None:
+            computed = group if hook in (Hook.GRAD_READY, Hook.POST_BACKWARD) else self._running[-1]
+            # A group without parameters has no time of its own: it counts for the last group that has some.
+            known = (name for name in (computed, self._last, group) if name in self._with_parameters)
+            self._last = next(known, computed)
+            self._seconds[root.current_pass is Pass.BACKWARD, self._last] += ledger.seconds - self._left
+            self._left = None
 
-    def leave(self, hook: Hook, group: str, *, ends_pass: bool, waited: float) -> None:
-        self.calibration.leave(hook, group, ends_pass=ends_pass, waited=waited)
-        self.ledger.in_runtime = False
+    def after_hook(self, root: ObservedRoot, hook: Hook, subject: Any) -> None:
+        group = subject.name
+        if group in self._running and hook is not Hook.GRAD_READY:
+            self._running.remove(group)
         if hook in _DIRECTIONS:
-            self.ledger.place = f"{_DIRECTIONS[hook]} of {group}"
+            self._running.append(group)
+            self._ledger.place = f"{_DIRECTIONS[hook]} of {group}"
+        if root.current_pass is Pass.IDLE:
+            self._running.clear()
+        self._ledger.in_runtime = False
+        self._left = self._ledger.seconds if self._running else None
+
+    def costs(self, shape: tuple[int, ...], accelerator: Accelerator) -> Costs:
+        """Return the costs of a step like the one so far, on a mesh of ``shape`` of ``accelerator``."""
+        forward, backward = (
+            {name: seconds for (is_back, name), seconds in self._seconds.items() if is_back is in_backward}
+            for in_backward in (False, True)
+        )
+        copy_bandwidth = 1 / accelerator.seconds(0.0, 2, torch.float32)  # a byte is read and written
+        return Costs(_axes(shape, accelerator), forward, backward, copy_bandwidth)
 
 
 _DIRECTIONS = {Hook.PRE_FORWARD: "forward", Hook.PRE_BACKWARD: "backward"}
@@ -307,11 +325,6 @@ def _new(value: Any) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"torch has no dtype {found[2]!r}.")
     return torch.zeros(tuple(map(int, found[1].split("x"))), dtype=dtype)
-
-
-def _calibration(root: Root, ledger: MemoryLedger) -> Calibration:
-    groups = {name: state.group for name, state in root.states.items() if state.group.parameters}
-    return Calibration((), (), groups, 1, Clock(root.root_state.group.axes.device, lambda: ledger.seconds))
 
 
 def _recompute(root: Root) -> None:

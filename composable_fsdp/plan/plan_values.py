@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from composable_fsdp.plan.known_accelerators import Accelerator
-from composable_fsdp.plugins.tuning.simulate import Span
+from composable_fsdp.plan.simulate import Span
 
 __all__ = ["Plan", "Row", "size_text", "time_text"]
 

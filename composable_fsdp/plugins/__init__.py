@@ -37,9 +37,6 @@ Plugin                  Does                                             On by d
 ``spmd_types``          types of the package, on full meshes             all devices
 ``explain_errors``      names the sharded parameter in torch's errors    all devices
 ``profiler_labels``     labels hooks in profiles and in torch's log      all devices
-``tuning``              measures costs, and chooses settings by them     no: opt-in by
-                                                                         ``calibrate()``,
-                                                                         ``set_schedule(costs=)``
 ``smaller_mesh``        gathers slices from fewer ranks in backward      when
                                                                          ``reshard_after_forward``
                                                                          is an ``int``
@@ -97,7 +94,6 @@ from composable_fsdp.plugins.shared_memory.shm_communicator import in_shared_mem
 from composable_fsdp.plugins.skipped_modules import SkippedModules
 from composable_fsdp.plugins.spmd_types import SpmdTypes, read_types, without_type_checks
 from composable_fsdp.plugins.torch_views import TorchViews
-from composable_fsdp.plugins.tuning.tuning import Tuning
 from composable_fsdp.plugins.visible_collectives import Visible
 from composable_fsdp.plugins.watchdog.attach import OrderCheckLevel, watched
 
@@ -192,7 +188,6 @@ DEFAULT: tuple[type[Observer], ...] = (
     SpmdTypes,
     ExplainedErrors,
     ProfilerLabels,
-    Tuning,
     Epochs,
     SkippedModules,
     FunctionalCalls,

@@ -79,11 +79,6 @@ def clip(model: nn.Module, step: int) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def calibrate(model: nn.Module, step: int) -> None:
-    if isinstance(model, FSDPModule) and step == 1:
-        model.calibrate(2)
-
-
 def shard_with_lists(model: nn.Module, **options: Any) -> nn.Module:
     """Shard with lists of prefetches two layers ahead."""
     shard_layers(model, fully_shard, fuses=False, **options)
@@ -123,7 +118,6 @@ def train_in_settings(device: str) -> list[str]:
     check("after an exception", play=play_after_an_exception)
     check("evaluated", play=play_with_evaluation)
     check("clipped", between=clip)
-    check("calibrated", between=calibrate, fuses=False)
     check("prefetch lists", shard=shard_with_lists)
     check("within a bound", shard=shard_within)
     if dist.get_world_size() > 1:

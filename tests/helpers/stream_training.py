@@ -20,16 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import CommunicationPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.checkpoint import Full, save, state_dict
 from composable_fsdp.codecs import ErrorFeedback, Int8
-from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs
 from tests._internals import (
-    Choice,
     PendingSave,
     SavePlanner,
-    ScheduleSettings,
     checkpoint_save,
-    comm,
-    group_plan,
-    tuning,
 )
 from tests.helpers.extension_tensors import Pair, with_weights
 from tests.helpers.simulated_offload import simulated_offload
@@ -37,12 +31,9 @@ from tests.simulation.nccl import alone_backend
 
 __all__ = [
     "BF16",
-    "IN_BUCKETS",
     "SETTINGS",
     "TRAININGS",
     "alone",
-    "chosen",
-    "give_costs",
     "train",
     "train_alone",
     "with_unused",
@@ -245,10 +236,6 @@ def _on_own_stream(model: Any) -> Iterator[None]:
     model.set_post_optim_event(stream.record_event())
 
 
-def _calibrate(model: Any) -> None:
-    model.calibrate(1)
-
-
 def _on_host(block: torch.Tensor) -> torch.Tensor:
     return torch.empty(block.shape, dtype=block.dtype, pin_memory=True).copy_(block.detach(), non_blocking=True)
 
@@ -326,7 +313,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "updated on a stream": {"updates_on": _on_own_stream},
     "branches on streams": {"build": Branches},
     "branches on streams, unfused": {"build": Branches, "prepare": _unfuse},
-    "calibrated": {"prepare": _calibrate, "steps": 8, "make_optimizer": torch.optim.SGD},
 }
 """Options of :func:`train`, for both kinds of mesh."""
 ONE_SHARD = ("plain", "bf16", "offload, unfused, bf16", "own optimizer event", "after exceptions")
@@ -339,34 +325,6 @@ def train_alone(options: Mapping[str, Any], *, hybrid: bool, shards: int = 4) ->
         train(mesh if hybrid else mesh["shard"], **options)
 
 
-IN_BUCKETS = ScheduleSettings(prefetch_limit=2, max_fused_bytes=0)
-"""Large parameters have messages of their own, and gradients are reduced in buckets."""
-
-
-@contextmanager
-def chosen(settings: ScheduleSettings) -> Iterator[None]:
-    """Let models with costs choose ``settings``, and reduce gradients of any size in buckets."""
-    choice = Choice(settings, seconds=0.0, peak_bytes=0, default_seconds=0.0, source="a test")
-    sizes: dict[str, Any] = {f"_GRAD_BUCKET_{kind}_ON_STREAMS": 1 << 10 for kind in ("BYTES", "PART_BYTES")}
-    with (
-        mock.patch.multiple(comm, **sizes),
-        mock.patch.object(group_plan, "SMALL_BYTES", 1 << 10),
-        mock.patch.object(tuning, "choose", return_value=choice),
-    ):
-        yield
-
-
-def give_costs(model: Any) -> None:
-    """Give ``model`` some costs, so that it makes a choice."""
-    cost = CollectiveCost(1e-5, 1e9)
-    model.set_schedule(costs=Costs({"": AxisCosts(cost, cost, cost)}))
-
-
-def _train_in_buckets(prepare: Callable[[Any], object] = give_costs, *, hybrid: bool) -> None:
-    with chosen(IN_BUCKETS):
-        train_alone({"prepare": prepare}, hybrid=hybrid)
-
-
 def _change_shards_after_forward(model: Any) -> None:
     """Write to shards between forward and backward, in a way that torch does not count."""
 
@@ -375,7 +333,7 @@ def _change_shards_after_forward(model: Any) -> None:
             if isinstance(parameter, DTensor):
                 parameter.to_local().data.mul_(0.99)
 
-    give_costs(model)
+    model.set_schedule(prefetch_limit=2, max_fused_bytes=0)
     model.register_forward_hook(change)
 
 
@@ -387,13 +345,11 @@ def _train_on_one_rank() -> None:
         dist.destroy_process_group()
 
 
-MESHES = ("sharded", "hybrid")
 TRAININGS: dict[str, Callable[[], None]] = {
     **{f"{name}, sharded": partial(train_alone, each, hybrid=False) for name, each in SETTINGS.items()},
     **{f"{name}, hybrid": partial(train_alone, each, hybrid=True) for name, each in SETTINGS.items()},
     **{f"{name}, one shard": partial(train_alone, SETTINGS[name], hybrid=True, shards=1) for name in ONE_SHARD},
     "saved in the background": _train_on_one_rank,
     "hook on a stream": partial(train_alone, {"prepare": _hook_on_stream}, hybrid=False),
-    "shards changed after forward": partial(_train_in_buckets, _change_shards_after_forward, hybrid=False),
-    **{f"in buckets, {mesh}": partial(_train_in_buckets, hybrid=mesh == "hybrid") for mesh in MESHES},
+    "shards changed after forward": partial(train_alone, {"prepare": _change_shards_after_forward}, hybrid=False),
 }

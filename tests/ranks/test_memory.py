@@ -121,7 +121,7 @@ def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy
             model.unshard()
             model.reshard()
         operations = {event.operation for event in checked.events}
-        assert operations == set(Operation) - {Operation.CHOOSE}, "all but those of costs"
+        assert operations == set(Operation)
         if reshard is not False:
             assert ledger(checked.events) == {}
 

@@ -7,14 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-from composable_fsdp import fully_shard
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -187,14 +183,11 @@ def test_a_few_blocks_expose_no_more_than_those_of_fsdp2(monkeypatch: pytest.Mon
     exposure: Any = importlib.import_module("exposure")
     monkeypatch.setattr(exposure, "LAYERS", 4)
     wire = exposure.ShmSocket(gbit=400.0, shared=True)
-    names = "ours, 16-bit gradients", "ours", "ours, not calibrated", "fsdp2"
-    ((narrow,), (chosen,), (default,), (peer,)) = (
-        exposure.steps(exposure.VARIANTS[name], 64, [wire]) for name in names
-    )
+    names = "ours, 16-bit gradients", "ours", "fsdp2"
+    ((narrow,), (default,), (peer,)) = (exposure.steps(exposure.VARIANTS[name], 64, [wire]) for name in names)
     one_gather = (exposure.floor(64, 400.0) - 0.04) / 3 + 0.02  # gathers are bf16, reductions fp32: a third
     assert narrow["exposed ms"] <= 2 * one_gather + 0.2
-    assert chosen["exposed ms"] <= default["exposed ms"] + 0.01
-    assert default["exposed ms"] <= 1.02 * peer["exposed ms"], "a step has FSDP2's shape without calibrate()"
+    assert default["exposed ms"] <= 1.02 * peer["exposed ms"], "a step has FSDP2's shape"
     assert peer["exposed ms"] > 3 * one_gather
 
 
@@ -224,54 +217,4 @@ def test_a_small_sweep_of_networks_is_not_slower_than_fsdp2(ranks: int) -> None:
     assert [row["latency us"] for row in rows] == [20, 2000]
     for row in rows:
         assert row["bound ms"] < row["ours ms"] < row["fsdp2 ms"]
-        assert row["default ms"] < row["fsdp2 ms"]
         assert row["ours peak MB"] < 1.02 * row["fsdp2 peak MB"]
-        assert row["predicted ms"] == pytest.approx(row["ours ms"], rel=0.01)
-
-
-def train_on(wires: Any, network: ModuleType, calibrates: bool) -> tuple[list[int], str]:
-    """Train some steps, whose operations and messages take the time of ``wires``. Return bytes and schedule."""
-    sent: list[int] = []
-    launch = network.SimulatedGroup._launch
-
-    def noting(group: Any, full: Any, *args: Any) -> Any:
-        sent.append(sum(tensor.nbytes for tensor in full))
-        return launch(group, full, *args)
-
-    with (
-        network.simulated_ranks(wires, 64) as mesh,
-        wires.device.installed(),
-        mock.patch.object(network.SimulatedGroup, "_launch", noting),
-    ):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        for step in range(8):
-            if calibrates and step == 2:
-                model.calibrate(1)
-            with importlib.import_module("sim.device").Charging(wires.device):
-                model(torch.ones(2, 512)).sum().backward()
-            wires.finish()
-        return sent, str(model.schedule())
-
-
-@pytest.mark.parametrize("calibrates", [False, True])
-def test_times_decide_about_messages_only_if_they_are_measured_on_request(
-    sim: ModuleType, network: ModuleType, calibrates: bool
-) -> None:
-    def wires(latency: float, bandwidth: float) -> Any:
-        return network.Network(sim.Device(flops=1e3, bandwidth=1e6), bandwidth=bandwidth, latency=latency)
-
-    slow, fast = (train_on(each, network, calibrates) for each in (wires(2000.0, 1e3), wires(1.0, 1e6)))
-    assert (slow == fast) == (not calibrates)
-
-
-@pytest.mark.parametrize("waits", ["streams", "host"])
-def test_the_predicted_peak_of_memory_is_the_counted_one(waits: str) -> None:
-    prediction = importlib.import_module("memory_prediction")
-    rows = list(prediction.rows_of("gpt", waits, "bf16"))
-    assert len({row["chosen"] for row in rows}) > 2
-    for row in rows:
-        assert row["predicted MB"] == pytest.approx(row["peak MB"], rel=0.005), row

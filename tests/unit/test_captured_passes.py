@@ -92,7 +92,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], object], str]] = {
     "held": ({}, hold, "gradients of an earlier backward are not reduced.*all microbatches, or none of them"),
     "in flight": ({}, leave_in_flight, r"earlier backward are still being reduced.*set_is_last_backward\(True\)"),
     "gathered": ({}, lambda m: m[0].unshard(), r"gathered before the capture.*Call reshard\(\)"),
-    "measured": ({}, lambda model: model.calibrate(1), r"calibrate\(\) measures it. Calibrate before the capture"),
 }
 
 

@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import Replay, Root, Snapshot, events, events_of, root_of, schedule, specs_for, state_of
-from tests.helpers.chain_schedule import chain_schedule
+from tests._internals import Replay, Root, Snapshot, events, events_of, root_of, state_of
 from tests.helpers.sharding import sharded
 
 RANKS, WIDTH = 4, 8
@@ -323,27 +322,6 @@ def chosen(**options: int | None) -> Callable[[Any], object]:
 def ranks() -> Iterator[None]:
     with fake_ranks():
         yield
-
-
-@pytest.mark.parametrize("has_streams", [False, True])
-@pytest.mark.parametrize("limit", [0, 1, 2])
-@pytest.mark.parametrize("max_fused", [0, 2 * MIB])
-@pytest.mark.usefixtures("ranks")
-def test_the_schedules_that_other_tests_simulate_are_those_of_a_dry_run(
-    has_streams: bool, limit: int, max_fused: int
-) -> None:
-    model, options = Chain("abcde"), {"prefetch_limit": limit, "max_fused_bytes": max_fused}
-    found = schedule_of(model, has_streams=has_streams, change=chosen(**options))
-    root = root_below(sharded(model))
-    specs = specs_for(root, root.plans.settings)
-    expected = chain_schedule(specs, schedule.Limits(limit, max_fused, has_streams))
-
-    def lines(plan: events.Schedule) -> list[str]:
-        """Return those of the layers: the root has no parameters."""
-        kept = [step for step in plan if step.event.group != "root"]
-        return [f"{event}: {'; '.join(str(a) for a in actions if str(a) != 'free root')}" for event, actions in kept]
-
-    assert lines(found) == lines(expected)
 
 
 @pytest.mark.usefixtures("ranks")

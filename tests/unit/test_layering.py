@@ -43,10 +43,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
 ROW = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 
 # Pure modules use no process groups, streams or modules. Placements are plain values, so layouts may use them.
-PURE = (
-    *("_consistency.rank_report", "_core.events", "_core.layout", "_core.group_plan"),
-    *("plugins.tuning.choose", "plugins.tuning.costs", "plugins.tuning.simulate"),
-)
+PURE = (*("_consistency.rank_report", "_core.events", "_core.layout", "_core.group_plan"),)
 IMPURE = ("torch.distributed", "torch.nn", "torch.cuda", "torch.accelerator")
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 

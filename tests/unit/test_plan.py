@@ -113,7 +113,7 @@ def test_the_peak_is_what_a_ledger_counts(waits: str, monkeypatch: pytest.Monkey
         model = Model()
         fully_shard(model, policy={Block}, mesh=mesh)
         optimizer, batch = sgd(model.parameters(), momentum=0.9), torch.zeros(TOKENS, DIM)
-        for _ in range(2):  # the third step measures costs, with messages that are larger than this model
+        for _ in range(2):
             counted.forget_peak()
             model(batch).backward()
             optimizer.step()

@@ -13,7 +13,7 @@ from torch import nn
 import composable_fsdp
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.errors import MissingNameError, UnsupportedError
-from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs, ScheduleOptions
+from tests._internals import state_of
 from tests.helpers.sharding import sharded, single_rank
 
 MOST_NAMES = 43
@@ -43,7 +43,6 @@ def test_few_names_are_at_the_top_and_few_methods_beside_those_of_torch() -> Non
     [
         ("MeshError", "errors"),
         ("LowPrecisionWarning", "errors"),
-        ("Costs", "plugins.tuning"),
         ("JoinPart", "plugins.weight_stream"),
         ("ModelDescription", "diagnostics"),
     ],
@@ -58,20 +57,23 @@ def test_importing_a_class_from_the_top_says_where_it_is(name: str, home: str) -
         composable_fsdp.Shard  # noqa: B018
 
 
+BY_HAND = r"is not supported in this version; set_schedule\(prefetch_limit=, max_fused_bytes=, .* by hand"
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("set_prefetch_limit", r"set_prefetch_limit is now model\.set_schedule\(prefetch_limit=\.\.\.\)\."),
         ("set_max_unsharded_bytes", r".* is now model\.set_schedule\(max_unsharded_bytes=\.\.\.\)\."),
         ("set_max_fused_bytes", r".* is now model\.set_schedule\(max_fused_bytes=\.\.\.\)\."),
-        ("set_costs", r"set_costs is now model\.set_schedule\(costs=\.\.\.\)\."),
-        ("costs", r"costs is now model\.schedule\(\)\.options\.costs\."),
-        ("set_version_check", r'.* is now model\.set_in_place_check\("all"\) for True, and \("off"\) for False\.'),
-        ("schedule_choice", r"schedule_choice is now model\.schedule\(\)\.choice\."),
+        ("calibrate", rf"calibrate {BY_HAND}"),
+        ("set_costs", rf"set_costs {BY_HAND}"),
+        ("costs", rf"costs {BY_HAND}"),
         (
             "set_max_extra_bytes",
-            r".* leave it out: .* set_schedule\(prefetch_limit=n\) spends memory on a shorter step",
+            r"set_max_extra_bytes is not supported in this version; set_schedule\(prefetch_limit=, max_f.* by hand",
         ),
+        ("set_version_check", r'.* is now model\.set_in_place_check\("all"\) for True, and \("off"\) for False\.'),
         ("set_all_gather_layout", r".* leave it out, since large parameters are gathered into their place without cop"),
         ("set_all_gather_output_fn", r".* leave it out: shards of dim 0 need no copy .* fsdp_post_all_gather of a ten"),
         ("set_reduce_scatter_input_fn", r".* leave it out, or change what is sent by comm_policy or by fsdp_pre_reduc"),
@@ -121,18 +123,31 @@ def test_a_module_that_looks_attributes_up_itself_goes_on_to() -> None:
     assert model.weight is dict(model.named_parameters())["weight"]
 
 
-def test_options_of_the_schedule_are_set_one_by_one_and_read_together() -> None:
-    cost = CollectiveCost(1e-3, 1e10)
-    costs = Costs({"": AxisCosts(cost, cost, cost)})
-    model = sharded(fully_shard(nn.Linear(3, 3)))
-    assert model.schedule().options == ScheduleOptions()
-    model.set_schedule(prefetch_limit=3, costs=costs)
+def test_options_of_the_schedule_are_set_one_by_one_and_all_or_none_of_a_call() -> None:
+    def options() -> tuple[int | None, ...]:
+        given = state_of(layer).options
+        return given.prefetch_limit, given.max_unsharded_bytes, given.max_fused_bytes
+
+    layer = fully_shard(nn.Linear(3, 3))
+    model = sharded(layer)
+    assert options() == (None, None, None)
+    model.set_schedule(prefetch_limit=3)
     model.set_schedule(max_unsharded_bytes=8, max_fused_bytes=0)
-    assert model.schedule().options == ScheduleOptions(3, 8, 0, costs)
+    assert options() == (3, 8, 0)
     with pytest.raises(
         composable_fsdp.errors.ConfigurationError, match=r"^max_fused_bytes must be an int of at least 0"
     ):
         model.set_schedule(prefetch_limit=2, max_fused_bytes=-1)
-    assert model.schedule().options == ScheduleOptions(3, 8, 0, costs), "all or nothing"
-    model.set_schedule(prefetch_limit=None, costs=None)
-    assert model.schedule().options == ScheduleOptions(None, 8, 0)
+    assert options() == (3, 8, 0)
+    model.set_schedule(prefetch_limit=None)
+    assert options() == (None, 8, 0)
+
+
+def test_what_costs_chose_is_gone_and_says_what_to_set() -> None:
+    model: Any = fully_shard(nn.Linear(3, 3))
+    with pytest.raises(MissingNameError, match=r"^set_schedule has no costs= in this version; .* by hand"):
+        model.set_schedule(costs="costs.json")
+    for name in ("choice", "options"):
+        with pytest.raises(MissingNameError, match=f"^{name} of a schedule is gone: .* Keep what you set"):
+            getattr(model.schedule(), name)
+    assert not hasattr(model.schedule(), "others")

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.plugins.tuning import AxisCosts, CollectiveCost, Costs
 from tests._internals import Pass, events, root_of, state_of
 
 WIDTH, NAMES = 16, "abc"
@@ -66,42 +65,6 @@ def step(model: Any) -> None:
 
 def events_of(model: Any) -> list[Any]:
     return root_of(state_of(model)).tape.events
-
-
-def give_costs(model: Any) -> None:
-    cost, seconds = CollectiveCost(1.0, 1e10), dict.fromkeys(NAMES, 1e-2)
-    model.set_schedule(costs=Costs({"": AxisCosts(cost, cost, cost)}, seconds, seconds, copy_bandwidth=1e10))
-
-
-def chosen_after(model: Any) -> Any:
-    give_costs(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        step(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.schedule().choice
-
-
-def is_as(choice: Any, other: Any) -> bool:
-    return (choice.settings, choice.seconds) == (other.settings, other.seconds)
-
-
-def test_costs_choose_for_a_whole_step_whatever_pass_came_before() -> None:
-    usual = chosen_after(build())
-    assert usual.seconds > 2.0, "gathers and reductions take a second each"
-
-    evaluated = build()
-    give_costs(evaluated)
-    with torch.no_grad():
-        evaluated(torch.ones(2, WIDTH))
-    assert is_as(chosen_after(evaluated), usual)
-
-    failed = build()
-    with pytest.raises(ArithmeticError, match="in backward"):
-        Raising.apply(failed(torch.ones(2, WIDTH))).sum().backward()
-    failed.reset_iter_state()
-    assert is_as(chosen_after(failed), usual)
 
 
 def test_after_an_evaluation_or_a_reset_the_schedule_is_that_of_a_step() -> None:

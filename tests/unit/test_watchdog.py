@@ -30,7 +30,6 @@ from composable_fsdp.errors import ConfigurationError, DivergenceError, FSDPErro
 from tests._internals import (
     ABANDONED,
     CONTEXT,
-    MEASUREMENT,
     RESET,
     EndOfRun,
     OperationId,
@@ -620,16 +619,6 @@ def test_a_sequence_that_repeats_is_not_compared_again(operations: list[str], ti
     for operation in [*operations, *operations[:CONTEXT]]:
         assert ranks.begin(operation) == 2
     assert sum(map(ranks.begin, [*operations[CONTEXT:], *operations])) == 0
-
-
-@pytest.mark.behaviour("G-04")
-def test_measurements_are_compared_once_and_leave_the_order_as_it_was() -> None:
-    ranks = Ranks(2, OrderCheck.FIRST)
-    for operation in "ab" * CONTEXT:
-        ranks.begin(operation)
-    for _ in range(2):
-        assert [ranks.begin(MEASUREMENT) for _ in range(3)] == [2, 0, 0]
-        assert [ranks.begin(operation) for operation in "abab"] == [0, 0, 0, 0]
 
 
 @pytest.mark.behaviour("G-01")

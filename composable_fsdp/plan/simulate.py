@@ -1,0 +1,350 @@
+"""Prediction of the time of a step from the costs of its collectives and of its computation.
+
+The collectives of one process group run one after the other, in the order of their launch, and so do all reductions:
+their stream also copies and casts. Computation runs beside them, and waits where the schedule waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from composable_fsdp._core.comm import Communicator
+from composable_fsdp._core.dry import schedule_of
+from composable_fsdp._core.events import (
+    Action,
+    Event,
+    Free,
+    Gather,
+    Hook,
+    Pass,
+    Reduce,
+    Schedule,
+    Shrink,
+    Step,
+    Wait,
+    WaitReduce,
+)
+from composable_fsdp._core.group_plan import GroupPlan
+from composable_fsdp._core.mesh import DataParallelAxes
+from composable_fsdp._core.root import Root
+from composable_fsdp._core.state import FSDPState
+
+__all__ = ["AxisCosts", "CollectiveCost", "Costs", "GroupSpec", "Span", "Timeline", "predict", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """The time of one kind of collective: ``latency + per_rank * (ranks - 1) + nbytes / bandwidth``.
+
+    Args:
+        latency: seconds for a message without bytes between two ranks.
+        bandwidth: bytes per second that one rank sends and receives.
+        per_rank: additional seconds for each further rank, as in a ring.
+    """
+
+    latency: float
+    bandwidth: float
+    per_rank: float = 0.0
+
+    def seconds(self, nbytes: int, ranks: int, messages: int = 1) -> float:
+        """Return the seconds for collectives whose full tensors have ``nbytes`` bytes together.
+
+        Args:
+            nbytes: the bytes of the outputs of all-gathers, or of the inputs of reductions, over all ranks.
+            ranks: the number of ranks.
+            messages: the number of collectives, launched one after the other.
+        """
+        if ranks == 1:
+            return 0.0
+        sent = nbytes * (ranks - 1) / ranks
+        return messages * (self.latency + self.per_rank * (ranks - 1)) + sent / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class AxisCosts:
+    """The costs of the collectives of one mesh axis. Those of an all-reduce are for the bytes of its tensor."""
+
+    all_gather: CollectiveCost
+    reduce_scatter: CollectiveCost
+    all_reduce: CollectiveCost
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The costs of the collectives of a model, and of its computation.
+
+    Args:
+        axes: the costs of each mesh axis, by its name in the mesh. Those of ``""`` are for all other axes.
+        forward: seconds of the forward of each group's own modules in a step, without nested groups, by name of the
+            group.
+        backward: the same for the backward.
+        copy_bandwidth: bytes per second at which a device copies its memory. ``None`` if copies take no time.
+    """
+
+    axes: Mapping[str, AxisCosts]
+    forward: Mapping[str, float] = field(default_factory=dict)
+    backward: Mapping[str, float] = field(default_factory=dict)
+    copy_bandwidth: float | None = None
+
+    def axis(self, name: str) -> AxisCosts:
+        """Return the costs of the mesh axis ``name``."""
+        return self.axes.get(name) or self.axes[""]
+
+    def copy_seconds(self, nbytes: int) -> float:
+        """Return the seconds for a copy of ``nbytes`` bytes in device memory."""
+        return nbytes / self.copy_bandwidth if self.copy_bandwidth else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """The properties of one parameter group on which the time of a step depends.
+
+    Args:
+        full_bytes: the size of the full parameters in bytes, in whatever memory.
+        gradient_bytes: the bytes of each bucket of gradients; 0 for a bucket without trainable parameters.
+        axis: the name of the mesh axis that shards it, and ``ranks`` the number of its ranks.
+        replicate_axis: the same of the axis over which it is replicated, with ``replicas`` ranks.
+        separate_reduce: its reduce-scatters have a process group of their own, and run beside all-gathers.
+        gather_messages: the number of messages of its all-gather.
+        gather_copied_bytes: the bytes of its all-gather that are copied out of messages.
+        gradient_messages: the number of messages of the reduction of each bucket; one each by default.
+    """
+
+    full_bytes: int = 0
+    gradient_bytes: tuple[int, ...] = ()
+    axis: str = ""
+    ranks: int = 1
+    replicate_axis: str = ""
+    replicas: int = 1
+    separate_reduce: bool = False
+    gather_messages: int = 1
+    gather_copied_bytes: int = 0
+    gradient_messages: tuple[int, ...] = ()
+
+
+def spec_of(state: FSDPState, axes: Mapping[DataParallelAxes, tuple[str, str]]) -> GroupSpec:
+    """Return the properties of ``state``. ``axes`` has the names of all mesh axes."""
+    pgs, plan = state.group.process_groups[0], state.group.plan
+    shard_axis, replicate_axis = axes[pgs.axes]
+    gathered = [bucket for bucket in plan.buckets if bucket.is_gathered]
+    messages = gradient_messages(plan)
+    bucket_bytes = [size if count else 0 for size, count in zip(plan.grad_bucket_bytes, plan.grad_buckets, strict=True)]
+    if not plan.in_grad_buckets:
+        messages, bucket_bytes = (sum(messages),), [sum(bucket_bytes)]
+    return GroupSpec(
+        full_bytes=plan.full_bytes,
+        gradient_bytes=tuple(bucket_bytes),
+        axis=shard_axis,
+        ranks=pgs.axes.shard.size,
+        replicate_axis=replicate_axis,
+        replicas=pgs.replicate.size,
+        separate_reduce=pgs.channels.has_separate_scatter,
+        gather_messages=1 if pgs.gather.traits.coalesces else gather_messages(plan),
+        gather_copied_bytes=sum(
+            b.gather.num_shards * b.gather.packed_numel * b.compute_dtype.itemsize for b in gathered
+        ),
+        gradient_messages=tuple(map(bool, messages)) if pgs.scatter.traits.coalesces else messages,
+    )
+
+
+def gather_messages(plan: GroupPlan) -> int:
+    """Return the number of transfers of one all-gather. Those that share a message count once."""
+    gathers = [bucket.gather for bucket in plan.buckets if bucket.is_gathered]
+    return any(each.packed for each in gathers) + sum(len(each.zero_copy) for each in gathers)
+
+
+def gradient_messages(plan: GroupPlan) -> tuple[int, ...]:
+    """Return the number of transfers of the reduction of each gradient bucket."""
+    counts = [0] * len(plan.grad_buckets)
+    for bucket in plan.buckets:
+        counts[bucket.grad_bucket] += bool(bucket.reduce.packed) + len(bucket.reduce.zero_copy)
+    return tuple(counts)
+
+
+def axis_names(meshes: Iterable[DataParallelAxes]) -> dict[DataParallelAxes, tuple[str, str]]:
+    """Return the names of the shard axis and of the replicate axis of each mesh, for tables of costs.
+
+    Axes with one name and different process groups are numbered in the order of ``meshes``: "shard", "shard 2".
+    """
+    known: dict[str, list[Communicator]] = {}
+    found = {}
+    for mesh in meshes:
+        names = []
+        for name, communicator in zip(mesh.names, (mesh.shard, mesh.replicate), strict=True):
+            same = known.setdefault(name, [])
+            if communicator.size > 1 and communicator not in same:
+                same.append(communicator)
+            number = same.index(communicator) if communicator.size > 1 else 0
+            names.append(f"{name} {number + 1}" if number else name)
+        found[mesh] = names[0], names[1]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An interval of one stream, in seconds from the first event.
+
+    ``stream`` is ``"compute"``, ``"gather"``, ``"reduce"`` or ``"replicate"``.
+    """
+
+    stream: str
+    label: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The predicted times of one iteration.
+
+    Args:
+        spans: the intervals of computation and of collectives, in the order of their launch.
+    """
+
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The time of the iteration."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def exposed(self) -> float:
+        """The seconds in which nothing is computed."""
+        return self.seconds - sum(span.end - span.begin for span in self.spans if span.stream == "compute")
+
+
+def predict(root: Root, costs: Costs) -> Timeline:
+    """Return the timeline of the next iteration of ``root`` that trains."""
+    axes = axis_names(pgs.axes for state in root.states.values() for pgs in state.group.process_groups)
+    specs = {name: spec_of(state, axes) for name, state in root.states.items()}
+    steps, current = [], Pass.FORWARD
+    for event, actions in schedule_of(root):
+        current = Pass.BACKWARD if event.hook is Hook.PRE_BACKWARD else current
+        is_recomputed = current is Pass.BACKWARD and event.hook in (Hook.PRE_FORWARD, Hook.POST_FORWARD)
+        if is_recomputed and actions:  # gathers then, but what it computes is part of the backward
+            event = Event(Hook.PRE_BACKWARD, event.group)
+        if actions or not is_recomputed:
+            steps.append(Step(event, actions))
+    return simulate(Schedule(tuple(steps)), specs, costs)
+
+
+def simulate(schedule: Schedule, specs: Mapping[str, GroupSpec], costs: Costs) -> Timeline:
+    """Return the timeline of ``schedule``.
+
+    Args:
+        schedule: the actions of an iteration.
+        specs: the properties of its groups, by name.
+        costs: the costs of its collectives and of its computation.
+    """
+    simulation = _Simulation(specs, costs)
+    events = Counter((event.hook, event.group) for event, _ in schedule)
+
+    def share(seconds: Mapping[str, float], event: Event) -> float:
+        """Return the part of the group's ``seconds`` before ``event``. A bucket counts by its gradients' bytes."""
+        sizes, number = specs[event.group].gradient_bytes, events[event.hook, event.group]
+        part = sizes[event.bucket] / sum(sizes) if event.hook is Hook.GRAD_READY and number > 1 else 1 / number
+        return part * seconds.get(event.group, 0.0)
+
+    for event, actions in schedule:
+        is_unseen = event.hook is Hook.POST_BACKWARD and not events[Hook.GRAD_READY, event.group]
+        if is_unseen or event.hook is Hook.GRAD_READY:
+            simulation.compute(event, share(costs.backward, event))
+        for action in actions:
+            simulation.perform(action)
+        if event.hook is Hook.PRE_FORWARD:
+            simulation.compute(event, share(costs.forward, event))
+    return Timeline(tuple(simulation.spans))
+
+
+@dataclass
+class _Simulation:
+    """The clocks and collectives of a simulated iteration."""
+
+    specs: Mapping[str, GroupSpec]
+    costs: Costs
+    now: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    arrivals: dict[str, float] = field(default_factory=dict)
+    """The time at which the all-gather of each group ends."""
+    to_copy: dict[str, list[int]] = field(default_factory=dict)
+    """The bytes to copy out of the messages of each group that has not been waited for. Fused groups share them."""
+    reductions: deque[float] = field(default_factory=deque)
+    """The end of each reduction in flight."""
+    free_from: dict[str, float] = field(default_factory=dict)
+    """The time from which each process group, and each stream of reductions, is free."""
+
+    def compute(self, label: object, seconds: float) -> None:
+        """Compute for ``seconds``."""
+        if seconds:
+            self.spans.append(Span("compute", str(label), self.now, self.now + seconds))
+            self.now += seconds
+
+    def perform(self, action: Action) -> None:
+        """Perform ``action`` now."""
+        match action:
+            case Gather(groups):
+                self._gather(groups, str(action))
+            case Wait(group):
+                self.now = max(self.now, self.arrivals.get(group, 0.0))
+                self._end_gather(group)
+            case Free(group) | Shrink(group, _):
+                self._end_gather(group)
+            case Reduce(buckets):
+                self._reduce([(self.specs[each.group], each.number) for each in buckets], str(action))
+            case WaitReduce(count):
+                for _ in range(count):
+                    self.now = max(self.now, self.reductions.popleft())
+
+    def _gather(self, names: Sequence[str], label: str) -> None:
+        specs = [self.specs[name] for name in names]
+        first = specs[0]
+        count = _messages(spec.gather_messages for spec in specs)
+        seconds = self._seconds("all_gather", first.axis, sum(spec.full_bytes for spec in specs), first.ranks, count)
+        end = self._send("gather", first.axis, label, seconds, self.now)
+        self.arrivals.update(dict.fromkeys(names, end))
+        shared = [sum(spec.gather_copied_bytes for spec in specs)]
+        self.to_copy.update((name, shared) for name in names)
+
+    def _end_gather(self, group: str) -> None:
+        """Copy the parameters out of the messages of the all-gather of ``group``."""
+        messages = self.to_copy.pop(group, [])
+        if messages:
+            self.compute(f"copy out of gather {group}", self.costs.copy_seconds(messages.pop()))
+
+    def _reduce(self, buckets: Sequence[tuple[GroupSpec, int]], label: str) -> None:
+        first = buckets[0][0]
+        nbytes = sum(spec.gradient_bytes[number] for spec, number in buckets)
+        self.compute(f"copy in of {label}", self.costs.copy_seconds(nbytes))
+        count = _messages(spec.gradient_messages[number] if spec.gradient_messages else 1 for spec, number in buckets)
+        group = f"{first.axis} (reductions)" if first.separate_reduce else first.axis
+        seconds = self._seconds("reduce_scatter", first.axis, nbytes, first.ranks, count)
+        end = self._send("reduce", group, label, seconds, self.now)
+        if first.replicas > 1:
+            axis, shard = first.replicate_axis, nbytes // first.ranks
+            seconds = self._seconds("all_reduce", axis, shard, first.replicas)
+            end = self._send("replicate", axis, f"all-{label}", seconds, end)
+        self.reductions.append(end)
+
+    def _seconds(self, kind: str, axis: str, nbytes: int, ranks: int, messages: int = 1) -> float:
+        """Return the seconds of a collective. Without other ranks or bytes there is none."""
+        if ranks == 1 or not nbytes:
+            return 0.0
+        cost: CollectiveCost = getattr(self.costs.axis(axis), kind)
+        return cost.seconds(nbytes, ranks, messages)
+
+    def _send(self, stream: str, group: str, label: str, seconds: float, ready: float) -> float:
+        """Launch a collective of a process group that is ``ready`` at a time. Return the time at which it ends."""
+        wires = [f"process group {group}", *([] if stream == "gather" else [stream])]
+        begin = max(ready, *(self.free_from.get(wire, 0.0) for wire in wires))
+        end = begin + seconds
+        self.free_from.update(dict.fromkeys(wires, end))
+        self.spans.append(Span(stream, label, begin, end))
+        return end
+
+
+def _messages(counts: Iterable[int]) -> int:
+    """Return the number of messages of a fused collective: small parameters of all groups share one."""
+    return 1 + sum(max(0, count - 1) for count in counts)
