@@ -64,16 +64,17 @@ if TYPE_CHECKING:
         is_over_group,
     )
     from composable_fsdp._core.context import outside_callers_context
-    from composable_fsdp._core.dry import DryLauncher, Replay, Snapshot, events_of
     from composable_fsdp._core.events import (
         GRADIENT_TRANSITIONS,
         HELD_GRADIENTS,
         LOCAL_GRADIENTS,
         PARAMETER_TRANSITIONS,
         EndOfRun,
+        Event,
         ForwardRecord,
         GradientOperation,
         GradientState,
+        Hook,
         ParameterOperation,
         ParameterState,
         Pass,
@@ -241,6 +242,8 @@ if TYPE_CHECKING:
         replicas_together,
     )
     from composable_fsdp.optim.offload_optimizer import _offloads as optimizer_offloads
+    from composable_fsdp.plan import dry_run
+    from composable_fsdp.plan.dry_run import Replay, Snapshot, events_of
     from composable_fsdp.plan.known_accelerators import KnownAccelerator, as_accelerator
     from composable_fsdp.plan.make_plan import pinned_waste
     from composable_fsdp.plan.simulate import (

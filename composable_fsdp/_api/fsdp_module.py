@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import EllipsisType
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from weakref import ref
 
 import torch
@@ -23,8 +23,7 @@ from composable_fsdp._api.group_setters import (
 )
 from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.deepcopy import copy_sharded
-from composable_fsdp._core.dry import schedule_of
-from composable_fsdp._core.events import HELD_GRADIENTS, GradientState, ParameterState, Schedule
+from composable_fsdp._core.events import HELD_GRADIENTS, GradientState, ParameterState
 from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.group import ParamGroup
 from composable_fsdp._core.hooks import hooked_forward, root_of
@@ -43,6 +42,9 @@ from composable_fsdp.errors import (
 from composable_fsdp.init.allocate_shards import allocated_shards
 from composable_fsdp.plugins.torch_views import TorchFSDPModule, TorchUnshardHandle, find_state
 from composable_fsdp.policies import Reshard
+
+if TYPE_CHECKING:
+    from composable_fsdp.plan.dry_run import Schedule
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
 
@@ -377,6 +379,8 @@ class FSDPModule(TorchFSDPModule):
         ``print(model.schedule())`` shows it as a table. It is a dry run of the events of the last iteration, so it is
         empty before the first one. Call it on the root.
         """
+        from composable_fsdp.plan.dry_run import schedule_of
+
         return schedule_of(root_of(_state(self)))
 
     def set_order_check(self, level: Literal["off", "first", "always"]) -> None:

@@ -1,16 +1,14 @@
-"""The hooks, passes and states of a step, the record of a forward, and a schedule as text."""
+"""The hooks, passes and states of a step, and the record of a forward."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from html import escape
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from composable_fsdp.errors import LifecycleError, MissingNameError
+from composable_fsdp.errors import LifecycleError
 
 
 class RunningPass:
@@ -269,128 +267,6 @@ class Event(NamedTuple):
     def __str__(self) -> str:
         bucket = f" bucket {self.bucket}" if self.bucket >= 0 else ""
         return f"{self.hook.value} {self.group}{bucket}".rstrip()
-
-
-class GradBucket(NamedTuple):
-    """A bucket of gradients: ``number`` counts the buckets of ``group`` in the order of their reduction."""
-
-    group: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.group}[{self.number}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Launch one all-gather of ``groups``. Groups that are unsharded or in flight already are left out."""
-
-    groups: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"gather {', '.join(self.groups)}"
-
-
-@dataclass(frozen=True, slots=True)
-class _OnGroup:
-    """An action on one group."""
-
-    group: str
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__.lower()} {self.group}"
-
-
-class Wait(_OnGroup):
-    """Wait for the all-gather of ``group`` and register its unsharded parameters."""
-
-    __slots__ = ()
-
-
-class Free(_OnGroup):
-    """Register the sharded parameters of ``group`` and free the unsharded ones."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Shrink:
-    """Free ``group`` except for a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
-
-    group: str
-    mesh_size: int
-
-    def __str__(self) -> str:
-        return f"shrink {self.group} to {self.mesh_size} ranks"
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Launch one reduction of ``buckets``; a partial one ends after the shard axis, and its sums are kept."""
-
-    buckets: tuple[GradBucket, ...]
-    partial: bool = False
-
-    def __str__(self) -> str:
-        where = " over the shard axis" if self.partial else ""
-        return f"reduce {', '.join(map(str, self.buckets))}{where}"
-
-
-@dataclass(frozen=True, slots=True)
-class WaitReduce:
-    """Complete the oldest ``count`` reductions in flight and set their gradients."""
-
-    count: int
-
-    def __str__(self) -> str:
-        return f"wait for {self.count} reduction{'s' if self.count > 1 else ''}"
-
-
-Action: TypeAlias = Gather | Wait | Free | Shrink | Reduce | WaitReduce
-
-
-class Step(NamedTuple):
-    """An event and the actions that it triggers, in order."""
-
-    event: Event
-    actions: tuple[Action, ...]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The actions at each event of a forward and its backward, as this rank performs them.
-
-    Invariants: a group is waited for before its modules compute, and freed or kept after. Every bucket is reduced once.
-    A schedule without its prefetches computes the same values. ``print`` shows it as a table.
-    """
-
-    steps: tuple[Step, ...]
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name in ("choice", "options"):
-            raise MissingNameError(f"{name} of a schedule is gone: nothing is chosen by costs. Keep what you set.")
-        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def at(self, hook: Hook) -> list[Step]:
-        """Return the steps of ``hook``, in order."""
-        return [step for step in self.steps if step.event.hook is hook]
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
-
-    def __str__(self) -> str:
-        if not self.steps:
-            return "(no forward has run yet, so the order of the groups is unknown)"
-        width = max(len(str(step.event)) for step in self.steps)
-        return "\n".join(
-            f"{step.event!s:<{width}} | {'; '.join(map(str, step.actions))}".rstrip(" |") for step in self.steps
-        )
 
 
 class ForwardRecord:

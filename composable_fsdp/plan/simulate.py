@@ -11,25 +11,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from composable_fsdp._core.comm import Communicator
-from composable_fsdp._core.dry import schedule_of
-from composable_fsdp._core.events import (
+from composable_fsdp._core.events import Event, Hook, Pass
+from composable_fsdp._core.group_plan import GroupPlan
+from composable_fsdp._core.mesh import DataParallelAxes
+from composable_fsdp._core.root import Root
+from composable_fsdp._core.state import FSDPState
+from composable_fsdp.plan.dry_run import (
     Action,
-    Event,
     Free,
     Gather,
-    Hook,
-    Pass,
     Reduce,
     Schedule,
     Shrink,
     Step,
     Wait,
     WaitReduce,
+    schedule_of,
 )
-from composable_fsdp._core.group_plan import GroupPlan
-from composable_fsdp._core.mesh import DataParallelAxes
-from composable_fsdp._core.root import Root
-from composable_fsdp._core.state import FSDPState
 
 __all__ = ["AxisCosts", "CollectiveCost", "Costs", "GroupSpec", "Span", "Timeline", "predict", "simulate"]
 

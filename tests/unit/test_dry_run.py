@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import Replay, Root, Snapshot, events, events_of, root_of, state_of
+from tests._internals import Hook, Replay, Root, Snapshot, dry_run, events_of, root_of, state_of
 from tests.helpers.sharding import sharded
 
 RANKS, WIDTH = 4, 8
@@ -145,20 +145,20 @@ SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE,
 
 def performed(steps: Any) -> Iterator[str]:
     """Yield the lines of the trace that the actions of a dry run would have."""
-    in_flight: list[events.Reduce] = []
+    in_flight: list[dry_run.Reduce] = []
     for _, actions in steps:
         for action in actions:
             match action:
-                case events.Gather(groups):
+                case dry_run.Gather(groups):
                     yield from (f"unshard {group}" for group in groups)
-                case events.Wait(group):
+                case dry_run.Wait(group):
                     yield f"wait {group}"
-                case events.Free(group) | events.Shrink(group, _):
+                case dry_run.Free(group) | dry_run.Shrink(group, _):
                     yield f"reshard {group}"
-                case events.Reduce(buckets):
+                case dry_run.Reduce(buckets):
                     in_flight.append(action)
                     yield from (f"reduce {group}" for group in dict.fromkeys(bucket.group for bucket in buckets))
-                case events.WaitReduce(count):
+                case dry_run.WaitReduce(count):
                     for done in [in_flight.pop(0) for _ in range(count)]:
                         names = dict.fromkeys(bucket.group for bucket in done.buckets)
                         yield from (f"reduced {name}" for name in names if not done.partial)
@@ -169,42 +169,42 @@ def root_below(model: FSDPModule) -> Root:
     return root_of(state_of(model))
 
 
-def check(plan: events.Schedule, model: FSDPModule, drawn: Drawn) -> None:
+def check(plan: dry_run.Schedule, model: FSDPModule, drawn: Drawn) -> None:
     """Check that groups are in memory when they compute, within the bound, and that each gradient is reduced once."""
     states = root_below(model).states
     held = {name for name, state in states.items() if state.group.unshard_started}
-    unused, in_flight, reduced = set[str](), 0, Counter[events.GradBucket]()
+    unused, in_flight, reduced = set[str](), 0, Counter[dry_run.GradBucket]()
     for event, actions in plan:
         for action in actions:
             match action:
-                case events.Gather(groups):
+                case dry_run.Gather(groups):
                     assert not held.intersection(groups), f"{event}: gathered twice"
                     held.update(groups)
                     unused.update(groups)
                     nbytes = sum(states[name].group.plan.unsharded_bytes for name in held)
                     is_ahead = event.group not in groups
                     assert not is_ahead or drawn.max_unsharded is None or nbytes <= drawn.max_unsharded, event
-                case events.Wait(group):
+                case dry_run.Wait(group):
                     assert group in held, f"{event}: waits for a group that is not gathered"
                     unused.discard(group)
-                case events.Free(group) | events.Shrink(group, _):
+                case dry_run.Free(group) | dry_run.Shrink(group, _):
                     assert group in held, f"{event}: frees a group that is not unsharded"
                     held.remove(group)
                     unused.discard(group)
-                case events.Reduce(buckets):
+                case dry_run.Reduce(buckets):
                     in_flight += 1
                     reduced.update(buckets)
-                case events.WaitReduce(count):
+                case dry_run.WaitReduce(count):
                     in_flight -= count
-        if event.hook in (events.Hook.PRE_FORWARD, events.Hook.PRE_BACKWARD):
+        if event.hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
             assert event.group in held
-        if event.hook in (events.Hook.END_FORWARD, events.Hook.END_BACKWARD):
+        if event.hook in (Hook.END_FORWARD, Hook.END_BACKWARD):
             assert not unused, "a group is gathered but not used"
     assert in_flight == 0
     assert not held or drawn.keeps_after_backward
     plans = {name: state.group.plan for name, state in states.items() if state.group.plan.num_trainable}
     expected = [
-        events.GradBucket(name, number)
+        dry_run.GradBucket(name, number)
         for name, plan in (plans if drawn.is_synced else {}).items()
         for number in (plan.trainable_buckets if plan.in_grad_buckets else (0,))
     ]
@@ -290,7 +290,7 @@ class Chain(nn.Sequential):
 
 def schedule_of(
     model: nn.Module, *, has_streams: bool, change: Callable[[Any], object] | None = None
-) -> events.Schedule:
+) -> dry_run.Schedule:
     """Return the schedule of ``model`` after two steps, on the host or as it would be on streams.
 
     The layers of a model without groups are made groups, and ``change`` is called on it afterwards.
@@ -307,7 +307,7 @@ def schedule_of(
         return sharded(model).schedule()
 
 
-def line_of(plan: events.Schedule, event: str) -> str:
+def line_of(plan: dry_run.Schedule, event: str) -> str:
     """Return the actions at ``event``."""
     (line,) = ["; ".join(map(str, step.actions)) for step in plan if str(step.event) == event]
     return line
@@ -379,12 +379,12 @@ def test_groups_kept_for_backward_take_no_more_memory_than_a_prefetch_of_them(li
     held, kept = set[str](), set[str]()
     for event, actions in plan:
         for action in actions:
-            if isinstance(action, events.Gather):
+            if isinstance(action, dry_run.Gather):
                 held.update(action.groups)
-            elif isinstance(action, events.Free):
+            elif isinstance(action, dry_run.Free):
                 held.discard(action.group)
         assert len(held - {"root"}) <= 1 + limit, event
-        if event.hook is events.Hook.END_FORWARD:
+        if event.hook is Hook.END_FORWARD:
             kept = held - {"root"}
     assert kept == set("abcde"[-1 - limit :])
 
@@ -460,7 +460,7 @@ class Checkpointed(Chain):
 @pytest.mark.usefixtures("ranks")
 def test_a_recomputed_group_stays_unsharded_for_its_backward(has_streams: bool) -> None:
     plan = schedule_of(Checkpointed(), has_streams=has_streams)
-    in_backward = plan.steps[plan.steps.index(plan.at(events.Hook.END_FORWARD)[0]) :]
+    in_backward = plan.steps[plan.steps.index(plan.at(Hook.END_FORWARD)[0]) :]
     found = [(str(event), [str(action) for action in actions]) for event, actions in in_backward]
     recomputed = [event for event, _ in found if event.startswith("pre-forward")]
     assert recomputed == [f"pre-forward {name}" for name in "cba"]

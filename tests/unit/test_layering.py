@@ -24,7 +24,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "trace", "_files"),
     ("policies",),
     ("_core",),
-    ("codecs", "_consistency"),
+    ("codecs", "_consistency", "plan.dry_run"),
     ("wrap",),
     ("plugins",),
     ("optim", "testing", "checkpoint._coordination"),

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests._internals import AxisCosts, CollectiveCost, Costs, GroupSpec, simulate
-from tests._internals import events as s
+from tests._internals import AxisCosts, CollectiveCost, Costs, Event, GroupSpec, Hook, simulate
+from tests._internals import dry_run as s
 
 MIB = 1 << 20
 NAMES = "abc"
@@ -30,17 +30,17 @@ def chain_of(names: Sequence[str], ahead: int) -> s.Schedule:
         return (*(s.Gather((name,)) for name in new), s.Wait(order[at]))
 
     for at, name in enumerate(names):
-        steps.append(s.Step(s.Event(s.Hook.PRE_FORWARD, name), gathers(names, at)))
-        steps.append(s.Step(s.Event(s.Hook.POST_FORWARD, name), (s.Free(name),)))
+        steps.append(s.Step(Event(Hook.PRE_FORWARD, name), gathers(names, at)))
+        steps.append(s.Step(Event(Hook.POST_FORWARD, name), (s.Free(name),)))
     order = names[::-1]
     for at, name in enumerate(order):
-        steps.append(s.Step(s.Event(s.Hook.PRE_BACKWARD, name), gathers(order, at)))
+        steps.append(s.Step(Event(Hook.PRE_BACKWARD, name), gathers(order, at)))
         if name not in order[at + 1 :]:
             reduce = s.Reduce((s.GradBucket(name, 0),))
             waits = (s.WaitReduce(1),) if len(set(order[at:])) < len(set(order)) else ()
-            steps.append(s.Step(s.Event(s.Hook.GRAD_READY, name, 0), (*waits, reduce)))
-        steps.append(s.Step(s.Event(s.Hook.POST_BACKWARD, name), (s.Free(name),)))
-    return s.Schedule((*steps, s.Step(s.Event(s.Hook.END_BACKWARD), (s.WaitReduce(1),))))
+            steps.append(s.Step(Event(Hook.GRAD_READY, name, 0), (*waits, reduce)))
+        steps.append(s.Step(Event(Hook.POST_BACKWARD, name), (s.Free(name),)))
+    return s.Schedule((*steps, s.Step(Event(Hook.END_BACKWARD), (s.WaitReduce(1),))))
 
 
 def specs_of(**options: Any) -> dict[str, GroupSpec]:
@@ -93,7 +93,7 @@ def test_the_time_of_a_group_is_that_of_all_its_runs() -> None:
 def test_messages_are_copied_once_by_the_first_wait_of_their_groups() -> None:
     costs = replace(costs_of(0.0, 0.0), copy_bandwidth=MIB)
     specs = specs_of(gather_copied_bytes=MIB)
-    fused = s.Schedule((s.Step(s.Event(s.Hook.PRE_FORWARD, "a"), (s.Gather(tuple("abc")), s.Wait("a"), s.Wait("b"))),))
+    fused = s.Schedule((s.Step(Event(Hook.PRE_FORWARD, "a"), (s.Gather(tuple("abc")), s.Wait("a"), s.Wait("b"))),))
     assert [(span.label, span.end - span.begin) for span in simulate(fused, specs, costs).spans[1:]] == [
         ("copy out of gather a", 3.0)
     ]

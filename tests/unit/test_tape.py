@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import ParameterError
-from tests._internals import Pass, events, root_of, state_of
+from tests._internals import Pass, dry_run, root_of, state_of
 
 WIDTH, NAMES = 16, "abc"
 
@@ -179,7 +179,7 @@ def test_a_group_leaves_its_fusion_once_a_callable_of_the_user_gathers_it() -> N
     def gathers() -> list[tuple[str, ...]]:
         step(model)
         actions = (action for each in model.schedule().steps for action in each.actions)
-        return [action.groups for action in actions if isinstance(action, events.Gather)]
+        return [action.groups for action in actions if isinstance(action, dry_run.Gather)]
 
     model = build()
     step(model)

@@ -18,12 +18,14 @@ from composable_fsdp.diagnostics import CommunicationReport, CommunicationRow, w
 from composable_fsdp.diagnostics.timeline import Lanes, performed
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Position, TraceEvent
-from tests._internals import events as s
 from tests._internals import (
+    Event,
+    Hook,
     file_name,
     merged,
     write_chrome_trace,
 )
+from tests._internals import dry_run as s
 from tests.helpers.command import run_command
 
 
@@ -147,7 +149,7 @@ def test_a_picture_of_a_step_is_drawn(tmp_path: Path) -> None:
 
 
 def test_notebooks_show_reports_as_they_are_printed() -> None:
-    rows = s.Schedule((s.Step(s.Event(s.Hook.PRE_FORWARD, "<a>"), (s.Wait("<a>"), s.Free("<a>"))),))._repr_html_()
+    rows = s.Schedule((s.Step(Event(Hook.PRE_FORWARD, "<a>"), (s.Wait("<a>"), s.Free("<a>"))),))._repr_html_()
     assert rows == "<pre>pre-forward &lt;a&gt; | wait &lt;a&gt;; free &lt;a&gt;</pre>"
     report = CommunicationReport((CommunicationRow("root", "all-gather", 2, 1000, 2000),))
     assert repr(report) == str(report), "notebooks show it"

@@ -1,4 +1,6 @@
-"""A dry run: the events of a step, played through the root's own code by a launcher that only notes what it is told.
+"""The schedule of a step, as text and by a dry run: the events of the last step, played through the root's own code.
+
+The launcher of a dry run only notes what it is told.
 
 A root and its calls record the events of the last step: hooks, with what they cannot look up. A dry group has the
 frozen plan of a real one, its state table and a ``ParamGroupGradients``, and no tensors. Observers that act on groups
@@ -9,10 +11,11 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 from weakref import ref
 
 import torch
@@ -20,23 +23,13 @@ import torch
 from composable_fsdp._core.events import (
     HELD_GRADIENTS,
     PARAMETER_TRANSITIONS,
-    Action,
     Event,
     ForwardRecord,
-    Free,
-    Gather,
-    GradBucket,
     GradientState,
     Hook,
     ParameterOperation,
     ParameterState,
     Pass,
-    Reduce,
-    Schedule,
-    Shrink,
-    Step,
-    Wait,
-    WaitReduce,
     advance,
 )
 from composable_fsdp._core.gradients import ParamGroupGradients, ReductionLaunch
@@ -45,6 +38,129 @@ from composable_fsdp._core.group_plan import GroupPlan
 from composable_fsdp._core.root import Root
 from composable_fsdp._core.seams import OBSERVERS, Observer
 from composable_fsdp._core.state import BackwardWrappers, ForwardCall, FSDPState, Kept, Options, alive
+from composable_fsdp.errors import MissingNameError
+
+
+class GradBucket(NamedTuple):
+    """A bucket of gradients: ``number`` counts the buckets of ``group`` in the order of their reduction."""
+
+    group: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.group}[{self.number}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Launch one all-gather of ``groups``. Groups that are unsharded or in flight already are left out."""
+
+    groups: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"gather {', '.join(self.groups)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _OnGroup:
+    """An action on one group."""
+
+    group: str
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()} {self.group}"
+
+
+class Wait(_OnGroup):
+    """Wait for the all-gather of ``group`` and register its unsharded parameters."""
+
+    __slots__ = ()
+
+
+class Free(_OnGroup):
+    """Register the sharded parameters of ``group`` and free the unsharded ones."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """Free ``group`` except for a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
+
+    group: str
+    mesh_size: int
+
+    def __str__(self) -> str:
+        return f"shrink {self.group} to {self.mesh_size} ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Launch one reduction of ``buckets``; a partial one ends after the shard axis, and its sums are kept."""
+
+    buckets: tuple[GradBucket, ...]
+    partial: bool = False
+
+    def __str__(self) -> str:
+        where = " over the shard axis" if self.partial else ""
+        return f"reduce {', '.join(map(str, self.buckets))}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReduce:
+    """Complete the oldest ``count`` reductions in flight and set their gradients."""
+
+    count: int
+
+    def __str__(self) -> str:
+        return f"wait for {self.count} reduction{'s' if self.count > 1 else ''}"
+
+
+Action: TypeAlias = Gather | Wait | Free | Shrink | Reduce | WaitReduce
+
+
+class Step(NamedTuple):
+    """An event and the actions that it triggers, in order."""
+
+    event: Event
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions at each event of a forward and its backward, as this rank performs them.
+
+    Invariants: a group is waited for before its modules compute, and freed or kept after. Every bucket is reduced once.
+    A schedule without its prefetches computes the same values. ``print`` shows it as a table.
+    """
+
+    steps: tuple[Step, ...]
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("choice", "options"):
+            raise MissingNameError(f"{name} of a schedule is gone: nothing is chosen by costs. Keep what you set.")
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def at(self, hook: Hook) -> list[Step]:
+        """Return the steps of ``hook``, in order."""
+        return [step for step in self.steps if step.event.hook is hook]
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "(no forward has run yet, so the order of the groups is unknown)"
+        width = max(len(str(step.event)) for step in self.steps)
+        return "\n".join(
+            f"{step.event!s:<{width}} | {'; '.join(map(str, step.actions))}".rstrip(" |") for step in self.steps
+        )
 
 
 def schedule_of(root: Root) -> Schedule:
