@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -236,11 +236,21 @@ def _decide(fits: list[_Fit], what: str, strict: bool, same_ranks: bool) -> bool
 
 
 def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weights_only: bool) -> dict[str, Any]:
-    """Read and deserialize the values of ``keys`` that are not tensors."""
-    saved = metadata.state_dict_metadata
-    objects = {key: b"" for key in keys if isinstance(saved.get(key), BytesStorageMetadata)}
+    """Read and deserialize the values of ``keys`` that are no tensors, or settings of an optimizer."""
+    objects: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for key in keys:
+        saved = metadata.state_dict_metadata[key]
+        if isinstance(saved, BytesStorageMetadata):
+            objects[key] = b""
+        elif key.startswith(_SETTINGS):
+            tensors[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
     read(folder, metadata, objects)
-    return {key: _decoded(key, data, weights_only) for key, data in objects.items()}
+    read(folder, metadata, {key: LocalShard(tensor) for key, tensor in tensors.items()})
+    return tensors | {key: _decoded(key, data, weights_only) for key, data in objects.items()}
+
+
+_SETTINGS = "optimizer.param_groups."
 
 
 def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
@@ -383,8 +393,9 @@ class _Restore:
         return (tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
     def _match_optimizer(self, optimizer: Optimizer) -> None:
-        saved_groups, states = _saved_param_groups(self.objects), self._state_keys()
+        states = self._state_keys()
         self._params = params = OptimizerParams(self._model, optimizer)
+        saved_groups = self._saved_groups([[member.name for member in group] for group in params.groups])
         if saved_groups:
             self._groups = params.match_groups(saved_groups, self.mismatch)
         else:
@@ -397,6 +408,20 @@ class _Restore:
             for key, full_key in states.get(member.name, {}).items():
                 value = self._match_state(member, existing.get(key), key, full_key)
                 self._state.setdefault(member.name, {})[key] = value
+
+    def _saved_groups(self, own: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+        """Return the saved param groups. Settings by parameter, of a flattened state dict, become ``own`` groups."""
+        values = [(path[2:], key) for key, path in _paths(self._metadata) if key.startswith(_SETTINGS)]
+        found = _Node.of((path, self.objects[key]) for path, key in values if path and key in self.objects)
+        groups = [found[index].built() for index in sorted(key for key in found if isinstance(key, int))]
+        by_name = {name: group.built() for name, group in found.items() if isinstance(name, str)}
+        for names in own:
+            if names and all(name in by_name for name in names):
+                first, *others = (by_name.pop(name) for name in names)
+                groups.append({**first, "params": list(names)})
+                if any(repr(each) != repr(first) for each in others):
+                    self.mismatch.others.append(f"saved settings differ within one group: {', '.join(names)}")
+        return [*groups, *({**group, "params": [name]} for name, group in by_name.items())]
 
     def _match_state(self, member: OptimizerParam, existing: Any, key: str, full_key: str) -> Any:
         """Return the value to load: the optimizer's own tensor where it fits, else a new one."""
@@ -431,12 +456,21 @@ class _Restore:
 
 
 def _with_plain_names(metadata: Metadata) -> Metadata:
-    """Return ``metadata`` with the names that the model has without wrappers: others save those of a compiled one."""
+    """Return ``metadata`` with the keys that ``save`` gives.
+
+    Others save the names of a compiled model, or a model at the top level beside its optimizer, as torchtitan does.
+    """
     keys = metadata.state_dict_metadata
-    plain = {key: name for key in keys if (name := plain_name(key)) not in keys}
+    paths = dict(_paths(metadata))
+    if not any(key.startswith("model.") for key in keys):
+        paths |= {key: ("model", key) for key in keys if len(paths.get(key, (key,))) == 1}
+    paths = {
+        k: tuple(plain_name(part) if isinstance(part, str) else part for part in path) for k, path in paths.items()
+    }
+    names = {key: key_of(paths[key]) if key in paths else plain_name(key) for key in keys}
+    plain = {key: name for key, name in names.items() if name not in keys}
     if not plain:
         return metadata
-    paths = {k: [plain_name(part) if isinstance(part, str) else part for part in path] for k, path in _paths(metadata)}
     return replace(
         metadata,
         state_dict_metadata={plain.get(key, key): saved for key, saved in keys.items()},
@@ -446,8 +480,20 @@ def _with_plain_names(metadata: Metadata) -> Metadata:
 
 
 def _paths(metadata: Metadata) -> Iterable[tuple[str, ContentsPath]]:
-    """Return the path of each key in the nested state dict that was saved."""
-    return (metadata.planner_data or {}).items()
+    """Return the path of each key in the nested state dict that was saved.
+
+    Of an optimizer's flattened state dict (``flatten_optimizer_state_dict`` of torch) it is that of the nested one,
+    with settings by parameter: ``("optimizer", "param_groups", "0.weight", "lr")``.
+    """
+    paths: dict[str, ContentsPath] = {key: tuple(path) for key, path in (metadata.planner_data or {}).items()}
+    flat = {key: str(path[1]).split(".") for key, path in paths.items() if path[0] == "optimizer" and len(path) > 1}
+    names = {".".join(parts[1:-1]) for parts in flat.values() if parts[0] == "param_groups"}
+    for key, (section, *parts) in flat.items():
+        ends = [end for end in range(1, len(parts)) if ".".join(parts[:end]) in names] or [len(parts) - 1]
+        if parts and section in ("state", "param_groups"):
+            name, setting = ".".join(parts[: ends[-1]]), ".".join(parts[ends[-1] :])
+            paths[key] = ("optimizer", section, name, setting, *paths[key][2:])
+    return paths.items()
 
 
 def _label(key: str) -> str:
@@ -459,17 +505,22 @@ def _fits(saved: object, wanted: torch.Tensor) -> TypeGuard[TensorStorageMetadat
     return isinstance(saved, TensorStorageMetadata) and saved.size == wanted.shape
 
 
-def _saved_param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the saved param groups. Ours are one object; DCP writes a nested state dict as one object per setting."""
-    prefix = "optimizer.param_groups"
-    if prefix in objects:
-        return cast(list[dict[str, Any]], objects[prefix])
-    groups: dict[int, dict[str, Any]] = {}
-    for key, value in objects.items():
-        index, _, setting = key.removeprefix(f"{prefix}.").partition(".")
-        if key.startswith(prefix) and index.isdecimal():
-            groups.setdefault(int(index), {})[setting] = value
-    return [groups[index] for index in sorted(groups)]
+class _Node(dict[Any, Any]):
+    """A mapping or list in a nested state dict that is put together from paths."""
+
+    @staticmethod
+    def of(values: Iterable[tuple[ContentsPath, Any]]) -> _Node:
+        root = _Node()
+        for path, value in values:
+            node = root
+            for part in path[:-1]:
+                node = node.setdefault(part, _Node())
+            node[path[-1]] = value
+        return root
+
+    def built(self) -> dict[Any, Any] | list[Any]:
+        found = {key: value.built() if isinstance(value, _Node) else value for key, value in self.items()}
+        return [found[key] for key in sorted(found)] if all(isinstance(key, int) for key in found) else found
 
 
 def _part_of_state(key: str, saved: TensorStorageMetadata, member: OptimizerParam, existing: object) -> LocalShard:

@@ -3,7 +3,7 @@
 ========================================  =============================================================
 ``model.<name>``                          parameters, buffers, extra states of modules
 ``optimizer.state.<name>.<key>``          optimizer state of the parameter of that name
-``optimizer.param_groups``                list of dicts, with parameter names in ``params``
+``optimizer.param_groups.<i>.<setting>``  setting of the group of that number, with parameter names in ``params``
 ``averages.values.<name>``                averages of parameters; ``averages.steps`` is the number of updates
 ``communication.<name>.residual``         state of codecs with error feedback; ``.rounds`` beside it
 ``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
@@ -40,6 +40,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -68,8 +69,8 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from composable_fsdp.plugins.codecs.communication_state import CommunicationState
 
-ContentsPath = tuple[str, ...]
-"""The path of a value in a nested state dict. Joined by dots, it is the key in the checkpoint."""
+ContentsPath = tuple[Any, ...]
+"""The path of a value in a nested state dict: names, and indices of lists. Joined by dots, it is the key."""
 
 GroupKey = tuple[int, tuple[str, ...]]
 """The names of a group's parameters, and how many groups before it have the same ones: several may have none."""
@@ -79,7 +80,7 @@ Groups = Mapping[GroupKey, Mapping[str, Any]]
 
 
 def key_of(path: ContentsPath) -> str:
-    return ".".join(path)
+    return ".".join(map(str, path))
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,12 @@ class Contents:
 
     def settle(self, merged: Contribution) -> None:
         """Add the groups of all ranks, and replace each tensor subclass by its inner tensors and its record."""
-        if merged.groups:
-            self.objects["optimizer", "param_groups"] = list(merged.groups.values())
+        settings, paths = flatten_state_dict({"optimizer": {"param_groups": list(merged.groups.values())}})
+        for key, value in settings.items() if merged.groups else ():  # torch's keys: it reads them one by one
+            if isinstance(value, torch.Tensor):
+                self.parts[paths[key]] = LocalShard(value)
+            else:
+                self.objects[paths[key]] = value
         for path in [path for path in self.parts if key_of(path) in merged.inner]:
             part, record = self.parts.pop(path), merged.inner[key_of(path)]
             aliases = [alias for alias, of in self.aliases.items() if of == path]
@@ -167,9 +172,9 @@ class Contents:
                 self.aliases.pop(each, None)
                 self.objects["classes", key_of(each)] = replace(record, path=each).encoded()
             for suffix, inner in inner_tensors.parts_of(part, record).items():
-                own = (*path[:-1], path[-1] + suffix)
+                own = (*path[:-1], f"{path[-1]}{suffix}")
                 self.parts[own] = inner
-                self.aliases |= {(*alias[:-1], alias[-1] + suffix): own for alias in aliases}
+                self.aliases |= {(*alias[:-1], f"{alias[-1]}{suffix}"): own for alias in aliases}
 
 
 def contents_of(model: nn.Module, averages: AveragedModel | None) -> Contents:
@@ -233,7 +238,7 @@ class SavePlanner(DefaultSavePlanner):
         self.is_coordinator = False
         self.state_dict = {key_of(path): part for path, part in contents.parts.items()}
         self.state_dict |= {
-            key_of(path): serialized(path[-1] if path[0] == "ranks" else key_of(path), value, weights_only)
+            key_of(path): serialized(key_of(path[2 * (path[0] == "ranks") :]), value, weights_only)
             for path, value in contents.objects.items()
         }
         self.mappings = {key_of(path): path for path in (*contents.parts, *contents.objects, *contents.aliases)}
