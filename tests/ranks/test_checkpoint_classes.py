@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_fsdp import fully_shard
@@ -132,54 +131,6 @@ def test_an_inner_tensor_that_is_no_cut_is_refused_by_name(tmp_path: Path) -> No
     fresh = model_of(["in blocks"], 2)
     load(tmp_path, fresh)
     assert_same(fresh, one)
-
-
-RECORD = (
-    '{"path": ["model", "in blocks.weight"], "kind": "tests.helpers.tensor_classes.Coded", "shape": [6, 3], '
-    '"dtype": "float32", "local_shape": [3, 3], "context": "signed", "inner": {"codes": [[6, 3], [[0, 1], [1, 1]]], '
-    '"rows": [[6, 1], [[0, 1], [-1, 1]]], "columns": [[3], [[-1, 1], [0, 1]]], "blocks": null}}'
-)
-"""What versions up to 0.1.0 wrote for a shard of two ranks: ``null`` means that ``blocks`` is saved shard by shard."""
-
-
-def loads_earlier_blocks(folder: Path) -> None:
-    """Write the keys of these versions with torch's own function, and load them."""
-    model = sharded(["in blocks"], 1)
-    weight, mesh = inner_of(model["in blocks"].weight), init_device_mesh("cpu", (2,))  # type: ignore[index]
-    saved: dict[str, Any] = {
-        "codes": DTensor.from_local(weight["codes"], mesh, [Shard(0)]),
-        "rows": DTensor.from_local(weight["rows"], mesh, [Shard(0)]),
-        "columns": weight["columns"],
-        f"blocks@{('0:3', '3:6')[dist.get_rank()]},0:3": weight["blocks"],
-    }
-    tensors = {f"in blocks.weight.{name}": value for name, value in saved.items()}
-    tensors["in blocks.bias"] = model["in blocks"].bias.detach()  # type: ignore[index]
-    dcp.save({"model": tensors, "classes": {"model.in blocks.weight": RECORD}}, checkpoint_id=folder)
-    other = sharded(["in blocks"], 2)
-    load(folder, other)
-    for name, value in inner_of(other["in blocks"].weight).items():  # type: ignore[index]
-        assert torch.equal(value, weight[name]), name
-
-
-def cannot_load_blocks(folder: Path) -> None:
-    model = sharded(["in blocks"], 2)
-    before = {name: value.clone() for name, value in inner_of(model["in blocks"].weight).items()}  # type: ignore[index]
-    for strict in (True, False):
-        with all_ranks_raise() as raised:
-            load(folder, model, strict=strict)
-        text = str(raised.value)
-        assert "does not fit ModuleDict. Nothing was loaded.\n  of another tensor class, or with shards" in text
-        assert "in blocks.weight.blocks: saved as other shards than that of 0:2,0:3. Load it on the mesh, and" in text
-    after = inner_of(model["in blocks"].weight)  # type: ignore[index]
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-
-
-@pytest.mark.behaviour("F-07", "F-12")
-def test_inner_tensors_that_earlier_versions_saved_shard_by_shard_are_loaded_on_the_same_mesh_only(
-    tmp_path: Path,
-) -> None:
-    run_ranks(loads_earlier_blocks, 2, tmp_path)
-    run_ranks(cannot_load_blocks, 3, tmp_path)
 
 
 def closed(folder: Path) -> None:

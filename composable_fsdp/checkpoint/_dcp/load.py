@@ -365,7 +365,7 @@ class _Restore:
         """Return the key of the outer tensor if ``key`` is that of an inner tensor, else ``None``."""
         for at, character in enumerate(key):
             record = self._records.get(key[:at]) if character == "." else None
-            if record is not None and key[at + 1 :].partition("@")[0] in record.inner:
+            if record is not None and key[at + 1 :] in record.inner:
                 return key[:at]
         return None
 

@@ -6,8 +6,7 @@ under ``classes.model.0.weight`` stores the class, and how each inner tensor is 
 
 An inner tensor can be saved if it is sharded like the outer tensor, or replicated. Calling the class's own ``chunk``
 shows which: from shapes alone, a scale per row looks like a scale per column. An inner tensor that is sharded in any
-other way, such as packed blocks across rows, is refused. Earlier versions saved it shard by shard, under keys that end
-with ``@`` and the extent of the shard in the outer tensor: only a rank with the same extent can load it.
+other way, such as packed blocks across rows, is refused.
 """
 
 from __future__ import annotations
@@ -207,7 +206,7 @@ class Record:
     Attributes:
         local_shape: the shape of every rank's shard, if they are equal; else ``None``, and there is no context.
         context: the plain values that belong to a shard of this shape.
-        inner: the layout of each inner tensor; ``None`` for one that an earlier version saved shard by shard.
+        inner: the layout of each inner tensor.
     """
 
     path: tuple[str, ...]
@@ -216,10 +215,10 @@ class Record:
     dtype: str
     local_shape: tuple[int, ...] | None
     context: Any
-    inner: Mapping[str, _InnerLayout | None]
+    inner: Mapping[str, _InnerLayout]
 
     def encoded(self) -> str:
-        inner = {name: None if layout is None else [layout.shape, layout.ratios] for name, layout in self.inner.items()}
+        inner = {name: [layout.shape, layout.ratios] for name, layout in self.inner.items()}
         return json.dumps({**vars(self), "inner": inner})
 
     @staticmethod
@@ -227,7 +226,7 @@ class Record:
         values = json.loads(text)
         for name in ("path", "shape", "local_shape"):
             values[name] = _tuples(values[name])
-        inner = {name: layout and _InnerLayout(*_tuples(layout)) for name, layout in values["inner"].items()}
+        inner = {name: _InnerLayout(*_tuples(layout)) for name, layout in values["inner"].items()}
         return Record(**{**values, "inner": inner})
 
 
@@ -304,16 +303,10 @@ def parts_of(part: LocalShard, record: Record) -> dict[str, LocalShard]:
     """
     if part.extent.is_empty:
         return {}
-    layouts = cast(Mapping[str, _InnerLayout], record.inner)
     return {
-        f".{name}": LocalShard(tensor, extent=layouts[name].extent_at(part.extent))
+        f".{name}": LocalShard(tensor, extent=record.inner[name].extent_at(part.extent))
         for name, tensor in _inner_of(part.local).items()
     }
-
-
-def _suffix(extent: ShardExtent) -> str:
-    """Return the key suffix of an earlier version for a shard with this extent of the outer tensor."""
-    return "@" + ",".join("+".join(f"{r.start}:{r.stop}" for r in ranges) for ranges in extent.ranges)
 
 
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -345,18 +338,16 @@ def wanted_of(
     for attribute, layout in record.inner.items():
         label = f"{name}.{attribute}"
         try:
-            extent = None if layout is None else layout.extent_at(part.extent)
+            extent = layout.extent_at(part.extent)
         except ValueError as error:
             if not part.extent.is_empty:
                 mismatch.classes[label] = f"{error}. {_SAME_MESH}"
             continue
-        suffix = f".{attribute}{_suffix(part.extent) if extent is None else ''}"
-        spec = saved(suffix)
+        spec = saved(f".{attribute}")
         if spec is None:
-            if not part.extent.is_empty:
-                mismatch.classes[label] = f"saved as other shards than that of {_suffix(part.extent)[1:]}. {_SAME_MESH}"
+            mismatch.classes[label] = f"the checkpoint lacks this part of a {record.kind}"
             continue
-        shape, dtype = spec[0] if extent is None else extent.local_shape, spec[1]
+        shape, dtype = extent.local_shape, spec[1]
         tensor = inner.get(attribute)
         if tensor is None:
             mismatch.classes[label] = f"saved, but this {record.kind} does not have it"
@@ -365,7 +356,7 @@ def wanted_of(
             mismatch.shapes[label] = differ(shape, tuple(tensor.shape))
         elif tensor.dtype != dtype:
             mismatch.dtypes[label] = differ(dtype_name(dtype), dtype_name(tensor.dtype))
-        parts[suffix] = LocalShard(tensor, extent=extent)
+        parts[f".{attribute}"] = LocalShard(tensor, extent=extent)
     return parts
 
 
