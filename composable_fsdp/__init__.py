@@ -13,7 +13,13 @@ Shard every block, then the model itself::
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from composable_fsdp._api.fsdp_module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
+from composable_fsdp._api.fsdp_module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    no_sync,
+    share_comm_ctx,
+)
 from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
 from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._consistency.shutdown import shutdown
@@ -63,6 +69,7 @@ __all__ = [
     "FSDPError",
     "FSDPModule",
     "Float8",
+    "GradientReductionHandle",
     "Int4",
     "Int8",
     "MixedPrecisionPolicy",

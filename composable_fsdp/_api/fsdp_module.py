@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 
 from composable_fsdp._api.group_setters import (
     check_between_steps,
@@ -51,6 +52,10 @@ __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", 
 logger = logging.getLogger(__name__)
 
 
+TorchGradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
+"""Torch has it from 2.15 on."""
+
+
 class UnshardHandle(TorchUnshardHandle):
     """Handle of an all-gather in flight, returned by ``FSDPModule.unshard(async_op=True)``."""
 
@@ -65,7 +70,7 @@ class UnshardHandle(TorchUnshardHandle):
             state.group.wait()
 
 
-class GradientReductionHandle:
+class GradientReductionHandle(TorchGradientReductionHandle):  # type: ignore[misc, valid-type]
     """Handle of gradient reductions in flight, returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
     def __init__(self, root: Root) -> None:
@@ -638,6 +643,8 @@ _BY_HAND = (
 _UNSUPPORTED = {
     **dict.fromkeys(("calibrate", "costs", "set_costs", "schedule_choice", "set_max_extra_bytes"), _BY_HAND),
     "set_stable_storage": "leave it out, and compile blocks with block.compile(): their graphs hold no collectives",
+    "set_keep_unsharded_storage": "leave it out. set_reshard_after_forward(False) with "
+    "set_reshard_after_backward(False) keeps the unsharded parameters where they are",
     "set_all_gather_layout": "leave it out, since large parameters are gathered into their place without copies. "
     "Tensor subclasses and comm_policy decide what is sent",
     "set_all_gather_output_fn": "leave it out: shards of dim 0 need no copy if they are large, and those of other dims "
@@ -646,7 +653,16 @@ _UNSUPPORTED = {
     "set_reduce_scatter_input_fn": "leave it out, or change what is sent by comm_policy or by fsdp_pre_reduce_scatter "
     "of a tensor subclass",
 }
-"""Methods of earlier versions and of torch's main branch that sharded modules lack, and what to do instead."""
+"""Methods of earlier versions and of torch that sharded modules lack, and what to do instead."""
+
+
+def _of_torch_alone() -> list[str]:
+    """Return the public methods of the installed torch's class that ours lacks."""
+    return [name for name in dir(TorchFSDPModule) if not name.startswith("_") and name not in vars(FSDPModule)]
+
+
+for _name in _of_torch_alone():
+    setattr(FSDPModule, _name, property())  # has no getter, so that __getattr__ is called
 
 
 def _getattr(module: nn.Module, name: str) -> Any:
@@ -663,6 +679,11 @@ def _getattr(module: nn.Module, name: str) -> Any:
         raise MissingNameError(f"{name} is now model.{_RENAMED[name]}.")
     if name in _UNSUPPORTED:
         raise MissingNameError(f"{name} is not supported in this version; {_UNSUPPORTED[name]}.")
+    if name in vars(TorchFSDPModule):
+        raise MissingNameError(
+            f"{name} is a method of FSDPModule in torch {torch.__version__} that is not supported in this version. "
+            "Leave it out, or shard the model by torch's own fully_shard."
+        )
     return nn.Module.__getattr__(module, name)
 
 
@@ -684,8 +705,7 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
             body["forward"] = hooked_forward(original.forward)
         if original.__getattr__ is nn.Module.__getattr__:
             body["__getattr__"] = _getattr
-        gone = [name for name in (*_RENAMED, *_UNSUPPORTED) if hasattr(TorchFSDPModule, name)]
-        body |= {name: property() for name in gone}  # has no getter, so that __getattr__ is called
+        body |= {name: property() for name in _of_torch_alone()}  # some may have come after the import
         made = types.new_class(
             f"FSDP{original.__name__}", (FSDPModule, original), exec_body=lambda namespace: namespace.update(body)
         )

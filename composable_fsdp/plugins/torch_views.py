@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from operator import attrgetter
 from types import FrameType
@@ -26,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._core.events import Pass
 from composable_fsdp._core.hooks import ModuleHooks, calling_frame, root_of, wrapped_hook
+from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import HookHandles, Observer
 from composable_fsdp._core.state import ForwardCall, FSDPState, ModuleReference
@@ -45,11 +47,11 @@ _REMEDIES = {
         "one fully_shard for a whole model: torch's own reads this name where a module around ours is sharded by it; "
         "composable_fsdp.interop.patch_torch(), called before, makes its callers use ours"
     ),
-    "_comm_ctx comm_ctx": "composable_fsdp.share_comm_ctx(modules)",
     "_module_fqn": "named_modules() of the model",
     "_module_info _param_fqn": "named_parameters() of the model",
+    "_mp_policy mp_policy": "the mp_policy of fully_shard",
     "_modules_to_run_forward": "forward hooks of the modules",
-    "_mp_policy _reduce_dtype mp_policy param_dtype": "the mp_policy that was passed to fully_shard",
+    "_reduce_dtype param_dtype": "_mp_policy, or the mp_policy that was passed to fully_shard",
     "_all_gather_process_group _reduce_scatter_process_group": "get_group() of the mesh that was passed to fully_shard",
     "_orig_dtype _orig_size _sharded_param_data orig_dtype padded_sharded_param_size sharded_size": (
         "the DTensor of the module: its shape, dtype and to_local()"
@@ -73,15 +75,18 @@ _REMEDIES = {
 _REMEDY_OF = {name: remedy for names, remedy in _REMEDIES.items() for name in names.split()}
 
 
-def _refuse(view: object, name: str) -> Any:
+def _refuse(view: object, name: str, problem: str = "does not exist") -> Any:
     remedy = _REMEDY_OF.get(name, "the methods of the module, see docs/upstream.md")
-    raise MissingNameError(f"{name} of torch's FSDP2 does not exist here. Use {remedy.format(name)}.")
+    raise MissingNameError(f"{name} of torch's FSDP2 {problem} here. Use {remedy.format(name)}.")
 
 
 def _set_known(view: object, name: str, value: object) -> None:
     """Set an attribute of a view, but none that only torch's objects have: it would have no effect."""
-    if not hasattr(type(view), name):
+    known = getattr(type(view), name, None)
+    if known is None:
         _refuse(view, name)
+    if isinstance(known, property) and known.fset is None:
+        _refuse(view, name, "cannot be set")
     object.__setattr__(view, name, value)
 
 
@@ -169,6 +174,17 @@ class ClientState:
         """The object shared by all states of a root. Each view can serve as it."""
         return self
 
+    def _share(self, streams: CommStreams) -> None:
+        root_of(self._state).streams = streams
+
+    _comm_ctx = comm_ctx = property(lambda view: root_of(view._state).streams, _share)
+    """One object for each communication context: pipelines compare its identity. Torch's ``share_comm_ctx`` sets it."""
+
+    @property
+    def manual_backward_finalization(self) -> bool:
+        root = self._state.root
+        return root is not None and root.finalization.is_manual
+
     @property
     def all_states(self) -> list[Any]:
         """The views of all FSDP states of the root, in the order of its modules."""
@@ -202,7 +218,21 @@ class ClientState:
         if handle.id in module._forward_hooks:
             module._forward_hooks_always_called[handle.id] = True
 
+    @property
+    def _mp_policy(self) -> Any:
+        """The policy of the call, of torch's class unless it has a field that torch's lacks."""
+        policy = self._state.options.precision
+        given = {name: value for name, value in vars(policy).items() if value is not None}
+        known = {field.name for field in fields(torch_fsdp.MixedPrecisionPolicy)}
+        return torch_fsdp.MixedPrecisionPolicy(**given) if given.keys() <= known else policy
+
+    mp_policy = _mp_policy
+
     # -- names of the parameter group
+
+    _module_fqn = property(attrgetter("_state.name"))
+    gradient_divide_factor = property(attrgetter("_state.group.gradients.divide_factor"))
+    force_sum_reduction_for_comms = property(attrgetter("_state.group.gradients.sum_only"))
 
     pre_backward = _replaceable("pre_backward")
     post_backward = _replaceable("post_backward")
@@ -284,6 +314,10 @@ class ClientParam:
 
     sharded_param = property(attrgetter("_parameter.sharded"))
     unsharded_param = _unsharded_param = property(attrgetter("_parameter.unsharded"))
+    _param_fqn = property(attrgetter("_parameter.name"))
+    _orig_dtype = orig_dtype = property(attrgetter("_parameter.sharded.dtype"))
+    _orig_size = property(attrgetter("_parameter.sharded.shape"))
+    sharded_size = property(lambda view: view._parameter.sharded.to_local().shape)
 
 
 class TorchViews(Observer):

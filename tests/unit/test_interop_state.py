@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import gc
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
-from composable_fsdp import FSDPModule, fully_shard
-from composable_fsdp.errors import UnsupportedError
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from composable_fsdp.errors import MissingNameError, UnsupportedError
 from composable_fsdp.policies import ReshardKind
 from tests._internals import ClientState, ParameterState, state_of
 from tests.helpers.sharding import single_rank
@@ -312,6 +313,55 @@ def test_hooks_of_tensors_see_the_pass_for_which_they_gather() -> None:
     assert seen == [(0, True, TrainingState.IDLE)]
 
 
+def test_states_groups_and_parameters_show_policy_names_and_shapes() -> None:
+    policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    for each in (*model, model):
+        fully_shard(each, mp_policy=policy)
+    model[1].set_gradient_divide_factor(3)
+    model(torch.ones(1, 3))
+    state = model[1]._get_fsdp_state()
+    group = state._fsdp_param_group
+    weight, bias = group.fsdp_params
+    assert state._mp_policy == policy == group.mp_policy
+    assert (group._module_fqn, weight._param_fqn, bias._param_fqn) == ("1", "weight", "bias")
+    assert (group.gradient_divide_factor, group.force_sum_reduction_for_comms) == (3, False)
+    assert (weight._orig_dtype, weight._orig_size, bias.sharded_size) == (torch.float32, (2, 5), (2,))
+    for view, name, instead in (
+        (group, "gradient_divide_factor", r"set_gradient_divide_factor\(\) of the module"),
+        (state, "_mp_policy", "the mp_policy of fully_shard"),
+        (weight, "_param_fqn", r"named_parameters\(\) of the model"),
+    ):
+        text = rf"^{name} of torch's FSDP2 cannot be set here\. Use {instead}"
+        with pytest.raises(MissingNameError, match=text):
+            setattr(view, name, None)
+    own = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(grad_dtype=torch.float32))
+    assert torch_state(own)._mp_policy.grad_dtype is torch.float32
+
+
+def test_a_communication_context_is_one_object_for_the_roots_that_share_it() -> None:
+    def contexts() -> list[Any]:
+        return [each._get_fsdp_state()._comm_ctx for each in roots]
+
+    roots: list[Any] = [fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)))) for _ in range(3)]
+    one, two, three = contexts()
+    assert len({id(one), id(two), id(three)}) == 3
+    assert roots[0][0]._get_fsdp_state()._fsdp_param_group.comm_ctx is one
+    share_comm_ctx(roots[:2])
+    assert [each is one for each in contexts()] == [True, True, False]
+    torch_fsdp.share_comm_ctx(roots[1:])  # torch's own function
+    assert [each is one for each in contexts()] == [True, True, True]
+
+
+def test_a_method_that_only_torchs_class_has_is_refused_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_fsdp.FSDPModule, "set_of_next_year", lambda self, value: None, raising=False)
+    module: Any = fully_shard(type("Late", (nn.Linear,), {})(2, 2))
+    text = rf"^set_of_next_year is a method of FSDPModule in torch {re.escape(torch.__version__)} that is not supported"
+    with pytest.raises(MissingNameError, match=text):
+        module.set_of_next_year(True)
+    assert not hasattr(module, "set_of_next_year")
+
+
 @pytest.mark.parametrize(
     ("place", "name", "instead"),
     [
@@ -327,17 +377,11 @@ def test_hooks_of_tensors_see_the_pass_for_which_they_gather() -> None:
         ("Param", "unsharded_accumulated_grad", r"get_pending_gradients\(\) and zero_grad\(\)"),
         ("Param", "all_gather_outputs", "unsharded_param of the parameter"),
         ("Param", "padded_sharded_param_size", r"the DTensor of the module: its shape, dtype and to_local\(\)"),
-        ("Param", "_param_fqn", r"named_parameters\(\) of the model"),
         ("Param", "accumulate_unsharded_grad_if_needed", r"nothing: post_backward\(\) finds the gradients"),
         ("ParamGroup", "unshard", r"unshard\(\) of the module"),
-        ("ParamGroup", "gradient_divide_factor", r"set_gradient_divide_factor\(\) of the module"),
-        ("ParamGroup", "mp_policy", "the mp_policy that was passed to fully_shard"),
         ("State", "_modules_to_run_forward", "forward hooks of the modules"),
         ("Param", "to_sharded", r"reshard\(\) of the module"),
         ("Param", "to_unsharded", r"unshard\(\) of the module"),
-        ("State", "_comm_ctx", r"composable_fsdp.share_comm_ctx\(modules\)"),
-        ("ParamGroup", "comm_ctx", r"composable_fsdp.share_comm_ctx\(modules\)"),
-        ("ParamGroup", "_module_fqn", r"named_modules\(\) of the model"),
         ("State", "FSDPCommContext", "methods of the module, see docs/upstream.md"),
         ("State", "_a_mark_of_a_library", "methods of the module, see docs/upstream.md"),
         ("ParamGroup", "a_name_of_next_year", "methods of the module, see docs/upstream.md"),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-from composable_fsdp import FSDPModule, UnshardHandle, fully_shard, share_comm_ctx
+from composable_fsdp import FSDPModule, GradientReductionHandle, UnshardHandle, fully_shard, share_comm_ctx
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from tests._internals import CommStream, root_of, state_of
 from tests.helpers.sharding import single_rank
@@ -174,6 +174,11 @@ def sharded_linear() -> type:
         pytest.param(lambda: FSDPModule, torch_fsdp.FSDPModule, id="FSDPModule"),
         pytest.param(sharded_linear, torch_fsdp.FSDPModule, id="class of a sharded module"),
         pytest.param(lambda: UnshardHandle, torch_fsdp.UnshardHandle, id="UnshardHandle"),
+        pytest.param(
+            lambda: GradientReductionHandle,
+            getattr(torch_fsdp, "GradientReductionHandle", object),  # from torch 2.15 on
+            id="GradientReductionHandle",
+        ),
     ],
 )
 def test_no_attribute_comes_from_torchs_class(ours: Callable[[], type], theirs: type) -> None:
