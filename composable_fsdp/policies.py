@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 
@@ -71,9 +73,12 @@ class MixedPrecisionPolicy:
             a ``grad_dtype`` of the parameter itself is preferred. ``None`` leaves autograd's in the dtype of the
             computation, and sharded ones in the original dtype. Operations of torch compute gradients in the dtype of
             the computation, and autograd then casts them; an autograd function of yours may return wider ones.
+        param_dtype_override_fn: called once with each parameter in ``fully_shard``. It returns ``None`` or
+            ``param_dtype``, or the original dtype of the parameter, which then computes in that. All ranks must return
+            the same. Inputs are cast to ``param_dtype`` all the same.
 
     Raises:
-        ArgumentTypeError: a dtype is no ``torch.dtype``.
+        ArgumentTypeError: a dtype is no ``torch.dtype``, or ``param_dtype_override_fn`` cannot be called.
         ConfigurationError: a dtype is not for floating-point or complex numbers; ``grad_dtype`` not for floating-point.
     """
 
@@ -82,8 +87,14 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     grad_dtype: torch.dtype | None = None
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise ArgumentTypeError(
+                "param_dtype_override_fn must be a function from a parameter to a dtype or None, not "
+                f"{self.param_dtype_override_fn!r}."
+            )
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
@@ -95,6 +106,22 @@ class MixedPrecisionPolicy:
                     f"{name} must be a floating-point dtype, not {dtype}. To communicate parameters or gradients in "
                     "fewer bits, pass comm_policy=CommunicationPolicy(all_gather=Int8())."
                 )
+
+    def of_parameter(self, name: str, parameter: nn.Parameter) -> MixedPrecisionPolicy:
+        """Return the policy of ``parameter``: this one, with the answer of ``param_dtype_override_fn``.
+
+        Raises:
+            ConfigurationError: the answer is neither ``None``, ``param_dtype`` nor the parameter's dtype.
+        """
+        if self.param_dtype_override_fn is None:
+            return self
+        dtype = self.param_dtype_override_fn(parameter)
+        if dtype not in (None, self.param_dtype, parameter.dtype):
+            raise ConfigurationError(
+                f"param_dtype_override_fn returned {dtype!r} for parameter {name!r}; it must return None, param_dtype "
+                f"({self.param_dtype}), or the parameter's original dtype ({parameter.dtype})."
+            )
+        return replace(self, param_dtype=dtype or self.param_dtype, param_dtype_override_fn=None)
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype of an unsharded parameter whose shard has the dtype ``original``."""

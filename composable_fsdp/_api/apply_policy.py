@@ -58,14 +58,13 @@ def shard_by_policy(model: nn.Module, policy: object, shard: Callable[..., objec
     ignored = find_ignored([model], options["ignored_params"], options["ignored_modules"])
     groups = plan_groups(as_wrap_policy(policy), Scope(model, ignored.modules, ignored.parameters), OVERRIDABLE)
     options_of = [_options_of(group, options) for group in groups]
-    by_name = {option: dict(options[option]) for option in _BY_NAME if isinstance(options[option], Mapping)}
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for option, policies in by_name.items():
-        unknown = sorted(set(policies) - names - ({""} if option == "mp_policy" else set()))
-        if unknown:
-            raise ConfigurationError(
-                f"{option} has {unknown}, which are not among the names of model.named_parameters()."
-            )
+    offload = options["offload_policy"]
+    by_name = dict(offload) if isinstance(offload, Mapping) else None
+    unknown = sorted(set(by_name or ()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    if unknown:
+        raise ConfigurationError(
+            f"offload_policy has {unknown}, which are not among the names of model.named_parameters()."
+        )
     init: InitFunction | None = options["param_init_fn"]
     sharded = set(states_below(model))
     owner_states = sharded | {state_of(owner) for owner in options["shared_from"]}
@@ -76,26 +75,18 @@ def shard_by_policy(model: nn.Module, policy: object, shard: Callable[..., objec
                 materialize_meta(module, init, ignored, registered)
         owners = [state.modules[0] for state in holders(group.modules) if state in owner_states]
         target = group.modules[0] if len(group.modules) == 1 else list(group.modules)
-        for option, policies in by_name.items():
-            if option not in group.overrides:
-                chosen[option] = _take(policies, group)
+        if by_name is not None and "offload_policy" not in group.overrides:
+            chosen["offload_policy"] = _take(by_name, group)
         shard(target, **{**chosen, "shared_from": owners, "param_init_fn": None})
         owner_states.add(state_of(group.modules[0]))
 
 
-_BY_NAME = ("mp_policy", "offload_policy")
-"""The options that may be a mapping from names of parameters."""
-
-
 def _take(policies: dict[str, object], group: Group) -> dict[str, object]:
-    """Remove and return the entries of ``policies`` for parameters of ``group``, by their names in its call.
-
-    The entry ``""`` is returned for every group.
-    """
-    taken = {"": policies[""]} if "" in policies else {}
+    """Remove and return the entries of ``policies`` for parameters of ``group``, by their names in its call."""
+    taken = {}
     for index, path in enumerate(group.names):
         before, within = f"{path}." if path else "", f"{index}." if len(group.names) > 1 else ""
-        for name in [name for name in policies if name and name.startswith(before)]:
+        for name in [name for name in policies if name.startswith(before)]:
             taken[within + name.removeprefix(before)] = policies.pop(name)
     return taken
 

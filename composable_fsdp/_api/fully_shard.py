@@ -53,7 +53,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
-    mp_policy: MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
@@ -95,9 +95,8 @@ def fully_shard(
             ``set_schedule(prefetch_limit=...)`` says.
         shard_placement_fn: called with each parameter. Returns ``Shard(d)``, where ``d`` may be negative; ``None`` for
             ``Shard(0)``; or a ``ShardPlacementResult`` with another mesh, such as that of experts.
-        mp_policy: dtypes of computation, reduction and output. Our class or torch's. A mapping has the policies of
-            parameters by name. Its entry ``""`` is that of the module: of its inputs and outputs, and of parameters
-            without an entry. One all-gather takes all of them, whatever their dtypes.
+        mp_policy: dtypes of computation, reduction and output. Our class or torch's. One all-gather takes all
+            parameters, whatever dtypes ``param_dtype_override_fn`` gives them.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU. Our class or torch's.
             A mapping has the policies of parameters by name; others are not offloaded. :func:`cpu_offload_by_budget`
             makes one. ``None`` offloads nothing.
@@ -144,12 +143,7 @@ def fully_shard(
     if strategy is not None:
         resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
         mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
-    precision: MixedPrecisionPolicy | dict[str, MixedPrecisionPolicy] = (
-        {name: as_mixed_precision_policy(each) for name, each in mp_policy.items()}
-        if isinstance(mp_policy, Mapping)
-        else as_mixed_precision_policy(mp_policy)
-    )
-    own_precision = _policy_of_module(precision) if isinstance(precision, dict) else precision
+    precision = as_mixed_precision_policy(mp_policy)
     offload: OffloadPolicy | dict[str, OffloadPolicy] = (
         {name: as_offload_policy(each) for name, each in offload_policy.items()}
         if isinstance(offload_policy, Mapping)
@@ -200,7 +194,7 @@ def fully_shard(
         group.cut = cut
         for source, parameter in zip(sources, group.parameters, strict=True):
             note_replaced(source, parameter, name)
-        state = FSDPState(_outermost(modules), group, Options(reshard, own_precision), owner_states)
+        state = FSDPState(_outermost(modules), group, Options(reshard, precision), owner_states)
         handles = install_hooks(state)
         optimizer_hooks.keep_for(state)
         _move_buffers(below, axes.device, ignored.buffers)
@@ -250,16 +244,6 @@ def _unknown_argument(name: str) -> ArgumentTypeError:
     return ArgumentTypeError(
         f"fully_shard() got an unexpected keyword argument {name!r}: it is FSDP1's. {_FSDP1_ARGUMENTS[name]}."
     )
-
-
-def _policy_of_module(policies: Mapping[str, MixedPrecisionPolicy]) -> MixedPrecisionPolicy:
-    for name, policy in policies.items():
-        if name and (policy.output_dtype is not None or not policy.cast_forward_inputs):
-            raise ConfigurationError(
-                f"mp_policy[{name!r}] has an output_dtype or cast_forward_inputs=False. A parameter has no inputs and "
-                'outputs: pass them in mp_policy[""], the policy of the module.'
-            )
-    return policies.get("", MixedPrecisionPolicy())
 
 
 def _as_model(module: object) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -33,23 +32,17 @@ __all__ = [
 PlacementFunction = Callable[[nn.Parameter], object]
 
 
-Chosen = TypeVar("Chosen", MixedPrecisionPolicy, OffloadPolicy)
-
-
-def _by_name(
-    option: str, given: Chosen | Mapping[str, Chosen], default: Chosen, names: Sequence[str]
-) -> dict[str, Chosen]:
+def _by_name(given: OffloadPolicy | Mapping[str, OffloadPolicy], names: Sequence[str]) -> dict[str, OffloadPolicy]:
     """Return the policy of each parameter of ``names``; raise if a name in a mapping is no parameter of the call."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)
-    allowed = {*names, ""} if option == "mp_policy" else set(names)
-    unknown = sorted(set(given) - allowed)
+    unknown = sorted(set(given) - set(names))
     if unknown:
         raise ConfigurationError(
-            f"{option} has {unknown}, which no parameter of this call is named. Names are those of "
+            f"offload_policy has {unknown}, which no parameter of this call is named. Names are those of "
             f"module.named_parameters(), without parameters that earlier calls took or that are ignored: {names}."
         )
-    return {name: given.get(name, given.get("", default)) for name in names}
+    return {name: given.get(name, OffloadPolicy()) for name in names}
 
 
 def _no_codec(_: nn.Parameter) -> None:
@@ -69,7 +62,7 @@ class ParamDiscovery:
         owner_states: FSDP states whose parameters these modules may use too.
         communication_of: returns the codecs of each parameter.
         offload: the policy of all parameters, or those of parameters by name.
-        precision: as ``offload``; the entry ``""`` is that of parameters without one.
+        precision: the policy of the call.
     """
 
     axes: DataParallelAxes
@@ -80,7 +73,7 @@ class ParamDiscovery:
     owner_states: Sequence[FSDPState] = ()
     communication_of: Callable[[nn.Parameter], Hashable | None] = _no_codec
     offload: OffloadPolicy | Mapping[str, OffloadPolicy] = OffloadPolicy()  # noqa: RUF009 (frozen)
-    precision: MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] = MixedPrecisionPolicy()  # noqa: RUF009
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009 (frozen)
     _axes_of: dict[tuple[DeviceMesh, str, float | None], DataParallelAxes] = field(default_factory=dict)
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
@@ -100,8 +93,7 @@ class ParamDiscovery:
                 found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
         self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
         names = [name for name, _, _, _ in found.values()]
-        offloads = _by_name("offload_policy", self.offload, OffloadPolicy(), names)
-        precisions = _by_name("mp_policy", self.precision, MixedPrecisionPolicy(), names)
+        offloads = _by_name(self.offload, names)
         return [
             ParameterSource(
                 name,
@@ -110,7 +102,7 @@ class ParamDiscovery:
                 self._sharding(name, parameter, module_name),
                 self.communication_of(parameter),
                 offloads[name],
-                precisions[name],
+                self.precision.of_parameter(name, parameter),
             )
             for name, module_name, parameter, owners in found.values()
         ]

@@ -6,7 +6,7 @@ our class inherits from it. It inherits no behaviour: a test fails on any attrib
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar, cast
 
 from torch.distributed import fsdp as torch_fsdp
@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from composable_fsdp._api.strategy import ShardingStrategy
 from composable_fsdp._core.full_mesh import ShardPlacementResult
-from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from composable_fsdp.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 TORCH_FUNCTIONS = (torch_fsdp.fully_shard, torch_fsdp.register_fsdp_forward_method, torch_fsdp.share_comm_ctx)
@@ -52,7 +52,16 @@ def _as_ours(given: object, kind: type[T], argument: str, expected: str) -> T:
         return given
     if not isinstance(given, torch_kind):
         raise ArgumentTypeError(f"{argument} must be {expected}, not {type(given).__name__}.")
-    names = (field.name for field in fields(cast(Any, kind)))
+    names = {field.name for field in fields(cast(Any, kind))}
+    for field in fields(cast(Any, given)):
+        value, default = getattr(given, field.name), field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        if field.name not in names and value != default:
+            raise UnsupportedError(
+                f"{argument} has {field.name}={value!r}, which is not supported for {type(given).__name__} in this "
+                "version. Leave it out."
+            )
     return kind(**{name: getattr(given, name) for name in names if hasattr(given, name)})
 
 

@@ -34,9 +34,12 @@ REASONS = {
     "fully_shard(**unknown)": "Ours names the right argument in the error for one that does not exist.",
     "MixedPrecisionPolicy(grad_dtype)": "Ours has the field of torch's open pull request 197368.",
     "fully_shard(mp_policy)": "The default of ours has that field, with the value that changes nothing.",
+    "MixedPrecisionPolicy(param_dtype_override_fn)": "Ours has the field of torch 2.15.",
+    "FSDPModule.set_keep_unsharded_storage": "Ours keeps parameters by set_reshard_after_forward and _backward.",
+    "GradientReductionHandle(root)": "As UnshardHandle.",
     "UnshardHandle(state)": "Neither is constructed by users: torch's public class is a base without a constructor.",
 }
-"""The reason for each difference: ``name`` for one that only one side has, ``name(parameter)`` for a parameter."""
+"""The reason for each difference from any supported torch: ``name`` for one that only one side has, ``name(parameter)`` for a parameter."""
 
 _MORE_CALLS = {
     "`Shard(d)` with `d > 0` of a size that the ranks do not divide": ("an error", "trains", "`uneven_columns`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -21,10 +22,6 @@ from composable_fsdp import (
     unsharded_params,
 )
 from composable_fsdp.testing import RanksError
-from tests._internals import (
-    gather_messages,
-    state_of,
-)
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, seeded, shard_layers, squared_error, vectors
 from tests.helpers.run_ranks import run_ranks
@@ -527,7 +524,7 @@ def test_a_subclass_of_parameter_keeps_its_class_and_its_packed_bytes() -> None:
         run_ranks(keep_packed, 2, storage)
 
 
-# -- policies by name
+# -- parameters that compute in their original dtype
 
 
 class Gate(nn.Module):
@@ -543,60 +540,64 @@ class Gate(nn.Module):
         return torch.sin(y.to(self.scale.dtype) * self.scale)
 
 
-PRECISE = {"scale": MixedPrecisionPolicy(reduce_dtype=FP32)}
-BY_NAME: dict[str, dict[str, Any]] = {
-    "one reduce dtype": {"": MixedPrecisionPolicy(BF16, FP32), **PRECISE},
-    "two reduce dtypes": {"": peer.MixedPrecisionPolicy(BF16, BF16), **PRECISE},
-    "the module's is the default": {"matrix.weight": MixedPrecisionPolicy(BF16, FP32)},
-    "output": {"": MixedPrecisionPolicy(BF16, FP32, BF16), **PRECISE},
+def original_of_vectors(parameter: nn.Parameter) -> torch.dtype | None:
+    return parameter.dtype if parameter.ndim == 1 else None
+
+
+def bf16_of_matrices(parameter: nn.Parameter) -> torch.dtype:
+    return BF16 if parameter.ndim == 2 else FP32
+
+
+OVERRIDES: dict[str, Any] = {
+    "original or None": MixedPrecisionPolicy(BF16, FP32, param_dtype_override_fn=original_of_vectors),
+    "original or param_dtype": MixedPrecisionPolicy(BF16, FP32, param_dtype_override_fn=bf16_of_matrices),
+    "output": MixedPrecisionPolicy(BF16, FP32, BF16, param_dtype_override_fn=original_of_vectors),
 }
 
 
 def gradients_of_all_ranks(
-    gate: Gate, batches: list[torch.Tensor], policies: dict[str, Any]
+    gate: Gate, batches: list[torch.Tensor], policy: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the outputs, and the gradients of the parameters of the unsharded ``gate``, averaged over the ranks."""
-    of_module = policies.get("", MixedPrecisionPolicy())
-    own = {name: policies.get(name, of_module) for name, _ in gate.named_parameters()}
-    outputs, sums = [], {name: torch.zeros(()) for name in own}
+    outputs, sums = [], [torch.zeros(()), torch.zeros(())]  # of the scale and of the matrix
     for x in batches:
-        used = {name: p.detach().to(own[name].param_dtype or FP32) for name, p in gate.named_parameters()}
-        for parameter in used.values():
-            parameter.requires_grad_()
-        # A module without a policy of its own does not cast its inputs: the matrix does.
-        x = x.to(of_module.param_dtype or used["matrix.weight"].dtype)
-        output = torch.func.functional_call(gate, used, (x,))
-        output = output.to(of_module.output_dtype or output.dtype)
+        scale, weight = gate.scale.detach().requires_grad_(), gate.matrix.weight.detach().to(BF16).requires_grad_()
+        output = torch.func.functional_call(gate, {"scale": scale, "matrix.weight": weight}, (x.to(BF16),))
+        output = output.to(policy.output_dtype or output.dtype)
         outputs.append(output.detach())
-        output.float().square().mean().backward()
-        for name, parameter in used.items():
-            assert parameter.grad is not None
-            sums[name] = sums[name] + parameter.grad.to(own[name].reduce_dtype or FP32)
-    return outputs, [total.float() / len(batches) for total in sums.values()]
+        gradients = torch.autograd.grad(output.float().square().mean(), (scale, weight))
+        sums = [total + gradient.float() for total, gradient in zip(sums, gradients, strict=True)]
+    return outputs, [total / len(batches) for total in sums]
 
 
-def compare_policies_by_name(case: str, mode: str) -> None:
+def compare_overrides(case: str, mode: str) -> None:
     torch.manual_seed(0)
-    policies, rank = BY_NAME[case], dist.get_rank()
+    policy, rank = OVERRIDES[case], dist.get_rank()
+    asked: list[torch.Size] = []
+
+    def answer(parameter: nn.Parameter) -> torch.dtype | None:
+        asked.append(parameter.shape)
+        answered: torch.dtype | None = policy.param_dtype_override_fn(parameter)
+        return answered
+
+    counting = dataclasses.replace(policy, param_dtype_override_fn=answer)
     reference = Gate()
     model: Any = nn.Sequential(copy.deepcopy(reference), nn.Identity())
-    casts = "" not in policies
     if mode == "policy":
-        fully_shard(model, policy={Gate}, mp_policy={f"0.{n}" if n else n: each for n, each in policies.items()})
+        fully_shard(model, policy={Gate}, mp_policy=counting)
     else:
-        fully_shard(model[0], mp_policy=policies)
+        fully_shard(model[0], mp_policy=counting)
         fully_shard(model)
-    gate = model[0]
     if mode == "copy":
         model = copy.deepcopy(model)
-        gate = model[0]
+    gate = model[0]
     assert [p.dtype for p in model.parameters()] == [FP32, FP32], "shards keep their dtype"
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (reference, model)]
     for step in range(3):
         batches = [torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
-        expected, gradients = gradients_of_all_ranks(reference, batches, policies)
+        expected, gradients = gradients_of_all_ranks(reference, batches, policy)
         with counted_collectives() as counts:
-            output = model(batches[rank].to(BF16) if casts else batches[rank])
+            output = model(batches[rank])
             output.float().square().mean().backward()
         assert (counts["all_gather"], counts["reduce_scatter"]) == (2, 1), str(counts)
         assert output.dtype == expected[rank].dtype
@@ -607,31 +608,32 @@ def compare_policies_by_name(case: str, mode: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert gather_messages(state_of(gate).group.plan) == 1
     gate.unshard()
     assert (gate.matrix.weight.dtype, gate.scale.dtype) == (BF16, FP32)
+    assert sorted(asked) == [(64,), (64, 64)], "each parameter once"
     gate.reshard()
-    other: Any = fully_shard(Gate(), mp_policy=policies)
+    other: Any = fully_shard(Gate(), mp_policy=policy)
     other.load_state_dict(gate.state_dict())
-    for a, b, c in zip(gate.parameters(), other.parameters(), reference.parameters(), strict=True):
-        assert a.dtype == b.dtype == FP32
-        assert torch.equal(a.full_tensor(), c)
-        assert torch.equal(b.full_tensor(), c)
+    for a, b in zip(gate.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.full_tensor(), b.full_tensor())
 
 
 @pytest.mark.behaviour("D-01")
-@pytest.mark.parametrize("mode", ["call", "policy", "copy"])
-@pytest.mark.parametrize("case", BY_NAME)
-def test_parameters_with_policies_by_name_share_messages_and_train_as_the_unsharded_model(case: str, mode: str) -> None:
-    run_ranks(compare_policies_by_name, 2, case, mode, environment=SOCKETS)
+@pytest.mark.parametrize(
+    ("case", "mode"), [*((case, "call") for case in OVERRIDES), ("output", "policy"), ("original or None", "copy")]
+)
+def test_parameters_in_their_original_dtype_share_messages_and_train_as_the_unsharded_model(
+    case: str, mode: str
+) -> None:
+    run_ranks(compare_overrides, 2, case, mode, environment=SOCKETS)
 
 
-def shard_with_other_policies() -> None:
-    dtype = (BF16, FP16)[dist.get_rank()]
-    model = fully_shard(Gate(), mp_policy={"matrix.weight": MixedPrecisionPolicy(dtype, FP32)})
-    model(torch.randn(4, 64))
+def shard_with_other_answers() -> None:
+    function = (original_of_vectors, None)[dist.get_rank()]
+    policy = MixedPrecisionPolicy(BF16, FP32, param_dtype_override_fn=function)
+    fully_shard(Gate(), mp_policy=policy)(torch.randn(4, 64))
 
 
-def test_ranks_with_other_policies_by_name_are_told_the_parameter() -> None:
-    with pytest.raises(RanksError, match=r"(?s)DivergenceError: .*'matrix.weight'.*param_dtype=torch\.(b?float16)"):
-        run_ranks(shard_with_other_policies, 2, environment=SOCKETS)
+def test_ranks_whose_functions_answer_differently_are_told_the_parameter() -> None:
+    with pytest.raises(RanksError, match=r"(?s)DivergenceError: .*'scale'.*param_dtype=torch\.(bfloat16|float32)"):
+        run_ranks(shard_with_other_answers, 2, environment=SOCKETS)

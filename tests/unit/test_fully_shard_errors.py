@@ -375,21 +375,15 @@ def test_a_dtensor_on_an_unrelated_mesh_is_refused_with_the_remedy() -> None:
         ({"reshard_after_forward": "yes"}, r"must be True, False, None or an int, not 'yes'"),
         ({"mp_policy": torch.bfloat16}, "mp_policy must be a MixedPrecisionPolicy, not dtype"),
         ({"mp_policy": None}, "mp_policy must be a MixedPrecisionPolicy, not NoneType"),
-        ({"mp_policy": {"weight": torch.bfloat16}}, "mp_policy must be a MixedPrecisionPolicy, not dtype"),
+        ({"mp_policy": {"": MixedPrecisionPolicy()}}, "mp_policy must be a MixedPrecisionPolicy, not dict"),
         (
-            {"mp_policy": {"": MixedPrecisionPolicy(), "wieght": MixedPrecisionPolicy()}},
-            r"mp_policy has \['wieght'\], which no parameter of this call is named.*: \['weight', 'bias'\]",
+            {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: torch.float16)},
+            r"param_dtype_override_fn returned torch\.float16 for parameter 'weight'; it must return None, param_dtype "
+            r"\(torch\.bfloat16\), or the parameter's original dtype \(torch\.float32\)\.",
         ),
         (
-            {"mp_policy": {"0.weight": MixedPrecisionPolicy()}, "policy": {nn.Linear}},
-            r"mp_policy has \['0.weight'\], which are not among the names of model.named_parameters",
-        ),
-        *(
-            ({"mp_policy": {"weight": policy}}, r"mp_policy\['weight'\] has an output_dtype .* pass them in mp_policy")
-            for policy in (
-                MixedPrecisionPolicy(output_dtype=torch.bfloat16),
-                MixedPrecisionPolicy(cast_forward_inputs=False),
-            )
+            {"mp_policy": MixedPrecisionPolicy(param_dtype_override_fn=lambda _: "float32"), "policy": {nn.Linear}},
+            "param_dtype_override_fn returned 'float32' for parameter 'weight'",
         ),
         ({"offload_policy": True}, "offload_policy must be an OffloadPolicy or None, not bool"),
         ({"offload_policy": MixedPrecisionPolicy()}, "offload_policy must be an OffloadPolicy or None, not Mixed"),
@@ -562,6 +556,28 @@ def test_a_dtype_of_gradients_that_is_not_real_is_refused_and_that_of_torchs_pol
     layer.bias.grad_dtype = None
     model = fully_shard(layer, mp_policy=cast(Any, Later(grad_dtype=torch.float32)))
     assert (model.weight.grad_dtype, model.bias.grad_dtype) == (torch.float32, None)
+
+
+def test_a_function_of_torchs_policy_is_read_and_a_field_that_is_not_known_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Later(TorchMixedPrecisionPolicy):
+        """torch's policy with the field of torch 2.15, and one of next year."""
+
+        param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+        of_next_year: tuple[int, ...] = ()
+
+    def original(parameter: nn.Parameter) -> torch.dtype | None:
+        return parameter.dtype if parameter.ndim == 1 else None
+
+    later: Any = partial(Later, torch.bfloat16, param_dtype_override_fn=original)
+    model = fully_shard(nn.Linear(3, 3), mp_policy=later())
+    cast(Any, model).unshard()
+    assert (model.weight.dtype, model.bias.dtype) == (torch.bfloat16, torch.float32)
+    text = r"^mp_policy has of_next_year=\(1,\), which is not supported for Later in this version\. Leave it out\.$"
+    with pytest.raises(UnsupportedError, match=text):
+        fully_shard(nn.Linear(3, 3), mp_policy=later(of_next_year=(1,)))
+    with pytest.raises(ArgumentTypeError, match=r"^param_dtype_override_fn must be a function from a parameter to a d"):
+        MixedPrecisionPolicy(param_dtype_override_fn=torch.float32)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
