@@ -70,7 +70,7 @@ class UnshardHandle(TorchUnshardHandle):
             state.group.wait()
 
 
-class GradientReductionHandle(TorchGradientReductionHandle):  # type: ignore[misc, valid-type]
+class GradientReductionHandle(TorchGradientReductionHandle):  # type: ignore[misc]
     """Handle of gradient reductions in flight, returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
     def __init__(self, root: Root) -> None:

@@ -39,7 +39,7 @@ REASONS = {
     "GradientReductionHandle(root)": "As UnshardHandle.",
     "UnshardHandle(state)": "Neither is constructed by users: torch's public class is a base without a constructor.",
 }
-"""The reason for each difference from any supported torch: ``name`` for one that only one side has, ``name(parameter)`` for a parameter."""
+"""The reason for each difference from a supported torch: ``name`` if one side lacks it, ``name(parameter)``."""
 
 _MORE_CALLS = {
     "`Shard(d)` with `d > 0` of a size that the ranks do not divide": ("an error", "trains", "`uneven_columns`"),
@@ -83,6 +83,7 @@ def comparisons() -> Iterator[Comparison]:
                 continue  # it is a parameter of the class
             of_torch, own = getattr(theirs, member), getattr(ours, member, None)
             is_inherited = own is of_torch and ours is not theirs  # it does not know our states
+            is_inherited |= isinstance(own, property) and own.fget is None  # refused
             yield _compare(f"{name}.{member}", of_torch, None if is_inherited else own)
 
 

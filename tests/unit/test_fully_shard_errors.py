@@ -382,7 +382,10 @@ def test_a_dtensor_on_an_unrelated_mesh_is_refused_with_the_remedy() -> None:
             r"\(torch\.bfloat16\), or the parameter's original dtype \(torch\.float32\)\.",
         ),
         (
-            {"mp_policy": MixedPrecisionPolicy(param_dtype_override_fn=lambda _: "float32"), "policy": {nn.Linear}},
+            {
+                "mp_policy": MixedPrecisionPolicy(param_dtype_override_fn=cast(Any, lambda _: "float32")),
+                "policy": {nn.Linear},
+            },
             "param_dtype_override_fn returned 'float32' for parameter 'weight'",
         ),
         ({"offload_policy": True}, "offload_policy must be an OffloadPolicy or None, not bool"),

@@ -314,7 +314,7 @@ def test_hooks_of_tensors_see_the_pass_for_which_they_gather() -> None:
 
 
 def test_states_groups_and_parameters_show_policy_names_and_shapes() -> None:
-    policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    policy: Any = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     for each in (*model, model):
         fully_shard(each, mp_policy=policy)

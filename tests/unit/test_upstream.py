@@ -9,7 +9,6 @@ import torch.distributed.fsdp as torch_fsdp
 
 from tests.helpers import upstream
 
-
 OF_SOME_RELEASES = {
     "MixedPrecisionPolicy(param_dtype_override_fn)",  # up to 2.14
     "FSDPModule.set_keep_unsharded_storage",  # from 2.15 on
