@@ -13,7 +13,6 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed import fsdp as torch_fsdp
 
 from composable_fsdp._api.group_setters import (
     check_between_steps,
@@ -41,7 +40,12 @@ from composable_fsdp.errors import (
     UnsupportedError,
 )
 from composable_fsdp.init.allocate_shards import allocated_shards
-from composable_fsdp.plugins.torch_views import TorchFSDPModule, TorchUnshardHandle, find_state
+from composable_fsdp.plugins.torch_views import (
+    TorchFSDPModule,
+    TorchGradientReductionHandle,
+    TorchUnshardHandle,
+    find_state,
+)
 from composable_fsdp.policies import Reshard
 
 if TYPE_CHECKING:
@@ -50,10 +54,6 @@ if TYPE_CHECKING:
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
 
 logger = logging.getLogger(__name__)
-
-
-TorchGradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
-"""Torch has it from 2.15 on."""
 
 
 class UnshardHandle(TorchUnshardHandle):

@@ -52,7 +52,7 @@ def _as_ours(given: object, kind: type[T], argument: str, expected: str) -> T:
         return given
     if not isinstance(given, torch_kind):
         raise ArgumentTypeError(f"{argument} must be {expected}, not {type(given).__name__}.")
-    names = {field.name for field in fields(cast(Any, kind))}
+    names = [field.name for field in fields(cast(Any, kind))]
     for field in fields(cast(Any, given)):
         value, default = getattr(given, field.name), field.default
         if field.default_factory is not MISSING:

@@ -38,6 +38,8 @@ __all__ = ["ClientState", "TorchViews", "client_state"]
 
 TorchFSDPModule = torch_fsdp.FSDPModule
 TorchUnshardHandle = torch_fsdp.UnshardHandle
+TorchGradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
+"""Torch has it from 2.15 on."""
 _CONTRACT = cast(Any, torch_fsdp.fully_shard).__wrapped__
 """The function under which torch's contract registers ``fully_shard``."""
 

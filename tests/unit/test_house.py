@@ -23,7 +23,7 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 315,
+    ".": 330,
     "_api": 993,
     "_consistency": 1160,
     "_core": 6230,
@@ -35,7 +35,7 @@ MOST_CODE = {
     "interop": 60,
     "optim": 1730,
     "plan": 1110,
-    "plugins": 4790,
+    "plugins": 4810,
     "testing": 380,
     "wrap": 300,
 }
