@@ -6,8 +6,7 @@ The group has twelve parameters with the shapes of a transformer block. The all-
 reduce-scatter is all that a library does after autograd has set the gradients. Both include the necessary copies,
 allocations and waits. The measured backward also has hooks and autograd, but its gradients exist already.
 
-``--batch-kib 512 --kib 2048,4096`` measures smaller gradient buckets. ``--alone`` runs all rounds of a library in
-sequence, so that its code and objects stay in the processor's caches.
+``--alone`` runs all rounds of a library in sequence, so that its code and objects stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_fsdp._core.gradients import reduce_together
 from composable_fsdp._core.memory import CommStreams
 from composable_fsdp._core.state import state_of
-from composable_fsdp.plugins.gloo import gloo_communicator
-from composable_fsdp.plugins.shared_memory import shm_communicator
 
 KIB = [64, 256, 1024, 2048, 4096, 16384, 65536]
 VECTORS = 8
@@ -144,11 +141,8 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=25)
     options.add_argument("--kib", default=",".join(map(str, KIB)), help="sizes of groups")
-    options.add_argument("--batch-kib", type=int, help="least batch of gradients, instead of our own")
     options.add_argument("--alone", action="store_true", help="all rounds of a library one after the other")
     arguments = options.parse_args()
-    if arguments.batch_kib is not None:
-        gloo_communicator._GRAD_BUCKET_BYTES = shm_communicator._GRAD_BUCKET_BYTES = arguments.batch_kib << 10
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
@@ -159,8 +153,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         columns = ["KiB", *(f"{kind}, {what}" for kind in KINDS for what in ("ours ms", "fsdp2 ms", "ours/fsdp2"))]
         settings = {"ranks": ranks, "dtype": "fp32", **({"each library": "alone"} if arguments.alone else {})}
-        if arguments.batch_kib is not None:
-            settings["batches of KiB"] = arguments.batch_kib
         publish("transfers of a group", settings, columns, rows, arguments.out)
     dist.barrier()
     dist.destroy_process_group()

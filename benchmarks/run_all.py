@@ -22,7 +22,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOCKETS = {"COMPOSABLE_FSDP_SHARED_MEMORY": "0"}
 LOCAL = "--local-optimizer"
-SMALL_BATCHES = "--batch-kib 512 --kib 2048,4096"
 FUSED = "--local-optimizer --optimizer adamw-fused"
 
 
@@ -97,13 +96,6 @@ BENCHMARKS = [
             Benchmark(f"group-transfers-{ranks}", "group_transfers.py", ranks),
             Benchmark(f"group-transfers-{ranks}-sockets", "group_transfers.py", ranks, environment=SOCKETS),
             Benchmark(f"group-transfers-{ranks}-alone", "group_transfers.py --alone", ranks),
-            Benchmark(f"group-transfers-{ranks}-batches", f"group_transfers.py {SMALL_BATCHES}", ranks),
-            Benchmark(
-                f"group-transfers-{ranks}-batches-sockets",
-                f"group_transfers.py {SMALL_BATCHES}",
-                ranks,
-                environment=SOCKETS,
-            ),
             Benchmark(f"gloo-transfers-{ranks}", "gloo_transfers.py", ranks),
             Benchmark(f"collectives-{ranks}", "collectives.py", ranks),
             Benchmark(f"checkpoint-{ranks}", "checkpoint.py", ranks),

@@ -115,7 +115,6 @@ if TYPE_CHECKING:
     from composable_fsdp._core.group_plan import (
         GatherClaim,
         GroupPlan,
-        MessageSizes,
         ParameterSpec,
         PlanOptions,
         plan_group,

@@ -99,8 +99,7 @@ EXPLAINED = {
         f"ParamGroupGradients.{function}: self._partial.wait()": "On streams, the reduce stream orders both. Where "
         f"waits block the host, {test} of tests/ranks/test_accumulation.py fails."
         for function, test in {
-            "take_grad_bucket": "test_the_first_grad_bucket_adds_sums_that_are_still_in_flight",
-            "take_remaining": "test_microbatches_summed_in_any_way_train_like_the_large_batch",
+            "take": "test_microbatches_summed_in_any_way_train_like_the_large_batch",
         }.items()
     },
     **dict.fromkeys(

@@ -272,10 +272,6 @@ class ReductionQueue:
         self._fusions_for = self._plans.fused_for
         self._fusions.update(dict.fromkeys(states, ()))
 
-    def launch_unit(self, state: FSDPState) -> None:
-        """Launch the reduction of the next reduce unit of ``state``, which is complete."""
-        self._launch(state.group.gradients.take_grad_bucket(self._launcher.streams))
-
     def send(self, state: FSDPState, *, at_end: bool) -> None:
         """Reduce or hold the gradients of ``state``, as its settings say.
 
@@ -306,7 +302,8 @@ class ReductionQueue:
             for member in together:
                 if member.state not in LOCAL_GRADIENTS:
                     member.contribute()
-        for launch in reduce_together(together, self._launcher.streams, self._fused_buckets, partial=partial):
+        launch = reduce_together(together, self._launcher.streams, self._fused_buckets, partial=partial)
+        if launch is not None:
             self._launch(launch)
 
     def send_held(self, states: Iterable[FSDPState]) -> None:
@@ -314,7 +311,8 @@ class ReductionQueue:
         if any(reduction.launch.partial for reduction in (*self._unread, *self._in_flight)):
             self.drain()  # the sums are held only then
         for state in states:
-            for launch in reduce_together([state.group.gradients], self._launcher.streams):
+            launch = reduce_together([state.group.gradients], self._launcher.streams)
+            if launch is not None:
                 self._launch(launch)
 
     def clear_waiting(self) -> None:
@@ -364,14 +362,14 @@ class ReductionQueue:
         """Return whether the reductions in flight leave no room for ``launch``: each holds memory for its message.
 
         Without a limit on their number, as on streams, the limit is in bytes: hardly more than those of the largest
-        group in flight. So groups of equal size wait for each other, while the buckets of one group, or a small group
-        after a large one, follow without waiting.
+        group in flight. So groups of equal size wait for each other, while a small group after a large one follows
+        without waiting.
         """
         if self._limit is not None:
             return len(self._in_flight) >= self._limit
-        together = [*(reduction.launch for reduction in self._in_flight), launch]
-        largest = max(_MIN_BYTES_IN_FLIGHT, *(launched.round_bytes for launched in together))
-        return sum(launched.nbytes for launched in together) > largest + largest // _SLACK_DIVISOR
+        sizes = [launch.nbytes, *(reduction.launch.nbytes for reduction in self._in_flight)]
+        largest = max(_MIN_BYTES_IN_FLIGHT, *sizes)
+        return sum(sizes) > largest + largest // _SLACK_DIVISOR
 
     def _start(self) -> None:
         """Launch second stages whose first stage is done.

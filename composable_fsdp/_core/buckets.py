@@ -359,7 +359,7 @@ class ParamGroupBuckets:
         parameters: the parameters of the group. Their local tensors are copied into the shard stores.
         process_groups: one for each pair of mesh axes that shard the parameters.
         device: the device on which modules compute.
-        on_gradient: returns, for a gradient bucket, the hook that autograd calls when a full gradient is ready.
+        on_gradient: the hook that autograd calls when a full gradient is ready.
         is_new: True if all ranks make the group together, and not a copy of one.
     """
 
@@ -368,7 +368,7 @@ class ParamGroupBuckets:
         parameters: Sequence[ShardedParameter],
         process_groups: Sequence[ProcessGroups],
         device: torch.device,
-        on_gradient: Callable[[int], Callable[[torch.Tensor], None]],
+        on_gradient: Callable[[torch.Tensor], None],
         *,
         is_new: bool,
     ) -> None:
@@ -424,14 +424,13 @@ class ParamGroupBuckets:
 
     def fill(self, bucket: AnyBucket, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
         """Move the local tensors of a new bucket's parameters to ``shards``, and make unsharded ones of ``fulls``."""
-        on_gradient = self.on_gradient(bucket.plan.grad_bucket)
         for parameter, shard, full in zip(bucket.parameters, shards, fulls, strict=True):
             if shard.is_meta and not parameter.local.is_meta:  # it stays until the others are materialized
                 continue
             if not shard.is_meta:
                 shard.copy_(parameter.local)
             parameter.set_local(shard)
-            parameter.build_unsharded(full, on_gradient)
+            parameter.build_unsharded(full, self.on_gradient)
 
     def allocate(self, device: torch.device | None) -> bool:
         """Allocate the shards, without values, if all are on the meta device, as one tensor for each bucket.
@@ -574,7 +573,7 @@ class ParamGroupBuckets:
         self.plan = changed
         for plan in self.plan.buckets:
             for i in plan.indices:
-                self.parameters[i].sync_requires_grad(self.on_gradient(plan.grad_bucket))
+                self.parameters[i].sync_requires_grad(self.on_gradient)
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
             bucket.update_plan(plan)
         self._note_registration()

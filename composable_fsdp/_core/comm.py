@@ -65,8 +65,6 @@ class Traits:
         checks: the communicator itself compares operations between ranks, and reports waits.
         zero_copy_min_bytes: unsharded bytes from which a zero-copy transfer of a tensor is faster than copying it into
             a packed one.
-        grad_bucket_bytes: bytes of a group's ready gradients from which they are worth a separate reduction, ahead of
-            the rest.
     """
 
     averages: bool = False
@@ -76,7 +74,6 @@ class Traits:
     dispatches: bool = False
     checks: bool = False
     zero_copy_min_bytes: int = NEVER_ZERO_COPY
-    grad_bucket_bytes: int = NEVER_ZERO_COPY
 
 
 # Note: what ranks must agree on
@@ -276,13 +273,6 @@ _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES = 1 << 17, 3 << 20
 _COALESCED_LAUNCH_BYTES = 1 << 19
 """The cost of a launch in bytes, for backends that coalesce transfers into one launch. Estimated, not measured."""
 
-_GRAD_BUCKET_BYTES_ON_STREAMS, _GRAD_BUCKET_PART_BYTES_ON_STREAMS = 1 << 27, 1 << 15
-_GRAD_BUCKET_BYTES_ON_HOST = 1 << 19
-"""On streams, only large groups with a large part per rank are split into gradient buckets. Their time is proportional
-to their bytes, split or not, and the first gradient bucket does not wait for the last gradient. Estimated, not
-measured.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
@@ -319,7 +309,6 @@ class ProcessGroupCommunicator:
             dispatches=True,
             checks=self.size == 1 or not self._backend.is_watchable,
             zero_copy_min_bytes=self._zero_copy_bytes(),
-            grad_bucket_bytes=self._grad_bucket_bytes(),
         )
         self.launched = 0
         self._broken = ""
@@ -332,11 +321,6 @@ class ProcessGroupCommunicator:
         if self._backend.coalesces:
             return _COALESCED_LAUNCH_BYTES
         return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
-
-    def _grad_bucket_bytes(self) -> int:
-        if self._has_streams:
-            return max(_GRAD_BUCKET_BYTES_ON_STREAMS, self.size * _GRAD_BUCKET_PART_BYTES_ON_STREAMS)
-        return _GRAD_BUCKET_BYTES_ON_HOST
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend.name}, rank {self.rank} of {self.size})"
@@ -448,7 +432,6 @@ _TRAITS = Traits(
     coalesces=True,
     checks=True,
     zero_copy_min_bytes=0,
-    grad_bucket_bytes=1 << 19,
 )
 
 

@@ -246,7 +246,7 @@ def describe_groups(names: Sequence[str]) -> str:
 
 
 class Hook(Key):
-    """A hook of the runtime that fires for a group, for a bucket of it, or for the whole root."""
+    """A hook of the runtime that fires for a group, or for the whole root."""
 
     PRE_FORWARD = "pre-forward"
     POST_FORWARD = "post-forward"
@@ -258,15 +258,13 @@ class Hook(Key):
 
 
 class Event(NamedTuple):
-    """One firing of a hook. ``group`` is empty for the ends of passes; ``bucket`` is that of ``GRAD_READY``."""
+    """One firing of a hook. ``group`` is empty for the ends of passes."""
 
     hook: Hook
     group: str = ""
-    bucket: int = -1
 
     def __str__(self) -> str:
-        bucket = f" bucket {self.bucket}" if self.bucket >= 0 else ""
-        return f"{self.hook.value} {self.group}{bucket}".rstrip()
+        return f"{self.hook.value} {self.group}".rstrip()
 
 
 class ForwardRecord:

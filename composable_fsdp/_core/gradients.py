@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -23,7 +22,7 @@ from composable_fsdp._core.events import (
 )
 from composable_fsdp._core.gather import AnyBucket, Gatherable
 from composable_fsdp._core.group_plan import GroupPlan, plan_group
-from composable_fsdp._core.layout import NEVER_ZERO_COPY, aligned_bytes, payload_widths, plan_reduction
+from composable_fsdp._core.layout import aligned_bytes, payload_widths, plan_reduction
 from composable_fsdp._core.memory import CommStreams, InFlight, group_by_key
 from composable_fsdp._core.params import ShardedParameter, accept_gradients
 from composable_fsdp._core.reduce import BucketReduceScatter, BucketReduction, ReducedBucket, stages_of
@@ -100,8 +99,7 @@ class AutogradTask:
 class ParamGroupGradients:
     """The gradients of one :class:`ParamGroup`: their state, their buckets, and pending reductions.
 
-    Invariants: ``state`` changes only through ``GRADIENT_TRANSITIONS``. The first ``_launched`` gradient buckets of the
-    plan have been launched in this backward; the counters are reset when the last one has.
+    Invariant: ``state`` changes only through ``GRADIENT_TRANSITIONS``.
     """
 
     def __init__(self, name: str, tensors: ParamGroupBuckets) -> None:
@@ -122,12 +120,6 @@ class ParamGroupGradients:
         """The number of gradients that have arrived since the last reduction or :meth:`hold`, and of ``_ahead``."""
         self._ahead = 0
         """The number of gradients whose arrival will change nothing else, so that their hooks only count them."""
-        self._arrived: list[int] = []
-        """The number of unlaunched gradients of each gradient bucket.
-
-        Nested autograd runs count only for launched gradient buckets.
-        """
-        self._launched = 0
         self.were_summed = False
         """True if any rank may hold sums of several microbatches."""
         self._are_set = False
@@ -147,47 +139,30 @@ class ParamGroupGradients:
         own = parameter.accumulated is not None or parameter.unsharded.grad is not None
         return self.state is GradientState.LOCAL and own
 
-    def arrive(self, grad_bucket: int, *, is_nested: bool) -> bool:
-        """Handle a new gradient of an unsharded parameter in ``grad_bucket``, except those counted by their hooks.
+    def arrive(self, *, is_nested: bool) -> bool:
+        """Handle a new gradient of an unsharded parameter, except those counted by their hooks.
 
         With ``is_nested`` it comes from an autograd run inside that of the backward, as reentrant checkpoints have.
-        Return whether the next gradient bucket is ready, in ARRIVING, or all gradients are, in LOCAL.
+        Return whether all gradients have arrived, in LOCAL.
         """
-        plan = self._tensors.plan
         if self.state is not _ARRIVING:
             self.state = _AFTER_ACCUMULATE[self.state]
-            if self._launched == 0:
-                self._arrived = [0] * len(plan.grad_buckets)
         if is_nested:  # more gradients may follow
-            if grad_bucket < self._launched:
-                self._arrived[grad_bucket] += 1
             return False
+        num_trainable = self._tensors.plan.num_trainable
         self._num_ready += 1
-        if self._num_ready >= plan.num_trainable:
+        if self._num_ready >= num_trainable:
             self._num_ready = 0
             self.state = _AFTER_READY[self.state]
             return True
-        if not plan.in_grad_buckets:
-            self._ahead = plan.num_trainable - 1 - self._num_ready
-            self._num_ready += self._ahead
-            return False
-        self._arrived[grad_bucket] += 1
-        grad_bucket = self._next
-        is_complete = self._arrived[grad_bucket] >= plan.grad_buckets[grad_bucket]
-        return is_complete and any(plan.grad_buckets[grad_bucket + 1 :])
+        self._ahead = num_trainable - 1 - self._num_ready
+        self._num_ready += self._ahead
+        return False
 
     def complete(self) -> None:
         """Note that all gradients of this backward have arrived."""
         self._num_ready = 0
         self._advance(GradientOperation.READY)
-
-    @property
-    def last_ready(self) -> int:
-        """The gradient bucket that is ready: the next one to launch, or the last one if all are."""
-        plan = self._tensors.plan
-        if self.state is GradientState.ARRIVING:
-            return self._next
-        return max(plan.trainable_buckets, default=0) if plan.in_grad_buckets else 0
 
     @property
     def has_partial(self) -> bool:
@@ -196,15 +171,6 @@ class ParamGroupGradients:
 
     def restore_partial(self, partial: InFlight[list[ReducedBucket]] | None) -> None:
         self._partial = partial
-
-    @property
-    def _next(self) -> int:
-        """The next gradient bucket to launch. Gradient buckets without trainable parameters are skipped."""
-        grad_buckets = self._tensors.plan.grad_buckets
-        for k in range(self._launched, len(grad_buckets)):
-            if grad_buckets[k]:
-                return k
-        return len(grad_buckets) - 1
 
     @property
     def sums_are_in_flight(self) -> bool:
@@ -289,36 +255,18 @@ class ParamGroupGradients:
         self._advance(GradientOperation.DROP)
 
     def _reset_counters(self) -> None:
-        self._num_ready = self._ahead = self._launched = 0
-        self._arrived = []
+        self._num_ready = self._ahead = 0
 
     # -- reductions
 
-    def take_grad_bucket(self, streams: CommStreams) -> ReductionLaunch:
-        """Return the reduction of the next gradient bucket, before the later ones are ready."""
+    def take(self) -> bool:
+        """Reset the counters for a reduction of the gradients. Return False if there are none."""
         if self._partial is not None:
             self._partial.wait()  # the reduction includes its result
-        grad_bucket = self._next
-        self._launched = grad_bucket + 1
-        self._arrived[grad_bucket] = 0
-        return ReductionLaunch([(self, [grad_bucket])], streams, None, partial=False, is_last=False)
-
-    def take_remaining(self) -> list[int]:
-        """Reset the counters and return the unlaunched gradient buckets, late ones last; none without gradients."""
-        if self._partial is not None:
-            self._partial.wait()
-        before, launched, arrived = self.state, self._launched, self._arrived
+        before = self.state
         self._reset_counters()
         self.state = _AFTER_REDUCE[before]
-        if self.state is before:
-            return []
-        rest = self._tensors.plan.trainable_buckets
-        if launched:
-            rest = [number for number in rest if number >= launched] + [k for k in range(launched) if arrived[k]]
-        return rest
-
-    def scatters_of(self, grad_buckets: Sequence[int]) -> list[BucketReduceScatter]:
-        return [b.scatter for b in self._tensors.buckets if b.plan.grad_bucket in grad_buckets]
+        return self.state is not before
 
     def scatters_with(
         self, others: Sequence[ParamGroupGradients], fused_buckets: FusedBuckets
@@ -348,13 +296,13 @@ class ParamGroupGradients:
                 reductions.append(BucketReduction(scatter, reduction, buffers, self.all_reduce_hook, divides_first))
         return reductions
 
-    def begin_last_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool) -> None:
-        """Record the launch of ``pending``, the last reduction of a backward."""
+    def begin_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool) -> None:
+        """Record the launch of ``pending``, the reduction of a backward."""
         self.were_summed = False
         self._partial = pending if partial else None
 
     def end_reduction(self, *, partial: bool) -> None:
-        """Change the state after all reductions of a backward are done."""
+        """Change the state after the reduction of a backward is done."""
         operation = GradientOperation.KEEP if partial else _COMPLETE
         self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
 
@@ -362,10 +310,14 @@ class ParamGroupGradients:
     def plan(self) -> GroupPlan:
         return self._tensors.plan
 
-    def traffic_of(self, grad_buckets: Sequence[int]) -> WireBytes:
-        """Return the bytes that the reduction of ``grad_buckets`` sends."""
-        own = [bucket for bucket in self._tensors.buckets if bucket.plan.grad_bucket in grad_buckets]
-        return reduce_scatter_wire_bytes(own, were_summed=self.were_summed)
+    @property
+    def traffic(self) -> WireBytes:
+        """The bytes that the reduction sends."""
+        return reduce_scatter_wire_bytes(self._tensors.buckets, were_summed=self.were_summed)
+
+    @property
+    def scatters(self) -> list[BucketReduceScatter]:
+        return [bucket.scatter for bucket in self._tensors.buckets]
 
     def _advance(self, operation: GradientOperation) -> None:
         self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
@@ -377,40 +329,34 @@ class HasGradients(Protocol):
     gradients: ParamGroupGradients
 
 
-def gradient_hooks(group: HasGradients) -> Callable[[int], Callable[[torch.Tensor], None]]:
-    """Return a function that makes the hooks for gradients of a gradient bucket of ``group``.
+def gradient_hook(group: HasGradients) -> Callable[[torch.Tensor], None]:
+    """Return the hook for gradients of ``group``.
 
-    Hooks reference the group weakly: Python's garbage collector does not see references held by tensor hooks, so a
-    cycle through them would never be freed.
+    It references the group weakly: Python's garbage collector does not see references held by tensor hooks, so a cycle
+    through them would never be freed.
     """
     known = ref(group)
 
-    def hook_of(grad_bucket: int) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            group = known()
-            if group is None:
-                return
-            gradients = group.gradients
-            task = gradients.task.number
-            if gradients._ahead and (task == _current_task() or task == -1):  # without a call per parameter
-                gradients._ahead -= 1
-            elif gradients.arrive(grad_bucket, is_nested=task != -1 and task != _current_task()):
-                state = gradients.owner()
-                root = None if state is None else state.root
-                if root is not None:
-                    root.gradient_ready(state)
+    def hook(_: torch.Tensor) -> None:
+        group = known()
+        if group is None:
+            return
+        gradients = group.gradients
+        task = gradients.task.number
+        if gradients._ahead and (task == _current_task() or task == -1):  # without a call per parameter
+            gradients._ahead -= 1
+        elif gradients.arrive(is_nested=task != -1 and task != _current_task()):
+            state = gradients.owner()
+            root = None if state is None else state.root
+            if root is not None:
+                root.gradient_ready(state)
 
-        return hook
-
-    return hook_of
+    return hook
 
 
 _is_offloaded = attrgetter("is_offloaded")
 _settings_of = attrgetter("divide_factor", "sum_only", "were_summed", "_partial", "all_reduce_hook")
 """The settings in which gradients that are reduced together must agree."""
-
-GradBucketsByGroup: TypeAlias = Sequence[tuple[ParamGroupGradients, Sequence[int]]]
-"""Gradient buckets of some groups that are reduced together."""
 
 
 def reduce_together(
@@ -419,73 +365,39 @@ def reduce_together(
     fused_buckets: FusedBuckets | None = None,
     *,
     partial: bool = False,
-) -> list[ReductionLaunch]:
-    """Return the reductions of all gradients that are not launched yet, to be run in order.
+) -> ReductionLaunch | None:
+    """Return the reduction of all gradients of ``members``. Groups without gradients are skipped; ``None`` if all are.
 
     Args:
-        members: one group, which is reduced bucket by bucket, or several, in one reduction. Groups without gradients
-            are skipped.
+        members: the groups.
         streams: the streams to launch on.
         fused_buckets: fuses the messages of several groups if possible.
-        partial: reduce over the shard axis only, in one reduction, and keep the sum, in the reduce dtype, for a later
-            one.
+        partial: reduce over the shard axis only, and keep the sum, in the reduce dtype, for a later reduction.
     """
-    taken = [(member, rest) for member in members if (rest := member.take_remaining())]
-    if not taken:
-        return []
-    reductions = [taken]
-    if len(taken) == 1 and not partial and taken[0][0].plan.in_grad_buckets:
-        ((member, rest),) = taken
-        reductions = [[(member, [grad_bucket])] for grad_bucket in rest]
-    return [
-        ReductionLaunch(by_group, streams, fused_buckets, partial=partial, is_last=by_group is reductions[-1])
-        for by_group in reductions
-    ]
+    taken = [member for member in members if member.take()]
+    return ReductionLaunch(taken, streams, fused_buckets, partial=partial) if taken else None
 
 
 class ReductionLaunch:
-    """A reduction that can be launched.
-
-    Args:
-        by_group: the gradient buckets to reduce.
-        streams: the streams to launch on.
-        fused_buckets: as for :func:`reduce_together`.
-        partial: as for :func:`reduce_together`.
-        is_last: True if no gradient bucket of these groups is left in this backward.
+    """A reduction that can be launched, with the arguments of :func:`reduce_together`.
 
     Attributes:
         nbytes: the gradient bytes, in the dtype of the sum.
-        round_bytes: the gradient bytes of all gradient buckets of these groups.
     """
 
-    __slots__ = (
-        "_fused_buckets",
-        "_streams",
-        "by_group",
-        "is_last",
-        "members",
-        "nbytes",
-        "partial",
-        "round_bytes",
-    )
+    __slots__ = ("_fused_buckets", "_streams", "members", "nbytes", "partial")
 
     def __init__(
         self,
-        by_group: GradBucketsByGroup,
+        members: Sequence[ParamGroupGradients],
         streams: CommStreams,
         fused_buckets: FusedBuckets | None,
         *,
         partial: bool,
-        is_last: bool,
     ) -> None:
-        self.by_group, self.partial, self.is_last = by_group, partial, is_last
-        self.members = [member for member, _ in by_group]
+        self.members, self.partial = members, partial
         self._streams, self._fused_buckets = streams, fused_buckets
-        self.nbytes = self.round_bytes = 0
-        for member, grad_buckets in by_group:
-            nbytes = member.plan.grad_bucket_bytes
-            self.nbytes += sum(map(nbytes.__getitem__, grad_buckets))
-            self.round_bytes += sum(nbytes)
+        self.nbytes = sum(member.plan.gradient_bytes for member in members)
 
     def run(self) -> PendingReduction:
         """Take the gradients and launch their reduction. May be called once."""
@@ -498,13 +410,11 @@ class ReductionLaunch:
             for stage in stages_of(self._streams, self._reductions(), first.device, name, partial=self.partial):
                 pending = stage.stream.run(stage.launch, stage.finish, after=pending)
             assert pending is not None
-            for member, grad_buckets in self.by_group:
+            for member in self.members:
                 if trace.listeners:
-                    moved = member.traffic_of(grad_buckets)
-                    stream = self._streams.reduce.name
+                    moved, stream = member.traffic, self._streams.reduce.name
                     trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
-                if self.is_last:
-                    member.begin_last_reduction(pending, partial=self.partial)
+                member.begin_reduction(pending, partial=self.partial)
             return PendingReduction(self, pending)
         finally:
             torch._C._set_grad_enabled(grad_mode)
@@ -515,10 +425,7 @@ class ReductionLaunch:
             fused = first.reductions_of(first.scatters_with(others, self._fused_buckets))
             if fused:
                 return fused
-        reductions: list[BucketReduction] = []
-        for member, grad_buckets in self.by_group:
-            reductions += member.reductions_of(member.scatters_of(grad_buckets))
-        return reductions
+        return [reduction for member in self.members for reduction in member.reductions_of(member.scatters)]
 
 
 class PendingReduction:
@@ -556,8 +463,7 @@ class PendingReduction:
                 parameter.check_grad_dtype()  # the cause, if that of torch's error
             raise
         for member in launch.members:
-            if launch.is_last:
-                member.end_reduction(partial=launch.partial)
+            member.end_reduction(partial=launch.partial)
             if trace.listeners and not launch.partial:
                 trace.emit(trace.Operation.REDUCED, member.name, begin=begin)
 
@@ -609,7 +515,6 @@ def _fuse(members: Sequence[ParamGroupBuckets]) -> tuple[BucketReduceScatter, ..
         return ()
     specs = tuple(spec for tensors in members for spec in tensors.plan.specs)
     parameters = [parameter for tensors in members for parameter in tensors.parameters]
-    options = replace(pgs.plan_options(), grad_bucket_bytes=NEVER_ZERO_COPY)
     return tuple(
         BucketReduceScatter(
             plan,
@@ -619,5 +524,5 @@ def _fuse(members: Sequence[ParamGroupBuckets]) -> tuple[BucketReduceScatter, ..
             parameters[plan.indices[0]].local.device,
             pin_memory=plan.pins_memory,
         )
-        for plan in plan_group(specs, (options,)).buckets
+        for plan in plan_group(specs, (pgs.plan_options(),)).buckets
     )

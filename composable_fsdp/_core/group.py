@@ -28,7 +28,7 @@ from composable_fsdp._core.gradients import (
     PendingReduction,
     ReductionLaunch,
     all_gather_wire_bytes,
-    gradient_hooks,
+    gradient_hook,
     reduce_together,
 )
 from composable_fsdp._core.group_plan import GroupPlan
@@ -78,7 +78,7 @@ class ParamGroup:
             parameters,
             self.process_groups,
             axes.device,
-            gradient_hooks(self),
+            gradient_hook(self),
             is_new=is_new,
         )
         self.gradients = ParamGroupGradients(name, self.tensors)
@@ -240,7 +240,8 @@ class ParamGroup:
     def _reduce_before_change(self, streams: CommStreams) -> None:
         """Reduce accumulated gradients if ``requires_grad`` has changed, since the next plan has another layout."""
         if any(parameter.was_flipped for parameter in self.parameters):
-            for launch in reduce_together((self.gradients,), streams):
+            launch = reduce_together((self.gradients,), streams)
+            if launch is not None:
                 launch.run().complete()
 
     def wait(self) -> None:

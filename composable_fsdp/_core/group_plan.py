@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -26,24 +25,8 @@ from composable_fsdp.policies import CPUOffloadPolicy, OffloadPolicy
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 """Pairs of the dtype of computed gradients and the dtype of their sum."""
 
-_SMALL_FRACTION = 64
-"""The smallest parameters that together have less than this fraction (1/64) of a group's bytes delay no other."""
-
 SMALL_BYTES = 1 << 19
 """Size of a group's full parameters up to which latency, not bandwidth, dominates its collectives."""
-
-
-@dataclass(frozen=True, slots=True)
-class MessageSizes:
-    """How the bytes of a group are divided into messages.
-
-    Args:
-        zero_copy: large parameters have a transfer of their own, without a copy. Otherwise all share one message.
-        grad_buckets: the maximum number of gradient buckets. More cost a launch each.
-    """
-
-    zero_copy: bool = True
-    grad_buckets: int = 4
 
 
 class GatherClaim(NamedTuple):
@@ -126,8 +109,6 @@ class PlanOptions:
         flags: messages carry a flag per parameter that says if any rank had a gradient. There are none for a large
             parameter that is its group's only trainable one: it is reduced on every rank or on none.
         widens: 16-bit gradients may be summed in fp32 without a cast before the collective.
-        grad_bucket_bytes: bytes of gradients from which a gradient bucket is worth a reduction of its own.
-        max_grad_buckets: the maximum number of gradient buckets.
         custom: callables of the user move bytes.
     """
 
@@ -137,8 +118,6 @@ class PlanOptions:
     alias: bool = False
     flags: bool = True
     widens: bool = False
-    grad_bucket_bytes: int = NEVER_ZERO_COPY
-    max_grad_buckets: int = MessageSizes().grad_buckets
     custom: bool = False
 
 
@@ -156,7 +135,6 @@ class BucketPlan:
     gradient_dtype: torch.dtype | None
     arriving_dtype: torch.dtype
     axes: int
-    grad_bucket: int
     gather_claim: GatherClaim | None
     reduce_kind: Hashable | None
     """Sums the gradients, in fp32, all of them packed; ``None``: the communicator does."""
@@ -198,17 +176,11 @@ class BucketPlan:
 class GroupPlan:
     """The buckets of one parameter group.
 
-    ``grad_buckets`` has the number of trainable parameters of each gradient bucket, in the order in which gradient
-    buckets are reduced. Invariant: every parameter of the group is in exactly one bucket.
+    Invariant: every parameter of the group is in exactly one bucket.
     """
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[BucketPlan, ...]
-    grad_buckets: tuple[int, ...]
-    grad_bucket_bytes: tuple[int, ...]
-    """Bytes of each gradient bucket's gradients over all ranks, in the dtype in which they are summed."""
-    in_grad_buckets: bool
-    """True if gradient buckets are worth reductions of their own. False if most of their parameters are frozen."""
     num_trainable: int
     is_custom: bool
     """True if callables of the user move bytes: then no collective is fused with those of other groups."""
@@ -224,14 +196,9 @@ class GroupPlan:
         return any(bucket.gather.num_shards > 1 for bucket in self.buckets)
 
     @cached_property
-    def trainable_buckets(self) -> list[int]:
-        """The gradient buckets with trainable parameters."""
-        return [number for number, trainable in enumerate(self.grad_buckets) if trainable]
-
-    @cached_property
-    def is_small(self) -> bool:
-        """True if the group is sent at all and is small enough to share collectives with other groups."""
-        return self.full_bytes <= SMALL_BYTES and self.is_sent
+    def gradient_bytes(self) -> int:
+        """The bytes of the gradients over all ranks, in the dtype in which they are summed."""
+        return sum(bucket.reduce.wire_numel * bucket.sum_dtype.itemsize for bucket in self.buckets)
 
     @cached_property
     def unsharded_bytes(self) -> int:
@@ -246,55 +213,16 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
         specs: the parameters.
         options: the options of each of the group's pairs of axes.
     """
-    grad_bucket_of = _grad_buckets(specs, options)
-    members: dict[tuple[int, object], list[int]] = {}
+    members: dict[object, list[int]] = {}
     for index, spec in enumerate(specs):
-        members.setdefault((grad_bucket_of[index], spec.bucket_key), []).append(index)
-    grad_buckets = [0] * (1 + max(grad_bucket_of, default=0))
-    for grad_bucket, spec in zip(grad_bucket_of, specs, strict=True):
-        grad_buckets[grad_bucket] += spec.trainable
+        members.setdefault(spec.bucket_key, []).append(index)
+    num_trainable, is_custom = sum(spec.trainable for spec in specs), any(option.custom for option in options)
     buckets = tuple(
-        _plan_bucket(specs, run, options, grad_bucket, sum(grad_buckets))
-        for (grad_bucket, _), indices in members.items()
+        _plan_bucket(specs, run, options, num_trainable)
+        for indices in members.values()
         for run in _runs(specs, tuple(indices), options)
     )
-    grad_bucket_bytes = [0] * len(grad_buckets)
-    for bucket in buckets:
-        grad_bucket_bytes[bucket.grad_bucket] += bucket.reduce.wire_numel * bucket.sum_dtype.itemsize
-    least = max(option.grad_bucket_bytes for option in options)
-    in_grad_buckets = len(grad_buckets) > 1 and all(nbytes >= least for nbytes in grad_bucket_bytes if nbytes)
-    num_trainable, is_custom = sum(grad_buckets), any(option.custom for option in options)
-    sizes = tuple(grad_buckets), tuple(grad_bucket_bytes)
-    return GroupPlan(specs, buckets, *sizes, in_grad_buckets, num_trainable, is_custom)
-
-
-def _grad_buckets(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> list[int]:
-    """Return the gradient bucket of each parameter; the last parameters are in the first gradient bucket.
-
-    A gradient bucket has at least an equal share of the large parameters' bytes; the last may have half of that.
-
-    Backward reaches parameters roughly in that order. Norms and biases are an exception: modules often register them
-    after parameters that forward uses later. Such small ones are in the last gradient bucket, so that no other gradient
-    bucket waits for them. Claimed parameters are not split: their kinds take whole messages.
-    """
-    grad_bucket_of = [0] * len(specs)
-    gathered = any(spec.gather_claim is not None and spec.gather_claim.is_gathered for spec in specs)
-    if gathered or any(spec.reduce_kind is not None for spec in specs):
-        return grad_bucket_of
-    least = max(option.grad_bucket_bytes for option in options)
-    sizes = [prod(spec.shape) * _wire_dtype(spec, options[spec.axes]).itemsize for spec in specs]
-    small_bytes = _small_bytes(sizes)
-    is_small = [size <= small_bytes for size in sizes]
-    grad_bucket, filled, left = 0, 0, sum(size for size in sizes if size > small_bytes)
-    share = max(least, left // max(1, min(option.max_grad_buckets for option in options)))
-    for index in reversed(range(len(specs))):
-        if is_small[index]:
-            continue
-        grad_bucket_of[index] = grad_bucket
-        filled, left = filled + sizes[index], left - sizes[index]
-        if filled >= share and left >= max(least, share // 2):
-            grad_bucket, filled = grad_bucket + 1, 0
-    return [grad_bucket if small else of for small, of in zip(is_small, grad_bucket_of, strict=True)]
+    return GroupPlan(specs, buckets, num_trainable, is_custom)
 
 
 def _is_pinned(offload: OffloadPolicy) -> bool:
@@ -326,22 +254,10 @@ def _wire_dtype(spec: ParameterSpec, axes: PlanOptions) -> torch.dtype:
     return spec.arriving_dtype if axes.widens and pair in _WIDENED and not spec.summed_before else spec.reduce_dtype
 
 
-def _small_bytes(sizes: Sequence[int]) -> int:
-    """Return the largest size such that all parameters up to it are together a small part of ``sizes``."""
-    small = filled = 0
-    for size, same in groupby(sorted(sizes)):
-        filled += sum(same)
-        if filled * _SMALL_FRACTION > sum(sizes):
-            break
-        small = size
-    return small
-
-
 def _plan_bucket(
     specs: Sequence[ParameterSpec],
     indices: tuple[int, ...],
     options: Sequence[PlanOptions],
-    grad_bucket: int,
     group_trainable: int,
 ) -> BucketPlan:
     first = specs[indices[0]]
@@ -378,7 +294,6 @@ def _plan_bucket(
         first.gradient_dtype,
         first.arriving_dtype,
         first.axes,
-        grad_bucket,
         first.gather_claim,
         first.reduce_kind,
         gather,

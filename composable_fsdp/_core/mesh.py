@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
 from composable_fsdp._core.comm import Communicator, GroupCommunicator, communicator_over, loopback
-from composable_fsdp._core.group_plan import MessageSizes, PlanOptions
+from composable_fsdp._core.group_plan import PlanOptions
 from composable_fsdp._core.layout import NEVER_ZERO_COPY
 from composable_fsdp._core.memory import (
     contiguous_strides,
@@ -381,9 +381,6 @@ def data_parallel_placements(
     return (*replicated, shard_within(dim, inner, inner_sizes), *inner)
 
 
-_ONE_MESSAGE = MessageSizes(zero_copy=False, grad_buckets=1)
-
-
 class Channels:
     """The choice of the communicators of a group: here, that of the shard axis for all collectives. For plugins."""
 
@@ -426,23 +423,16 @@ class ProcessGroups:
 
     def plan_options(self) -> PlanOptions:
         """Return the options of the group's plan: on streams one message per direction, as in FSDP2."""
-        sizes = _ONE_MESSAGE if self.device.has_streams and not self.gather.traits.aliases else MessageSizes()
+        one_message = self.device.has_streams and not self.gather.traits.aliases
         return PlanOptions(
             num_shards=self.axes.shard.size,
-            zero_copy_min_bytes=self.gather.traits.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
-            reduce_direct_bytes=self.scatter.traits.zero_copy_min_bytes if sizes.zero_copy else NEVER_ZERO_COPY,
-            max_grad_buckets=sizes.grad_buckets,
+            zero_copy_min_bytes=NEVER_ZERO_COPY if one_message else self.gather.traits.zero_copy_min_bytes,
+            reduce_direct_bytes=NEVER_ZERO_COPY if one_message else self.scatter.traits.zero_copy_min_bytes,
             widens=self.scatter.traits.widens,
-            grad_bucket_bytes=self._grad_bucket_bytes(),
             alias=self.gather.traits.aliases and self.gather.size == 1,
             flags=self.axes.num_ranks > 1 and not self.reduces_unused,
             custom=not self.channels.can_be_shared,
         )
-
-    def _grad_bucket_bytes(self) -> int:
-        if self.axes.shard.size == 1 and self.replicate.size > 1:  # the only axis with communication
-            return self.replicate.traits.grad_bucket_bytes
-        return max(self.gather.traits.grad_bucket_bytes, self.scatter.traits.grad_bucket_bytes)
 
     def choose(self, channels: Channels) -> None:
         """Use these communicators until the next choice."""

@@ -297,7 +297,7 @@ class Root:
             self.unshard(state, self.plans.backward_of(run.record, run.position, state.group.name), "backward")
 
     def gradient_ready(self, state: FSDPState) -> None:
-        """The gradients of the next reduce unit of ``state`` are complete, or those of all units."""
+        """The gradients of ``state`` are complete."""
         if self._pass is not BACKWARD:
             self.progress.is_plain = self._begin_hook()
         if self.progress.is_plain:
@@ -308,13 +308,8 @@ class Root:
     def _reduce_ready(self, state: FSDPState) -> None:
         if self._pass is not BACKWARD:
             self._begin_backward()  # no hook saw an output of the module
-        was_seen, is_complete = self.progress.was_seen(state), state.group.gradients.state is _LOCAL
-        self.tape.events.append(("gradient_ready", state.group.name, is_complete, _current_task()))
-        if not is_complete:
-            if was_seen and self._reduces_units(state):
-                self.queue.launch_unit(state)
-            return
-        if not was_seen:
+        self.tape.events.append(("gradient_ready", state.group.name, _current_task()))
+        if not self.progress.was_seen(state):
             raise unseen_output(state)
         if self._is_reduced_after_backward(state):
             return
@@ -412,13 +407,7 @@ class Root:
 
     def _is_reduced_after_backward(self, state: FSDPState) -> bool:
         """Return whether the post-backward of ``state`` will reduce its gradients, once its parameters are freed."""
-        if state.open_calls <= 0 or not self.launcher.has_streams or not state.frees_before_reduction:
-            return False
-        return not self._reduces_units(state)
-
-    def _reduces_units(self, state: FSDPState) -> bool:
-        """Return whether ``state`` now reduces unit by unit: no collective of another group may come in between."""
-        return state.reduces_grad_buckets and state.runs <= 1 and not self.progress.task.is_around_another
+        return state.open_calls > 0 and self.launcher.has_streams and state.frees_before_reduction
 
     # -- actions of several hooks
 

@@ -448,7 +448,7 @@ def _facts_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str],
     plan = state.group.plan
     is_small = plan.is_sent and plan.full_bytes <= max(SMALL_BYTES, fused_bytes // 2)
     kind = state.options.reshard.kind
-    is_alone = state is root or state.reduces_grad_buckets or state.options.reduced_by_observer
+    is_alone = state is root or state.options.reduced_by_observer
 
     def chosen(states: Sequence[Any] | None) -> tuple[str, ...] | None:
         return None if states is None else tuple(names[state] for state in alive(states) if state in names)

@@ -372,18 +372,6 @@ class FSDPState:
         return replicates or self.options.accumulation is Accumulation.SHARDED
 
     @property
-    def reduces_grad_buckets(self) -> bool:
-        """True if each gradient bucket is reduced as soon as it is ready.
-
-        False if collectives of other states could come in between, since a rank that does not use a gradient bucket
-        reduces it at the end. Also False for small groups, which are fused with others.
-        """
-        plan = self.group.tensors.plan
-        if not self.is_synchronized or self.options.reduced_by_observer or not plan.in_grad_buckets or plan.is_small:
-            return False
-        return not self.has_nested_states and not self.is_shared and len(self.module_ids) == 1
-
-    @property
     def is_synchronized(self) -> bool:
         """True if the gradients of this microbatch are reduced over all data-parallel ranks."""
         return self.options.accumulation is Accumulation.REDUCE and not self.keeps_partial

@@ -41,16 +41,6 @@ from composable_fsdp._core.state import BackwardWrappers, ForwardCall, FSDPState
 from composable_fsdp.errors import MissingNameError
 
 
-class GradBucket(NamedTuple):
-    """A bucket of gradients: ``number`` counts the buckets of ``group`` in the order of their reduction."""
-
-    group: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.group}[{self.number}]"
-
-
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Launch one all-gather of ``groups``. Groups that are unsharded or in flight already are left out."""
@@ -96,14 +86,14 @@ class Shrink:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Launch one reduction of ``buckets``; a partial one ends after the shard axis, and its sums are kept."""
+    """Launch one reduction of ``groups``; a partial one ends after the shard axis, and its sums are kept."""
 
-    buckets: tuple[GradBucket, ...]
+    groups: tuple[str, ...]
     partial: bool = False
 
     def __str__(self) -> str:
         where = " over the shard axis" if self.partial else ""
-        return f"reduce {', '.join(map(str, self.buckets))}{where}"
+        return f"reduce {', '.join(self.groups)}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +120,7 @@ class Step(NamedTuple):
 class Schedule:
     """The actions at each event of a forward and its backward, as this rank performs them.
 
-    Invariants: a group is waited for before its modules compute, and freed or kept after. Every bucket is reduced once.
+    Invariants: a group is waited for before its modules compute, and freed or kept after. Every group is reduced once.
     A schedule without its prefetches computes the same values. ``print`` shows it as a table.
     """
 
@@ -169,7 +159,7 @@ def schedule_of(root: Root) -> Schedule:
     Before a first backward it has the forward only, and before a first forward it is empty.
     """
     events = root.tape.events if root.tape.is_whole else None
-    replay = Replay(root, Snapshot.of(root, has_stepped=True, at_rest=not events), arrive_together=not events)
+    replay = Replay(root, Snapshot.of(root, has_stepped=True, at_rest=not events))
     replay.play(events or events_of(root.plans.known, root.states))
     return Schedule(tuple(Step(event, tuple(actions)) for event, actions in replay.steps))
 
@@ -185,7 +175,7 @@ def events_of(record: ForwardRecord, states: Mapping[str, FSDPState]) -> list[tu
     running: dict[str, list[int]] = {}
     ends = (event.group for event in record.events if event.hook is Hook.POST_FORWARD)
     ended = record.ended or [name for name in ends if states[name].group.plan.specs]  # after an evaluation
-    for hook, name, _ in record.events:
+    for hook, name in record.events:
         if hook is Hook.PRE_FORWARD:
             running.setdefault(name, []).append(len(events))
             order.append((True, name, len(events)))
@@ -213,7 +203,7 @@ def events_of(record: ForwardRecord, states: Mapping[str, FSDPState]) -> list[tu
         if not begins:
             events.append(("pre_backward", number, 0))
         if trainable and (not begins if is_early else begins and not left[name]):
-            events.append(("gradient_ready", name, True, 0))
+            events.append(("gradient_ready", name, 0))
         if begins and positions[number] not in record.unseen:
             events.append(("post_backward", number, False, 0))
     return [*events, ("end_backward", ())] if positions else events
@@ -279,12 +269,9 @@ class Snapshot:
 
 
 class Replay:
-    """A root like ``real``, without tensors, on which events are played. ``steps`` are the actions of each hook.
+    """A root like ``real``, without tensors, on which events are played. ``steps`` are the actions of each hook."""
 
-    With ``arrive_together``, all units of a group are complete just before the last one: their times are not known.
-    """
-
-    def __init__(self, real: Root, start: Snapshot, *, arrive_together: bool = False) -> None:
+    def __init__(self, real: Root, start: Snapshot) -> None:
         self.steps: list[tuple[Event, list[Action]]] = []
         self._copies = {state: copy.copy(state) for state in real.states.values()}
         for state, dry in self._copies.items():
@@ -301,7 +288,6 @@ class Replay:
         self._root = root
         self._calls: dict[int, ForwardCall] = {}
         self._restored: Mapping[str, GroupSnapshot] = {}
-        self._arrive_together = arrive_together
         root.is_verified = True
         self.restore(start)
 
@@ -396,17 +382,13 @@ class Replay:
             cast(DryGroup, call.state.group).arrive()
         self._root.post_backward(call)
 
-    def _gradient_ready(self, name: str, is_complete: bool, task: int) -> None:
+    def _gradient_ready(self, name: str, task: int) -> None:
         self._enter_task(task)
         state = self._root.states[name]
         if not self._root.progress.was_seen(state):
             return  # the backward of a forward that is not on the tape
         cast(DryGroup, state.group).arrive()
-        if self._arrive_together and state.reduces_grad_buckets:
-            for _ in state.group.plan.trainable_buckets[1:]:
-                self._root.gradient_ready(state)
-        if is_complete:
-            state.group.gradients.complete()
+        state.group.gradients.complete()
         self._root.gradient_ready(state)
 
     def _end_backward(self, arriving: Sequence[str]) -> None:
@@ -461,7 +443,7 @@ class DryGroup:
 
     def arrive(self) -> None:
         """Note the arrival of a gradient."""
-        self.gradients.arrive(len(self.plan.grad_buckets), is_nested=True)
+        self.gradients.arrive(is_nested=True)
 
     def restore(self, snapshot: GroupSnapshot) -> None:
         gradients, self.was_flipped = self.gradients, snapshot.was_flipped
@@ -495,21 +477,16 @@ class DryLauncher:
             self._note(Shrink(group.name, mesh_size))
 
     def reduce(self, launch: ReductionLaunch) -> Any:
-        buckets = [
-            GradBucket(member.name, number)
-            for member, numbers in launch.by_group
-            for number in (numbers if member.plan.in_grad_buckets else (0,))
-        ]
-        self._note(Reduce(tuple(buckets), launch.partial))
-        for member in launch.members if launch.is_last else ():
-            member.begin_last_reduction(cast(Any, _SUMS), partial=launch.partial)
+        self._note(Reduce(tuple(member.name for member in launch.members), launch.partial))
+        for member in launch.members:
+            member.begin_reduction(cast(Any, _SUMS), partial=launch.partial)
         return SimpleNamespace(launch=launch)
 
     def start(self, reduction: Any) -> None: ...
 
     def finish(self, reduction: Any, unread: Any = None) -> None:
         launch: ReductionLaunch = reduction.launch
-        for member in launch.members if launch.is_last else ():
+        for member in launch.members:
             member.end_reduction(partial=launch.partial)
         self._note(WaitReduce(1))
 
@@ -548,7 +525,5 @@ class _Hooks(Observer):
         self._steps = steps
 
     def before_hook(self, root: Any, hook: Hook, subject: Any) -> None:
-        bucket, name = -1, "" if hook in (Hook.END_FORWARD, Hook.END_BACKWARD) else subject.name
-        if hook is Hook.GRAD_READY:
-            bucket = subject.group.gradients.last_ready
-        self._steps.append((Event(hook, name, bucket), []))
+        name = "" if hook in (Hook.END_FORWARD, Hook.END_BACKWARD) else subject.name
+        self._steps.append((Event(hook, name), []))

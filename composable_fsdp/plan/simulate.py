@@ -101,17 +101,17 @@ class GroupSpec:
 
     Args:
         full_bytes: the size of the full parameters in bytes, in whatever memory.
-        gradient_bytes: the bytes of each bucket of gradients; 0 for a bucket without trainable parameters.
+        gradient_bytes: the bytes of its gradients over all ranks.
         axis: the name of the mesh axis that shards it, and ``ranks`` the number of its ranks.
         replicate_axis: the same of the axis over which it is replicated, with ``replicas`` ranks.
         separate_reduce: its reduce-scatters have a process group of their own, and run beside all-gathers.
         gather_messages: the number of messages of its all-gather.
         gather_copied_bytes: the bytes of its all-gather that are copied out of messages.
-        gradient_messages: the number of messages of the reduction of each bucket; one each by default.
+        gradient_messages: the number of messages of its reduction.
     """
 
     full_bytes: int = 0
-    gradient_bytes: tuple[int, ...] = ()
+    gradient_bytes: int = 0
     axis: str = ""
     ranks: int = 1
     replicate_axis: str = ""
@@ -119,7 +119,7 @@ class GroupSpec:
     separate_reduce: bool = False
     gather_messages: int = 1
     gather_copied_bytes: int = 0
-    gradient_messages: tuple[int, ...] = ()
+    gradient_messages: int = 1
 
 
 def spec_of(state: FSDPState, axes: Mapping[DataParallelAxes, tuple[str, str]]) -> GroupSpec:
@@ -127,13 +127,9 @@ def spec_of(state: FSDPState, axes: Mapping[DataParallelAxes, tuple[str, str]]) 
     pgs, plan = state.group.process_groups[0], state.group.plan
     shard_axis, replicate_axis = axes[pgs.axes]
     gathered = [bucket for bucket in plan.buckets if bucket.is_gathered]
-    messages = gradient_messages(plan)
-    bucket_bytes = [size if count else 0 for size, count in zip(plan.grad_bucket_bytes, plan.grad_buckets, strict=True)]
-    if not plan.in_grad_buckets:
-        messages, bucket_bytes = (sum(messages),), [sum(bucket_bytes)]
     return GroupSpec(
         full_bytes=plan.full_bytes,
-        gradient_bytes=tuple(bucket_bytes),
+        gradient_bytes=plan.gradient_bytes,
         axis=shard_axis,
         ranks=pgs.axes.shard.size,
         replicate_axis=replicate_axis,
@@ -143,7 +139,7 @@ def spec_of(state: FSDPState, axes: Mapping[DataParallelAxes, tuple[str, str]]) 
         gather_copied_bytes=sum(
             b.gather.num_shards * b.gather.packed_numel * b.compute_dtype.itemsize for b in gathered
         ),
-        gradient_messages=tuple(map(bool, messages)) if pgs.scatter.traits.coalesces else messages,
+        gradient_messages=1 if pgs.scatter.traits.coalesces else gradient_messages(plan),
     )
 
 
@@ -153,12 +149,9 @@ def gather_messages(plan: GroupPlan) -> int:
     return any(each.packed for each in gathers) + sum(len(each.zero_copy) for each in gathers)
 
 
-def gradient_messages(plan: GroupPlan) -> tuple[int, ...]:
-    """Return the number of transfers of the reduction of each gradient bucket."""
-    counts = [0] * len(plan.grad_buckets)
-    for bucket in plan.buckets:
-        counts[bucket.grad_bucket] += bool(bucket.reduce.packed) + len(bucket.reduce.zero_copy)
-    return tuple(counts)
+def gradient_messages(plan: GroupPlan) -> int:
+    """Return the number of transfers of one reduction. Those that share a message count once."""
+    return sum(bool(bucket.reduce.packed) + len(bucket.reduce.zero_copy) for bucket in plan.buckets)
 
 
 def axis_names(meshes: Iterable[DataParallelAxes]) -> dict[DataParallelAxes, tuple[str, str]]:
@@ -241,10 +234,8 @@ def simulate(schedule: Schedule, specs: Mapping[str, GroupSpec], costs: Costs) -
     events = Counter((event.hook, event.group) for event, _ in schedule)
 
     def share(seconds: Mapping[str, float], event: Event) -> float:
-        """Return the part of the group's ``seconds`` before ``event``. A bucket counts by its gradients' bytes."""
-        sizes, number = specs[event.group].gradient_bytes, events[event.hook, event.group]
-        part = sizes[event.bucket] / sum(sizes) if event.hook is Hook.GRAD_READY and number > 1 else 1 / number
-        return part * seconds.get(event.group, 0.0)
+        """Return the part of the group's ``seconds`` before ``event``: the same for each of its runs."""
+        return seconds.get(event.group, 0.0) / events[event.hook, event.group]
 
     for event, actions in schedule:
         is_unseen = event.hook is Hook.POST_BACKWARD and not events[Hook.GRAD_READY, event.group]
@@ -290,8 +281,8 @@ class _Simulation:
                 self._end_gather(group)
             case Free(group) | Shrink(group, _):
                 self._end_gather(group)
-            case Reduce(buckets):
-                self._reduce([(self.specs[each.group], each.number) for each in buckets], str(action))
+            case Reduce(groups):
+                self._reduce([self.specs[name] for name in groups], str(action))
             case WaitReduce(count):
                 for _ in range(count):
                     self.now = max(self.now, self.reductions.popleft())
@@ -312,11 +303,10 @@ class _Simulation:
         if messages:
             self.compute(f"copy out of gather {group}", self.costs.copy_seconds(messages.pop()))
 
-    def _reduce(self, buckets: Sequence[tuple[GroupSpec, int]], label: str) -> None:
-        first = buckets[0][0]
-        nbytes = sum(spec.gradient_bytes[number] for spec, number in buckets)
+    def _reduce(self, specs: Sequence[GroupSpec], label: str) -> None:
+        first, nbytes = specs[0], sum(spec.gradient_bytes for spec in specs)
         self.compute(f"copy in of {label}", self.costs.copy_seconds(nbytes))
-        count = _messages(spec.gradient_messages[number] if spec.gradient_messages else 1 for spec, number in buckets)
+        count = _messages(spec.gradient_messages for spec in specs)
         group = f"{first.axis} (reductions)" if first.separate_reduce else first.axis
         seconds = self._seconds("reduce_scatter", first.axis, nbytes, first.ranks, count)
         end = self._send("reduce", group, label, seconds, self.now)

@@ -21,7 +21,7 @@ from composable_fsdp.errors import ConfigurationError, UnsupportedError
 __all__ = ["DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"]
 
 
-_TRAITS = {"averages": True, "coalesces": True, "zero_copy_min_bytes": 0, "grad_bucket_bytes": 1 << 19}
+_TRAITS = {"averages": True, "coalesces": True, "zero_copy_min_bytes": 0}
 
 
 class DeadlockError(AssertionError):

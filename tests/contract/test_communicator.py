@@ -69,7 +69,6 @@ def properties_of_the_communicator_are_valid(comm: Communicator) -> Iterator[Non
     assert 0 <= comm.rank < comm.size
     assert isinstance(comm.traits.averages, bool)
     assert comm.traits.zero_copy_min_bytes >= 0
-    assert comm.traits.grad_bucket_bytes >= 0
     assert isinstance(comm.traits.aliases, bool)
     assert isinstance(comm.traits.widens, bool)
     yield

@@ -158,38 +158,6 @@ def test_microbatches_summed_in_any_way_train_like_the_large_batch(
     run_ranks(accumulate, torch.Size(mesh_shape).numel(), mesh_shape, reshard)
 
 
-def add_sums_in_flight_to_the_first_grad_bucket() -> None:
-    """Train one group of more than two gradient buckets. The reduction of the first begins its second stage early."""
-    task = TASKS["wide"]
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)), nn.Linear(1024, 6))
-
-    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        losses = []
-        for i in range(2):
-            if isinstance(model, FSDPModule):
-                model.set_reduce_scatter_max_input_buffers(100)
-                model.set_is_last_backward(i == 1)
-                model.set_requires_all_reduce(i == 1)
-            with Recorder() as recorder:
-                loss = task.loss(model, task.batch_of(2 * step + i, rank))
-                loss.backward()
-            losses.append(loss.detach())
-            if isinstance(model, FSDPModule) and i == 1:
-                assert sum(e.operation is Operation.REDUCE for e in recorder) > 2
-        return torch.stack(losses)
-
-    mesh = init_device_mesh("cpu", (2, 1))
-    check_parity(build, play, steps=2, what="hybrid", shard=lambda model: fully_shard(model, mesh=mesh))
-
-
-@pytest.mark.behaviour("C-07", "A-07")
-def test_the_first_grad_bucket_adds_sums_that_are_still_in_flight() -> None:
-    run_ranks(add_sums_in_flight_to_the_first_grad_bucket, 2)
-
-
 def measure_kept_memory() -> None:
     task, rank = TASKS["wide"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard)

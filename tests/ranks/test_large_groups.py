@@ -1,4 +1,4 @@
-"""Test that large groups reduce gradients in buckets during backward, in the same order on every rank."""
+"""Large groups: each has one reduction in a backward, in the same order on every rank, whatever ranks use of them."""
 
 from __future__ import annotations
 
@@ -9,49 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import GradientState, state_of
+from tests._internals import state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity
 from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
 
 
-def reduce_in_grad_buckets() -> None:
-    model = Tower()
-    fully_shard(model)
-    gradients = state_of(model).group.gradients
-    alive: list[int] = []
-
-    def watchdog(_: torch.Tensor) -> None:
-        weights = (p for p in state_of(model).group.parameters if p.unsharded.dim() == 2)
-        alive.append(sum(weight.unsharded.grad is not None for weight in weights))
-
-    for step in range(2):
-        play(model, step, dist.get_rank())
-        if step == 0:
-            for p in state_of(model).group.parameters:
-                p.unsharded.register_post_accumulate_grad_hook(watchdog)
-    assert len(state_of(model).group.plan.grad_buckets) == 4
-    assert max(alive) <= 1, "at most one weight has an unsharded gradient"
-    assert gradients.state is GradientState.REDUCED
-    with Recorder() as recorder:
-        play(model, 2, dist.get_rank())
-    operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
-    assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, "only one reduction is in flight at a time"
-
-
-def test_gradients_are_reduced_as_they_become_ready() -> None:
-    run_ranks(reduce_in_grad_buckets, 2)
-
-
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_gradient_buckets_train_like_the_unsharded_model(transport: Environment) -> None:
+def test_large_groups_train_like_the_unsharded_model(transport: Environment) -> None:
     run_ranks(train_tower, 2, environment=transport)
 
 
@@ -61,7 +32,7 @@ def train_tower() -> None:
         check_parity(Tower, play, shard=shard, steps=3)
 
 
-def accumulate_in_grad_buckets(sharded: bool) -> None:
+def accumulate(sharded: bool) -> None:
     def play_several(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         total = torch.zeros(())
         for i in range(3):
@@ -77,25 +48,8 @@ def accumulate_in_grad_buckets(sharded: bool) -> None:
 
 @pytest.mark.behaviour("C-07")
 @pytest.mark.parametrize("sharded", [False, True])
-def test_gradient_buckets_wait_while_gradients_are_accumulated(sharded: bool) -> None:
-    run_ranks(accumulate_in_grad_buckets, 2, sharded)
-
-
-def freeze_all_of_a_grad_bucket() -> None:
-    model = Tower()
-    for floor in (1, 3):
-        model.floors[floor].weight.requires_grad_(False)
-    fully_shard(model)
-
-    def reductions() -> int:
-        with Recorder() as recorder:
-            play(model, 0, dist.get_rank())
-        return sum(e.operation is Operation.REDUCE for e in recorder)
-
-    assert state_of(model).group.plan.grad_buckets == (0, 1, 0, 5), "biases are in the last bucket"
-    assert reductions() == 2
-    model.floors[0].weight.requires_grad_(False)
-    assert reductions() == 1, "biases alone do not get a bucket"
+def test_large_groups_accumulate_like_the_unsharded_model(sharded: bool) -> None:
+    run_ranks(accumulate, 2, sharded)
 
 
 def tower_with_a_trained_middle() -> Tower:
@@ -110,17 +64,14 @@ def train_middle_weight_only() -> None:
 
 
 @pytest.mark.behaviour("C-05")
-def test_frozen_parameters_are_in_no_gradient_bucket() -> None:
-    run_ranks(freeze_all_of_a_grad_bucket, 2, environment=SOCKETS)
+def test_a_large_group_with_one_trained_weight_trains_like_the_unsharded_model() -> None:
     run_ranks(train_middle_weight_only, 2, environment=SOCKETS)
 
 
 @pytest.mark.behaviour("C-17")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_ranks_with_different_used_weights_reduce_equal_gradient_buckets(
-    world_size: int, transport: Environment
-) -> None:
+def test_ranks_with_different_used_weights_reduce_together(world_size: int, transport: Environment) -> None:
     run_ranks(use_different_weights, world_size, environment=transport)
 
 
@@ -160,7 +111,7 @@ def run_twice_around_another() -> None:
     with Recorder() as recorder:
         play(model, 0, rank)
     order = [e.group for e in recorder if e.operation is Operation.REDUCE]
-    assert order[:8] == ["inner"] * 4 + ["outer"] * 4, order
+    assert order[:2] == ["inner", "outer"], order
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
         torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
@@ -168,9 +119,7 @@ def run_twice_around_another() -> None:
 
 @pytest.mark.behaviour("C-04", "C-17")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_group_that_runs_before_and_after_another_reduces_its_gradient_buckets_after_it(
-    transport: Environment,
-) -> None:
+def test_a_group_that_runs_before_and_after_another_is_reduced_after_it(transport: Environment) -> None:
     run_ranks(run_twice_around_another, 2, environment=transport)
 
 
@@ -189,10 +138,7 @@ class Pair(nn.Module):
 
 
 def run_two_forwards(model: nn.Module, rank: int) -> None:
-    """Run two forwards, then one backward.
-
-    On rank 0 the first gradient buckets get all their gradients only from the second forward.
-    """
+    """Run two forwards, then one backward. On rank 0 the last weights have gradients from the second forward only."""
     used = [0, 1, 2, 3] if rank else [0, 1, 2]
     outputs = [model(batch(0, rank), used), model(batch(1, rank), [0, 1, 2, 3])]
     torch.cat(outputs).square().mean().backward()
@@ -211,9 +157,7 @@ def run_twice_before_backward() -> None:
         model.zero_grad()
         run_two_forwards(model, rank)
     check_gradients(model, reference, size)
-    assert [state_of(tower).runs for tower in model.towers] == [0, 0], (
-        "otherwise the next step would reduce its buckets late"
-    )
+    assert [state_of(tower).runs for tower in model.towers] == [0, 0]
 
 
 def check_gradients(model: nn.Module, reference: nn.Module, size: int) -> None:
@@ -230,7 +174,7 @@ def play_one(model: nn.Module, rank: int) -> None:
 
 @pytest.mark.behaviour("C-04", "C-17")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_gradient_buckets_wait_if_two_forwards_share_one_backward(transport: Environment) -> None:
+def test_large_groups_may_run_in_two_forwards_of_one_backward(transport: Environment) -> None:
     run_ranks(run_twice_before_backward, 2, environment=transport)
 
 
@@ -276,24 +220,6 @@ def go_around_on_one_rank() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_a_backward_skipped_on_one_rank_leaves_no_state(transport: Environment) -> None:
     run_ranks(go_around_on_one_rank, 2, environment=transport)
-
-
-def check_early_reductions() -> None:
-    listed = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    fully_shard(listed)
-    assert (len(state_of(listed[0]).group.plan.grad_buckets), state_of(listed[0]).reduces_grad_buckets) == (2, False)
-    replicated = nn.Sequential(
-        *(nn.Linear(WIDTH // 2, WIDTH) for _ in range(2))
-    )  # 1 MiB each; a gradient bucket needs two of them
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    fully_shard(replicated, mesh=mesh)
-    assert len(state_of(replicated).group.plan.grad_buckets) == 1, (
-        "the all-reduce determines the buckets, not the axis of one rank"
-    )
-
-
-def test_gradient_buckets_are_reduced_early_only_if_ranks_cannot_diverge() -> None:
-    run_ranks(check_early_reductions, 2, environment=SOCKETS)
 
 
 def sum_bf16_gradients_in_fp32(microbatches: int) -> None:

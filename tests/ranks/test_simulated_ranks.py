@@ -94,7 +94,8 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
                 torch.stack(products).sum().mul(rank + 1).backward()
                 group.reshard()
                 assert group.parameter_state is ParameterState.SHARDED
-            pending = [launch.run() for group in groups for launch in reduce_together((group.gradients,), streams)]
+            launches = [reduce_together((group.gradients,), streams) for group in groups]
+            pending = [launch.run() for launch in launches if launch is not None]
             assert len(pending) == size
             for reduction in pending:
                 reduction.complete()

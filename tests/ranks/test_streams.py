@@ -18,8 +18,7 @@ from torch import nn
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import MessageSizes, ParameterState, backward, state_of
-from tests._internals import mesh as core_mesh
+from tests._internals import ParameterState, backward, state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.run_ranks import run_ranks
@@ -31,30 +30,25 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @contextmanager
 def streams() -> Iterator[None]:
-    """Simulate streams on ``torch.cpu`` inside the context. Small messages are treated like large ones.
-
-    Groups are reduced in the gradient buckets that their transports ask for, as after a choice by costs.
-    """
+    """Simulate streams on ``torch.cpu`` inside the context. Small messages are treated like large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         sim = importlib.import_module("sim.device")
         with (
             sim.Device(flops=1.0, bandwidth=1.0).installed(),
             mock.patch.object(backward, "_MIN_BYTES_IN_FLIGHT", 0),
-            mock.patch.object(core_mesh, "_ONE_MESSAGE", MessageSizes()),
         ):
             yield
 
 
 def towers() -> nn.Sequential:
-    """Return three modules to shard, with four gradient buckets each."""
+    """Return three modules to shard."""
     return nn.Sequential(*(Tower() for _ in range(3)))
 
 
 def shard_towers(model: nn.Module, ahead: int = 1) -> None:
     for tower in model.children():
         fully_shard(tower)
-        assert len(state_of(tower).group.plan.grad_buckets) == 4
     fully_shard(model)
     assert isinstance(model, FSDPModule)
     model.set_schedule(prefetch_limit=ahead)
@@ -72,27 +66,6 @@ def test_streams_train_like_the_unsharded_model(ahead: int, transport: Environme
     run_ranks(train, 2, ahead, environment=transport)
 
 
-def reduce_on_streams() -> None:
-    """Check the bytes in flight. All gradient buckets have the same size, so counting them is enough."""
-    rank = dist.get_rank()
-    with streams():
-        model = towers()
-        shard_towers(model)
-        for step in range(2):
-            play(model, step, rank)
-        with Recorder() as recorder:
-            play(model, 2, rank)
-    most = in_flight = 0
-    for event in recorder:
-        in_flight += (event.operation is Operation.REDUCE) - (event.operation is Operation.REDUCED)
-        most = max(most, in_flight)
-    assert most == 4, "the limit applies to reductions of all groups together"
-
-
-def test_bytes_in_flight_on_streams_are_bounded_by_one_group() -> None:
-    run_ranks(reduce_on_streams, 2, environment=SOCKETS)
-
-
 def reduce_whole_groups_on_streams() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     with streams():
@@ -102,9 +75,7 @@ def reduce_whole_groups_on_streams() -> None:
         with Recorder() as recorder:
             task.loss(model, task.batch_of(2, rank)).backward()
         operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
-        assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, (
-            "a group with one bucket waits for the reduction before it"
-        )
+        assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, "a group waits for the reduction before it"
         with mock.patch.object(backward, "_MIN_BYTES_IN_FLIGHT", 1 << 20), Recorder() as recorder:
             task.loss(model, task.batch_of(3, rank)).backward()
         operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
@@ -130,7 +101,7 @@ def reduce_a_small_group_after_a_large_one() -> None:
         with Recorder() as recorder:
             play(model, 2, rank)
     events = [str(e) for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
-    assert events[:6] == ["reduce 2"] * 4 + ["reduce 1", "reduced 2"], events
+    assert events[:3] == ["reduce 2", "reduce 1", "reduced 2"], events
 
 
 def test_small_groups_on_streams_do_not_wait_for_large_ones() -> None:
@@ -144,7 +115,7 @@ def use_different_weights_on_streams() -> None:
 
 @pytest.mark.behaviour("C-17")
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_ranks_with_different_used_weights_on_streams_reduce_equal_gradient_buckets(transport: Environment) -> None:
+def test_ranks_with_different_used_weights_on_streams_reduce_together(transport: Environment) -> None:
     run_ranks(use_different_weights_on_streams, 2, environment=transport)
 
 

@@ -46,7 +46,7 @@ class FallingBack(Layers):
         return self.layers[2](self.layers[1](x))  # type: ignore[no-any-return]
 
 
-def delay_a_grad_bucket(kind: type[Layers]) -> None:
+def delay_a_reduction(kind: type[Layers]) -> None:
     model: Any = kind()
     for layer in model.layers:
         fully_shard(layer)
@@ -64,7 +64,7 @@ def delay_a_grad_bucket(kind: type[Layers]) -> None:
 @pytest.mark.parametrize("kind", [Recomputing, FallingBack])
 @both_transports
 def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers], transport: Environment) -> None:
-    run_ranks(delay_a_grad_bucket, 2, kind, environment=transport)
+    run_ranks(delay_a_reduction, 2, kind, environment=transport)
 
 
 def delay_after_a_recovery() -> None:

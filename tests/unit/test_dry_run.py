@@ -155,13 +155,12 @@ def performed(steps: Any) -> Iterator[str]:
                     yield f"wait {group}"
                 case dry_run.Free(group) | dry_run.Shrink(group, _):
                     yield f"reshard {group}"
-                case dry_run.Reduce(buckets):
+                case dry_run.Reduce(groups):
                     in_flight.append(action)
-                    yield from (f"reduce {group}" for group in dict.fromkeys(bucket.group for bucket in buckets))
+                    yield from (f"reduce {group}" for group in groups)
                 case dry_run.WaitReduce(count):
                     for done in [in_flight.pop(0) for _ in range(count)]:
-                        names = dict.fromkeys(bucket.group for bucket in done.buckets)
-                        yield from (f"reduced {name}" for name in names if not done.partial)
+                        yield from (f"reduced {name}" for name in done.groups if not done.partial)
 
 
 def root_below(model: FSDPModule) -> Root:
@@ -173,7 +172,7 @@ def check(plan: dry_run.Schedule, model: FSDPModule, drawn: Drawn) -> None:
     """Check that groups are in memory when they compute, within the bound, and that each gradient is reduced once."""
     states = root_below(model).states
     held = {name for name, state in states.items() if state.group.unshard_started}
-    unused, in_flight, reduced = set[str](), 0, Counter[dry_run.GradBucket]()
+    unused, in_flight, reduced = set[str](), 0, Counter[str]()
     for event, actions in plan:
         for action in actions:
             match action:
@@ -191,9 +190,9 @@ def check(plan: dry_run.Schedule, model: FSDPModule, drawn: Drawn) -> None:
                     assert group in held, f"{event}: frees a group that is not unsharded"
                     held.remove(group)
                     unused.discard(group)
-                case dry_run.Reduce(buckets):
+                case dry_run.Reduce(groups):
                     in_flight += 1
-                    reduced.update(buckets)
+                    reduced.update(groups)
                 case dry_run.WaitReduce(count):
                     in_flight -= count
         if event.hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
@@ -202,12 +201,7 @@ def check(plan: dry_run.Schedule, model: FSDPModule, drawn: Drawn) -> None:
             assert not unused, "a group is gathered but not used"
     assert in_flight == 0
     assert not held or drawn.keeps_after_backward
-    plans = {name: state.group.plan for name, state in states.items() if state.group.plan.num_trainable}
-    expected = [
-        dry_run.GradBucket(name, number)
-        for name, plan in (plans if drawn.is_synced else {}).items()
-        for number in (plan.trainable_buckets if plan.in_grad_buckets else (0,))
-    ]
+    expected = [name for name, state in states.items() if state.group.plan.num_trainable] if drawn.is_synced else []
     assert reduced == Counter(expected)
 
 
@@ -242,7 +236,7 @@ def test_steady_iterations_perform_what_their_dry_runs_say(drawn: Drawn) -> None
         plan = model.schedule()
         check(plan, model, drawn)
         expected = list(performed(plan))
-        common = Replay(root_below(model), Snapshot.of(root_below(model), has_stepped=True), arrive_together=True)
+        common = Replay(root_below(model), Snapshot.of(root_below(model), has_stepped=True))
         common.play(events_of(root_below(model).plans.known, root_below(model).states))
         assert Counter(performed(common.steps)) == Counter(expected), "what all ranks expect"
         found = [str(event) for event in play(model, drawn) if event.operation in SHOWN]
@@ -328,8 +322,8 @@ def ranks() -> Iterator[None]:
 def test_a_schedule_prints_as_a_table() -> None:
     plan = schedule_of(Chain(), has_streams=False)
     lines = str(plan).splitlines()
-    assert lines[1] == "pre-forward a              | gather a; gather b; wait a"
-    assert lines[-1] == "end of backward            | wait for 1 reduction"
+    assert lines[1] == "pre-forward a      | gather a; gather b; wait a"
+    assert lines[-1] == "end of backward    | wait for 1 reduction"
     assert len({line.index("|") for line in lines if "|" in line}) == 1
 
 
@@ -406,8 +400,8 @@ def test_small_adjacent_groups_share_a_gather_and_a_reduction() -> None:
     plan = schedule_of(Chain(), has_streams=False, change=chosen(max_fused_bytes=2 * MIB))
     assert line_of(plan, "pre-forward a") == "gather a, b; wait a"
     assert line_of(plan, "pre-backward b") == "wait b"
-    assert line_of(plan, "gradients ready b bucket 0") == ""
-    assert line_of(plan, "gradients ready a bucket 0") == "wait for 1 reduction; reduce a[0], b[0]"
+    assert line_of(plan, "gradients ready b") == ""
+    assert line_of(plan, "gradients ready a") == "wait for 1 reduction; reduce a, b"
 
 
 @pytest.mark.parametrize("has_streams", [False, True])
@@ -474,15 +468,15 @@ def test_streams_reduce_a_whole_group_once_its_parameters_are_freed() -> None:
     def lines(model: nn.Module, name: str, *, has_streams: bool = True, keeps: bool = False) -> tuple[str, str]:
         change = (lambda m: m.c.set_reshard_after_backward(False)) if keeps else None
         plan = schedule_of(model, has_streams=has_streams, change=change)
-        ready, after = line_of(plan, f"gradients ready {name} bucket 0"), line_of(plan, f"post-backward {name}")
+        ready, after = line_of(plan, f"gradients ready {name}"), line_of(plan, f"post-backward {name}")
         return ready.split("; ")[-1], after
 
-    assert lines(Chain(), "c") == ("", "free c; reduce c[0]")
-    assert lines(Chain(), "c", has_streams=False) == ("reduce c[0]", "free c")
-    assert lines(Chain(), "c", keeps=True) == ("reduce c[0]", ""), "nothing is freed first"
-    assert lines(tied(), "a") == ("reduce a[0]", ""), "its user may still need it"
+    assert lines(Chain(), "c") == ("", "free c; reduce c")
+    assert lines(Chain(), "c", has_streams=False) == ("reduce c", "free c")
+    assert lines(Chain(), "c", keeps=True) == ("reduce c", ""), "nothing is freed first"
+    assert lines(tied(), "a") == ("reduce a", ""), "its user may still need it"
     around = nn.Sequential(nn.Linear(SIDE, SIDE), fully_shard(nn.Linear(SIDE, SIDE)))
-    assert lines(nn.Sequential(around), "0") == ("reduce 0[0]", "free 0"), "groups inside it come first"
+    assert lines(nn.Sequential(around), "0") == ("reduce 0", "free 0"), "groups inside it come first"
 
 
 # -- the work of the host

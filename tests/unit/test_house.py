@@ -26,7 +26,7 @@ MOST_CODE = {
     ".": 330,
     "_api": 993,
     "_consistency": 1160,
-    "_core": 6230,
+    "_core": 6030,
     "checkpoint": 2950,
     "cli": 530,
     "codecs": 410,
@@ -34,14 +34,14 @@ MOST_CODE = {
     "init": 338,
     "interop": 60,
     "optim": 1730,
-    "plan": 1110,
+    "plan": 1070,
     "plugins": 4810,
     "testing": 380,
     "wrap": 300,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 21880
+MOST_CODE_OF_ALL = 21730
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy
 from tests._internals import (
-    NEVER_ZERO_COPY,
     GatherClaim,
     GroupPlan,
     ParameterSpec,
@@ -212,27 +211,3 @@ def test_a_sum_or_gradient_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> N
     assert wire_dtype(narrow, summed) is fp32
     wide = dataclasses.replace(narrow, autograd_dtype=fp32)
     assert wire_dtype(wide) is fp32
-
-
-def spec_of(name: str, numel: int) -> ParameterSpec:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    return ParameterSpec(name, (numel,), 0, fp32, bf16, fp32, fp32, trainable=True)
-
-
-def grad_buckets_of(sizes: dict[str, int], least: int) -> list[list[str]]:
-    """Return the parameter names of each gradient bucket. ``sizes`` are in elements, which are sent in 4 bytes."""
-    specs = tuple(spec_of(name, numel) for name, numel in sizes.items())
-    plan = plan_group(specs, (PlanOptions(2, NEVER_ZERO_COPY, NEVER_ZERO_COPY, grad_bucket_bytes=least),))
-    found: list[list[str]] = [[] for _ in plan.grad_buckets]
-    for bucket in plan.buckets:
-        found[bucket.grad_bucket] += [specs[i].name for i in bucket.indices]
-    return found
-
-
-def test_gradient_buckets_begin_with_the_last_parameters_and_skip_small_ones() -> None:
-    block = {"q": 25, "o": 17, "up": 117, "down": 59, "norm": 1}
-    block = {name: numel * 1024 for name, numel in block.items()}
-    assert grad_buckets_of(block, least=128 << 10) == [["down"], ["up"], ["q", "o", "norm"]]
-    assert grad_buckets_of(block, least=256 << 10) == [[*block]], (
-        "the remaining parameters would be too few for a bucket"
-    )

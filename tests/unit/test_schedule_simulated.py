@@ -36,15 +36,15 @@ def chain_of(names: Sequence[str], ahead: int) -> s.Schedule:
     for at, name in enumerate(order):
         steps.append(s.Step(Event(Hook.PRE_BACKWARD, name), gathers(order, at)))
         if name not in order[at + 1 :]:
-            reduce = s.Reduce((s.GradBucket(name, 0),))
+            reduce = s.Reduce((name,))
             waits = (s.WaitReduce(1),) if len(set(order[at:])) < len(set(order)) else ()
-            steps.append(s.Step(Event(Hook.GRAD_READY, name, 0), (*waits, reduce)))
+            steps.append(s.Step(Event(Hook.GRAD_READY, name), (*waits, reduce)))
         steps.append(s.Step(Event(Hook.POST_BACKWARD, name), (s.Free(name),)))
     return s.Schedule((*steps, s.Step(Event(Hook.END_BACKWARD), (s.WaitReduce(1),))))
 
 
 def specs_of(**options: Any) -> dict[str, GroupSpec]:
-    return dict.fromkeys(NAMES, GroupSpec(MIB, (MIB,), ranks=8, **options))
+    return dict.fromkeys(NAMES, GroupSpec(MIB, MIB, ranks=8, **options))
 
 
 def costs_of(latency: float, compute: float, bandwidth: float = 1e18) -> Costs:
@@ -68,8 +68,8 @@ def test_the_host_waits_for_a_reduction_before_it_launches_the_next_one() -> Non
     fast, slow = CollectiveCost(0.0, 1e18), CollectiveCost(3.0, 1e18)
     costs = replace(costs_of(0.0, compute=1.0), axes={"": AxisCosts(fast, slow, slow)})
     spans = {span.label: span for span in simulate(chain_of(NAMES, 1), specs_of(separate_reduce=True), costs).spans}
-    assert spans["gradients ready b bucket 0"].begin == pytest.approx(spans["reduce c[0]"].begin)
-    assert spans["gradients ready a bucket 0"].begin == pytest.approx(spans["reduce c[0]"].end)
+    assert spans["gradients ready b"].begin == pytest.approx(spans["reduce c"].begin)
+    assert spans["gradients ready a"].begin == pytest.approx(spans["reduce c"].end)
 
 
 @given(SECONDS, SECONDS, SECONDS, st.integers(0, 3))
@@ -114,8 +114,8 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_gathers_of_two_axes_run_beside_each_other_and_reductions_do_not() -> None:
-    specs = specs_of() | {"b": GroupSpec(MIB, (MIB,), ranks=8, axis="other")}
+    specs = specs_of() | {"b": GroupSpec(MIB, MIB, ranks=8, axis="other")}
     costs = costs_of(1.0, 1e-9)
     spans = {span.label: span for span in simulate(chain_of(NAMES, 1), specs, costs).spans}
     assert spans["gather b"].begin < spans["gather a"].end, "prefetched from the begin of a"
-    assert spans["reduce b[0]"].begin >= spans["reduce c[0]"].end
+    assert spans["reduce b"].begin >= spans["reduce c"].end

@@ -77,7 +77,7 @@ def test_after_an_evaluation_or_a_reset_the_schedule_is_that_of_a_step() -> None
     model.reset_iter_state()
     after = str(model.schedule())
     assert before.count("gather") == recorded.count("gather") == after.count("gather") == 3
-    assert all("end of backward" in each and "reduce a[0], b[0], c[0]" in each for each in (before, recorded, after))
+    assert all("end of backward" in each and "reduce a, b, c" in each for each in (before, recorded, after))
 
 
 def test_a_pre_forward_that_raised_is_not_in_the_schedule() -> None:

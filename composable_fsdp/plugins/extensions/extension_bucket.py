@@ -69,9 +69,8 @@ class Extensions(GatherKind):
     def make(self, plan: BucketPlan) -> ExtendedBucket:
         group = self.group
         members = [group.parameters[i] for i in plan.indices]
-        found, on_gradient = [self._found[p] for p in members], group.on_gradient(plan.grad_bucket)
-        pgs = group.process_groups[plan.axes]
-        return ExtendedBucket(plan, members, found, pgs, group.device, on_gradient)
+        found, pgs = [self._found[p] for p in members], group.process_groups[plan.axes]
+        return ExtendedBucket(plan, members, found, pgs, group.device, group.on_gradient)
 
     def has_changed(self) -> bool:
         return any(hooks_of(p.local) != self._hooks.get(p, frozenset()) for p in self.group.parameters)

@@ -45,11 +45,6 @@ copies take memory. With 4 ranks, all-gather and reduce-scatter are faster from 
 _MIN_BYTES_PER_RANK = 1 << 16
 """The cost in bytes of posting a message. Estimated, not measured."""
 
-_GRAD_BUCKET_BYTES = 1 << 21
-"""With a quarter of this, reductions of groups of 2 to 4 MiB take 1.4 to 2.3 times as long
-(``benchmarks/group_transfers.py``).
-"""
-
 
 class GlooWork:
     """The work of one operation: gloo's works and a ``finish`` step. Waiting again does nothing.
@@ -102,7 +97,6 @@ class GlooCommunicator:
             zero_copy_min_bytes=max(
                 min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES), self.size * _MIN_BYTES_PER_RANK
             ),
-            grad_bucket_bytes=_GRAD_BUCKET_BYTES,
         )
 
     def __repr__(self) -> str:

@@ -29,11 +29,6 @@ __all__ = ["SharedMemoryCommunicator", "in_shared_memory"]
 _ZERO_COPY_BYTES = 1 << 18
 """Zero-copy and copied-in transfers cost the same at this size (2 and 4 ranks, ``benchmarks/collectives.py``)."""
 
-_GRAD_BUCKET_BYTES = 1 << 21
-"""With a quarter of this, reductions of groups of 2 to 4 MiB take 1.3 to 1.7 times as long
-(``benchmarks/group_transfers.py``).
-"""
-
 
 def in_shared_memory(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator | None:
     """Return a communicator for CPU tensors over gloo if all ranks are on one host, and the user has not refused."""
@@ -62,7 +57,6 @@ class SharedMemoryCommunicator:
             coalesces=True,
             checks=True,
             zero_copy_min_bytes=_ZERO_COPY_BYTES,
-            grad_bucket_bytes=_GRAD_BUCKET_BYTES,
         )
         self.engine = engine
 
