@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,3 +50,160 @@ def test_an_empty_group_that_was_not_saved_is_named(tmp_path: Path) -> None:
     save(tmp_path, model, with_empty_groups(model, 0.1, 0.2, 0.3, 0.4))
     with pytest.raises(CheckpointError, match="param_group of no parameters: members: 0"):
         load(tmp_path, model, fewer)
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps ``kept(gradient)`` as the state of each parameter."""
+
+    def __init__(self, params: Any, kept: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter] |= self.kept(parameter.grad.clone())
+        super().step(closure)
+
+
+def text_of(tree: Any) -> str:
+    """Return types, keys and values of ``tree``."""
+    if isinstance(tree, Mapping):
+        return f"{type(tree).__name__}({', '.join(f'{key!r}: {text_of(value)}' for key, value in tree.items())})"
+    if isinstance(tree, (list, tuple, deque)):
+        return f"{type(tree).__name__}({', '.join(map(text_of, tree))}){getattr(tree, 'maxlen', '')}"
+    return f"tensor {tree.tolist()}" if isinstance(tree, torch.Tensor) else repr(tree)
+
+
+TREES: dict[str, Any] = {
+    "int keys": lambda g: {0: g, 7: 3, "deep": {2: g}},
+    "list of tuples": lambda g: {"pairs": [(g, 2 * g), (g + 1, None)]},
+    "deque": lambda g: {"last": deque([g, 3 * g], maxlen=4)},
+    "ordered": lambda g: {"by name": OrderedDict(z=g, a=OrderedDict(b=[g, 1.5]))},
+    "no tensors": lambda g: {"history": [1, 2.5], "span": (0.9, 0.99), "names": {1: "a"}, "nothing": None, "none": {}},
+    "text": lambda g: {"phase": "warm", "words": ["a", ("b", g)], "raw": b"\x00"},
+}
+
+
+@pytest.mark.behaviour("F-09")
+@pytest.mark.parametrize("way", ["file", "state dict"])
+@pytest.mark.parametrize("kept", TREES.values(), ids=TREES)
+def test_trees_of_any_containers_come_back(tmp_path: Path, kept: Any, way: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, fresh = trained(model, Keeping(model.parameters(), kept)), Keeping(model.parameters(), kept)
+    if way == "file":
+        load(save(tmp_path, model, optimizer).path, model, fresh)
+    else:
+        load_optimizer_state_dict(model, fresh, optimizer_state_dict(model, optimizer))
+    for parameter in model.parameters():
+        assert text_of(fresh.state[parameter]) == text_of(optimizer.state[parameter])
+
+
+@pytest.mark.behaviour("F-09")
+@pytest.mark.parametrize("way", ["file", "state dict"])
+def test_state_of_no_parameter_comes_back(tmp_path: Path, way: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, fresh = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+    trained(model, optimizer)
+    others = {"schedule": {"count": 5, "mean": torch.tensor([1.0, 2.0])}, "total": 3, ("a", 1): [torch.ones(2)]}
+    optimizer.state.update(others)
+    if way == "file":
+        load(save(tmp_path, model, optimizer).path, model, fresh)
+    else:
+        load_optimizer_state_dict(model, fresh, optimizer_state_dict(model, optimizer))
+    assert text_of({key: fresh.state[key] for key in others}) == text_of(others)
+
+
+def error_of(tmp_path: Path, change: Any) -> str:
+    model = nn.Linear(2, 2)
+    optimizer = trained(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    change(optimizer, model)
+    with pytest.raises(CheckpointError) as raised:
+        save(tmp_path, model, optimizer)
+    assert not list(tmp_path.glob("step-*"))
+    return str(raised.value)
+
+
+def test_state_that_no_key_can_have_is_refused(tmp_path: Path) -> None:
+    def number(optimizer: torch.optim.Optimizer, _: nn.Module) -> None:
+        optimizer.state[1] = {"count": 5}
+
+    def stray(optimizer: torch.optim.Optimizer, _: nn.Module) -> None:
+        optimizer.state[nn.Parameter(torch.ones(3, 4))] = {"count": 5}
+
+    def twice(optimizer: torch.optim.Optimizer, model: nn.Linear) -> None:
+        optimizer.state[model.weight] |= {0: torch.ones(1), "0": torch.ones(1)}
+
+    assert "has state under the keys [1], which are numbers of parameters in a state_dict(). Use strings." in error_of(
+        tmp_path, number
+    )
+    assert "state of parameters that are in none of its groups, of shapes [(3, 4)]. Remove it from" in error_of(
+        tmp_path, stray
+    )
+    assert "has two values that are both called optimizer.state.weight.0 without types and dots" in error_of(
+        tmp_path, twice
+    )
+
+
+def test_a_read_of_the_state_of_another_parameter_does_no_harm(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+    assert optimizer.state[model.bias] == {}
+    save(tmp_path, model, trained(model, optimizer))
+
+
+class Wrapped:
+    """An optimizer around another one, without hooks and defaults, that adds state of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.calls = inner, 0
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "calls": self.calls, "slow": [torch.full((2,), 3.0)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls, self.slow = state.pop("calls"), state.pop("slow")
+        self.inner.load_state_dict(state)
+
+
+def test_wrappers_of_optimizers_are_saved_by_their_own_state_dict(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    inner, new = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+    wrapped, fresh = (cast(Any, Wrapped(each)) for each in (inner, new))
+    wrapped.calls = 8
+    trained(model, inner)
+    load(save(tmp_path, model, wrapped).path, model, fresh)
+    assert (fresh.calls, fresh.slow[0].tolist()) == (8, [3.0, 3.0])
+    assert torch.equal(new.state[model.weight]["momentum_buffer"], inner.state[model.weight]["momentum_buffer"])
+    wrapped.state_dict = lambda: {"base": {}, "k": 3}
+    expected = (
+        r"the state_dict\(\) of this Wrapped has \['base', 'k'\], not the 'state' and 'param_groups' of its param"
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        save(tmp_path, model, wrapped)
+
+
+def test_hooks_of_state_dict_change_what_is_saved(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, fresh = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+    trained(model, optimizer)
+
+    def halve(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        halved = {k: {"momentum_buffer": e["momentum_buffer"] / 2} for k, e in state["state"].items()}
+        return {
+            **state,
+            "state": halved,
+            "param_groups": [{**g, "lr": 7.0} for g in state["param_groups"]],
+            "version": 2,
+        }
+
+    optimizer.register_state_dict_post_hook(halve)
+    seen = []
+    fresh.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["version"]))
+    load(save(tmp_path, model, optimizer).path, model, fresh)
+    assert (seen, fresh.param_groups[0]["lr"]) == ([2], 7.0)
+    expected = optimizer.state[model.weight]["momentum_buffer"] / 2
+    assert torch.equal(fresh.state[model.weight]["momentum_buffer"], expected)

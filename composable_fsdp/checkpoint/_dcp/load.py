@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -55,7 +56,18 @@ from composable_fsdp.checkpoint._dcp.save import (
     set_random_state,
 )
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
-from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, replicated
+from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams
+from composable_fsdp.checkpoint._state_dict.state_tree import (
+    OBJECT,
+    UNKNOWN,
+    Layout,
+    TreePath,
+    built,
+    holds_dtensor,
+    layout_of_paths,
+    leaves,
+    new_state,
+)
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, prepare_for_access
 from composable_fsdp.errors import CheckpointError, printable
 from composable_fsdp.plugins.codecs.communication_state import CommunicationState
@@ -292,8 +304,10 @@ class _Restore:
         records = {key.removeprefix("classes."): value for key, value in objects.items() if key.startswith("classes.")}
         self._records = {key: Record.decoded(value) for key, value in records.items()}
         self._parts: dict[str, LocalShard] = {}
-        self._state: dict[str, dict[str, Any]] = {}
+        self._state: dict[str, Any] = {}
         """The optimizer's state by parameter name. Its new tensors are empty until they are read."""
+        self._others: list[dict[Any, Any]] = [{}, {}]
+        """State of no parameter, and what else a state dict of the optimizer has."""
         self._by_module: dict[str, Any] = {}
         """Values that modules load through ``load_state_dict``, by plain name."""
         self._params: OptimizerParams | None = None
@@ -333,7 +347,7 @@ class _Restore:
                 names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
                 self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
         if self._params is not None:
-            self._params.load(self._groups, self._state, {})
+            self._params.load(self._groups, self._state, *self._others)
         if self._averages is not None and (steps := self.objects.get("averages.steps")) is not None:
             self._averages.n_averaged.fill_(steps)
         if communication and self._communication:
@@ -393,21 +407,25 @@ class _Restore:
         return (tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
     def _match_optimizer(self, optimizer: Optimizer) -> None:
-        states = self._state_keys()
         self._params = params = OptimizerParams(self._model, optimizer)
+        layouts = self.objects.get("optimizer.layouts") or {"state": self._layouts_of_torch()}
         saved_groups = self._saved_groups([[member.name for member in group] for group in params.groups])
         if saved_groups:
             self._groups = params.match_groups(saved_groups, self.mismatch)
         else:
             self._groups = [None] * len(params.groups)
             self.mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
+        states = layouts["state"]
         for name in states.keys() - params.members.keys():
-            self.mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
-        for member in params.members.values():
-            existing = params.state_of(member)
-            for key, full_key in states.get(member.name, {}).items():
-                value = self._match_state(member, existing.get(key), key, full_key)
-                self._state.setdefault(member.name, {})[key] = value
+            paths = built(states[name], lambda path, _: ".".join(map(str, path)))
+            self.mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(leaf for _, leaf in leaves(paths))
+        for name, member in params.members.items():
+            if name in states:
+                self._state[name] = built(states[name], partial(self._match_state, params, member))
+        device = next((local_part(member.parameter).device for member in params.members.values()), torch.device("cpu"))
+        for index, (section, at) in enumerate((("others", ("state",)), ("rest", ()))):
+            for key, layout in layouts.get(section, {}).items():
+                self._others[index][key] = built(layout, partial(self._match_other, device, ("optimizer", *at, key)))
 
     def _saved_groups(self, own: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         """Return the saved param groups. Settings by parameter, of a flattened state dict, become ``own`` groups."""
@@ -423,15 +441,24 @@ class _Restore:
                     self.mismatch.others.append(f"saved settings differ within one group: {', '.join(names)}")
         return [*groups, *({**group, "params": [name]} for name, group in by_name.items())]
 
-    def _match_state(self, member: OptimizerParam, existing: Any, key: str, full_key: str) -> Any:
+    def _match_state(self, params: OptimizerParams, member: OptimizerParam, path: TreePath, kind: str) -> Any:
         """Return the value to load: the optimizer's own tensor where it fits, else a new one."""
-        saved, record = self._saved.get(full_key), self._records.get(full_key)
+        full_key = key_of(("optimizer", "state", member.name, *path))
+        name = f"optimizer state {key_of(path)} of {member.name}"
+        saved, record, existing = self._saved.get(full_key), self._records.get(full_key), params.existing(member, path)
         if isinstance(saved, TensorStorageMetadata):
-            self._parts[full_key] = part = _part_of_state(key, saved, member, existing)
-            return part.value
+            if not isinstance(existing, torch.Tensor) or existing.shape != saved.size:
+                key, shape = path[-1] if path else None, tuple(saved.size)
+                existing = new_state(kind, key, shape, saved.properties.dtype, member.parameter)
+            self._parts[full_key] = LocalShard(existing, member.sharding)
+            return existing
         if record is None:
-            return self.objects[full_key]
-        name = f"optimizer state {key} of {member.name}"
+            value = self.objects.get(full_key)
+            if full_key not in self.objects:
+                self.mismatch.missing[name] = "optimizer state"
+            elif holds_dtensor(value):  # torch looks into lists and dicts only
+                self.mismatch.classes[name] = f"a {type(value).__name__} that holds a DTensor, saved of one rank only"
+            return value
         if existing is None:  # only its own class can create a tensor that has inner tensors
             local = local_part(member.parameter)
             if class_name(local) != record.kind:
@@ -443,16 +470,28 @@ class _Restore:
         self._match_tensor(full_key, name, LocalShard(existing, member.sharding))
         return existing
 
-    def _state_keys(self) -> dict[str, dict[str, str]]:
-        """Return the checkpoint's keys of optimizer state by parameter name and state key."""
+    def _match_other(self, device: torch.device, at: TreePath, path: TreePath, _: str) -> Any:
+        """Return the value to load for a leaf of no parameter. Its tensors are new, on the device of the parameters."""
+        key = key_of((*at, *path))
+        saved = self._saved.get(key)
+        if not isinstance(saved, TensorStorageMetadata):
+            return self.objects[key]
+        new = torch.empty(saved.size, dtype=saved.properties.dtype, device=device if saved.size else "cpu")
+        self._parts[key] = LocalShard(new)
+        return new
+
+    def _layouts_of_torch(self) -> dict[str, Layout]:
+        """Return the layouts of optimizer state by parameter name, as far as torch's checkpoints say what it is."""
+        assert self._params is not None
         paths = {key: tuple(path) for key, path in _paths(self._metadata) if key in self._saved}
-        paths = {key: path for key, path in paths.items() if path[:1] == ("optimizer",) and not self._outer_key(key)}
-        paths |= {key: record.path for key, record in self._records.items()}
-        found: dict[str, dict[str, str]] = {}
+        kinds: dict[str, dict[TreePath, str]] = {}
         for key, path in paths.items():
-            if path[:2] == ("optimizer", "state") and len(path) == 4:
-                found.setdefault(path[2], {})[path[3]] = key
-        return found
+            if path[:2] == ("optimizer", "state") and len(path) > 2:
+                kind = UNKNOWN if isinstance(self._saved[key], TensorStorageMetadata) else OBJECT
+                kinds.setdefault(cast(str, path[2]), {})[path[3:]] = kind
+        members = self._params.members
+        existing = {name: self._params.existing(members[name], ()) if name in members else {} for name in kinds}
+        return {name: layout_of_paths(found, existing[name]) for name, found in kinds.items()}
 
 
 def _with_plain_names(metadata: Metadata) -> Metadata:
@@ -521,25 +560,6 @@ class _Node(dict[Any, Any]):
     def built(self) -> dict[Any, Any] | list[Any]:
         found = {key: value.built() if isinstance(value, _Node) else value for key, value in self.items()}
         return [found[key] for key in sorted(found)] if all(isinstance(key, int) for key in found) else found
-
-
-def _part_of_state(key: str, saved: TensorStorageMetadata, member: OptimizerParam, existing: object) -> LocalShard:
-    """Return the tensor to read optimizer state into: the optimizer's own if it has the shape, else a new one.
-
-    State of the parameter's shape is sharded like the parameter. Other state is replicated, and scalars are on the CPU.
-    """
-    dtype, shape, local = saved.properties.dtype, saved.size, local_part(member.parameter)
-    if isinstance(existing, torch.Tensor) and existing.shape == shape:
-        return LocalShard(existing, member.sharding)
-    if shape == member.parameter.shape and (shape or key != "step"):
-        plain = LocalShard(local).local
-        if type(plain) is torch.Tensor:
-            own = torch.empty_like(plain, dtype=dtype, requires_grad=False)
-        else:  # a subclass with inner tensors
-            own = torch.empty(local.shape, dtype=dtype, device=local.device)
-        return LocalShard(like(member.parameter, own), member.sharding)
-    full = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
-    return LocalShard(replicated(full, member.parameter))
 
 
 def _describe(saved: object) -> str:

@@ -2,7 +2,9 @@
 
 ========================================  =============================================================
 ``model.<name>``                          parameters, buffers, extra states of modules
-``optimizer.state.<name>.<key>``          optimizer state of the parameter of that name
+``optimizer.state.<name>.<key>``          optimizer state of the parameter of that name; below lists and dicts, further
+                                          indices and keys; also state under a key that is no parameter
+``optimizer.layouts``                     ``Layout`` (``state_tree.py``) of each of these states
 ``optimizer.param_groups.<i>.<setting>``  setting of the group of that number, with parameter names in ``params``
 ``averages.values.<name>``                averages of parameters; ``averages.steps`` is the number of updates
 ``communication.<name>.residual``         state of codecs with error feedback; ``.rounds`` beside it
@@ -57,7 +59,16 @@ from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet, said
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
 from composable_fsdp.checkpoint._state_dict import inner_tensors
-from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParams, check_replicated, is_plain, on_host
+from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, check_replicated, on_host
+from composable_fsdp.checkpoint._state_dict.state_tree import (
+    OBJECT,
+    PLAIN,
+    Layout,
+    TreePath,
+    kind_of,
+    layout_of,
+    leaves,
+)
 from composable_fsdp.checkpoint._state_dict.tensors import (
     Entry,
     LocalShard,
@@ -79,6 +90,10 @@ Groups = Mapping[GroupKey, Mapping[str, Any]]
 """The param groups of an optimizer, with the names of their parameters in ``params``."""
 
 
+Layouts = dict[str, dict[Any, Layout]]
+"""The layouts of optimizer state by parameter name, of other state by its key, and of the rest of a state dict."""
+
+
 def key_of(path: ContentsPath) -> str:
     return ".".join(map(str, path))
 
@@ -91,6 +106,7 @@ class Contribution:
     """
 
     groups: Groups
+    layouts: Layouts
     replicated: Mapping[str, int]
     inner: Mapping[str, Any]
 
@@ -99,7 +115,11 @@ def merge(contributions: Sequence[Contribution]) -> Contribution:
     """Merge what all ranks have. If ranks have a group of the same parameters, the first rank's is used."""
     check_replicated({rank: each.replicated for rank, each in enumerate(contributions)})
     groups = {members: group for each in contributions[::-1] for members, group in each.groups.items()}
-    return Contribution(groups, {}, inner_tensors.agreed([each.inner for each in contributions]))
+    layouts: Layouts = {}
+    for each in contributions[::-1]:
+        for section, found in each.layouts.items():
+            layouts.setdefault(section, {}).update(found)
+    return Contribution(groups, layouts, {}, inner_tensors.agreed([each.inner for each in contributions]))
 
 
 @dataclass
@@ -112,6 +132,7 @@ class Contents:
         aliases: further paths of tensors in ``parts``, with the path there.
         replicated: checksums of the plain tensors in ``parts`` that must be equal on all ranks, by key.
         groups: see :data:`Groups`.
+        layouts: see :data:`Layouts`.
     """
 
     parts: dict[ContentsPath, LocalShard] = field(default_factory=dict)
@@ -119,28 +140,46 @@ class Contents:
     aliases: dict[ContentsPath, ContentsPath] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
     groups: dict[GroupKey, dict[str, Any]] = field(default_factory=dict)
+    layouts: Layouts = field(default_factory=dict)
+    _keys: set[str] = field(default_factory=set)
+    """The keys of the optimizer."""
 
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
         params = OptimizerParams(model, optimizer)
-        for hook in cast(Any, optimizer)._optimizer_state_dict_pre_hooks.values():  # as of optimizer.state_dict()
-            hook(optimizer)
-        for members, group in zip(params.groups, optimizer.param_groups, strict=True):
-            names = [member.name for member in members]
+        packed = params.packed()
+        for group in packed.groups:
+            names = group["params"]
             index = sum(group["params"] == names for group in self.groups.values())
-            self.groups[index, tuple(names)] = {
-                **{key: on_host(value) for key, value in group.items()},
-                "params": names,
-            }
-        for member in params.members.values():
-            for key, value in params.state_of(member).items():
-                path = ("optimizer", "state", member.name, str(key))
-                if not isinstance(value, torch.Tensor):
-                    self.objects[path] = value
-                    continue
-                self.parts[path] = LocalShard(value, member.sharding)
-                if is_plain(value, member):
-                    inner_tensors.refuse_unknown(key_of(path), self.parts[path])
-                    self.replicated[key_of(path)] = checksum(value)
+            self.groups[index, tuple(names)] = {key: on_host(value) for key, value in group.items()}
+        state = {
+            name: self._add_tree(("state", name), tree, params.members[name]) for name, tree in packed.state.items()
+        }
+        others = {key: self._add_tree(("state", key), tree) for key, tree in packed.others.items()}
+        rest = {key: self._add_tree((key,), tree) for key, tree in packed.rest.items()}
+        self.layouts = {"state": state, "others": others, "rest": rest}
+
+    def _add_tree(self, at: TreePath, tree: Any, member: OptimizerParam | None = None) -> Layout:
+        """Add the leaves of the ``tree`` of optimizer state at ``at``, and return its layout."""
+        kinds = []
+        for path, value in leaves(tree, ("optimizer", *at)):
+            own = tuple(each if isinstance(each, int) else str(each) for each in path)
+            key = key_of(own)
+            if key in self._keys:
+                raise CheckpointError(
+                    f"the optimizer has two values that are both called {key} without types and dots."
+                )
+            self._keys.add(key)
+            kind = kind_of(value, None if member is None else member.parameter, key)
+            kinds.append(kind)
+            if kind == OBJECT:
+                self.objects[own] = value
+                continue
+            self.parts[own] = LocalShard(value, None if member is None else member.sharding)
+            if kind == PLAIN and value.ndim:
+                inner_tensors.refuse_unknown(key, self.parts[own])
+                self.replicated[key] = checksum(value)
+        remaining = iter(kinds)
+        return layout_of(tree, lambda _: next(remaining))
 
     def add_rank(self, model: nn.Module, rank: int, extra: Mapping[str, Any]) -> None:
         for name, kept in communication_of(model).items():
@@ -151,7 +190,7 @@ class Contents:
 
     def contribution(self) -> Contribution:
         parts = {key_of(path): part for path, part in self.parts.items()}
-        return Contribution(self.groups, self.replicated, inner_tensors.inner_contributions_of(parts))
+        return Contribution(self.groups, self.layouts, self.replicated, inner_tensors.inner_contributions_of(parts))
 
     def further_keys(self) -> dict[str, str]:
         """Return the keys of ``aliases``, with that of the tensor."""
@@ -165,6 +204,8 @@ class Contents:
                 self.parts[paths[key]] = LocalShard(value)
             else:
                 self.objects[paths[key]] = value
+        if merged.groups:
+            self.objects["optimizer", "layouts"] = merged.layouts
         for path in [path for path in self.parts if key_of(path) in merged.inner]:
             part, record = self.parts.pop(path), merged.inner[key_of(path)]
             aliases = [alias for alias, of in self.aliases.items() if of == path]

@@ -1,22 +1,23 @@
 """State dicts of optimizers, keyed by parameter names.
 
-A state tensor with its parameter's shape is a DTensor that is sharded like the parameter. Everything else must be the
-same on every rank. Only the local form has plain tensors that are this rank's shards.
+The state of a parameter is a tree (``state_tree.py``). Its tensors are DTensors, or plain and then the same on every
+rank. Only the local form has plain tensors that are this rank's shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._core.extents import like, plain_name, shardings_of, states_below
-from composable_fsdp._core.mesh import ParameterSharding, as_dtensor
+from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import find_replaced, local_part
 from composable_fsdp.checkpoint._coordination import Mismatch
 from composable_fsdp.checkpoint._state_dict.model import (
@@ -31,6 +32,20 @@ from composable_fsdp.checkpoint._state_dict.model import (
     shard_for,
     streams_from_rank0,
     to_form,
+)
+from composable_fsdp.checkpoint._state_dict.state_tree import (
+    AS_PARAMETER,
+    OBJECT,
+    PLAIN,
+    UNKNOWN,
+    TreePath,
+    at,
+    is_placed,
+    items_of,
+    kind_of,
+    leaves,
+    mapped,
+    new_state,
 )
 from composable_fsdp.checkpoint._state_dict.tensors import (
     checksum,
@@ -49,6 +64,23 @@ class OptimizerParam:
     name: str
     parameter: torch.Tensor
     sharding: ParameterSharding | None
+
+
+@dataclass(frozen=True)
+class PackedState:
+    """What ``optimizer.state_dict()`` returned, with names of parameters in place of numbers.
+
+    Attributes:
+        state: a tree for each parameter that has any state.
+        others: trees under the keys of the state that are no parameter.
+        groups: the settings of each group, with names in ``params``.
+        rest: what the class or its hooks have added besides.
+    """
+
+    state: dict[str, Any]
+    others: dict[Any, Any]
+    groups: list[dict[str, Any]]
+    rest: dict[str, Any]
 
 
 class OptimizerParams:
@@ -82,9 +114,53 @@ class OptimizerParams:
         self.groups = [[OptimizerParam(names[id(p)], p, shardings.get(id(p))) for p in group] for group in groups]
         self.members = {member.name: member for group in self.groups for member in group}
 
-    def state_of(self, member: OptimizerParam) -> Mapping[str, Any]:
-        found = self._optimizer.state.get(member.parameter, {})
-        return found if isinstance(found, Mapping) else {}
+    def packed(self) -> PackedState:
+        """Call ``optimizer.state_dict()``, with its hooks, and return the result by names.
+
+        Raises:
+            CheckpointError: it has another form, or the state is of parameters that the optimizer has not.
+        """
+        kind, state = type(self._optimizer).__name__, self._state()
+        ids = {id(member.parameter) for member in self.members.values()}
+        strays = [key for key in state if isinstance(key, torch.Tensor) and id(key) not in ids]
+        if any(state[key] for key in strays):
+            raise CheckpointError(
+                f"this {kind} has state of parameters that are in none of its groups, of shapes "
+                f"{[tuple(key.shape) for key in strays]}. Remove it from optimizer.state."
+            )
+        for key in strays:  # reading a defaultdict made it
+            del state[key]
+        found = self._optimizer.state_dict()
+        numbers = [number for group in found.get("param_groups", ()) for number in group["params"]]
+        if not isinstance(found.get("state"), Mapping) or len(numbers) != len(self.members):
+            raise CheckpointError(
+                f"the state_dict() of this {kind} has {sorted(map(str, found))}, not the 'state' and 'param_groups' of "
+                "its parameters. Pass the optimizer that it wraps, and what it keeps itself in extra."
+            )
+        clashes = [key for key in state if not isinstance(key, torch.Tensor) and key in numbers]
+        if clashes:
+            raise CheckpointError(
+                f"this {kind} has state under the keys {clashes}, which are numbers of parameters in a state_dict(). "
+                "Use strings."
+            )
+        names = dict(zip(numbers, self.members, strict=True))
+        groups = [
+            {**{key: v for key, v in group.items() if key != "param_names"}, "params": [m.name for m in members]}
+            for group, members in zip(found["param_groups"], self.groups, strict=True)
+        ]
+        return PackedState(
+            {name: found["state"][number] for number, name in names.items() if number in found["state"]},
+            {key: entry for key, entry in found["state"].items() if key not in names},
+            groups,
+            {key: value for key, value in found.items() if key not in ("state", "param_groups")},
+        )
+
+    def _state(self) -> Any:
+        return getattr(self._optimizer, "state", {})
+
+    def existing(self, member: OptimizerParam, path: TreePath) -> Any:
+        """Return what the optimizer has at ``path`` of the state of ``member``, or ``None``."""
+        return at(self._state().get(member.parameter, {}), path)
 
     def match_groups(self, saved: Sequence[Mapping[str, Any]], mismatch: Mismatch) -> list[Mapping[str, Any] | None]:
         """Return the saved group of each of the optimizer's groups, found by its parameters, if there is one.
@@ -115,17 +191,59 @@ class OptimizerParams:
     def load(
         self,
         saved: Sequence[Mapping[str, Any] | None],
-        state: Mapping[str, Mapping[str, Any]],
-        others: Mapping[str, Any],
+        state: Mapping[str, Any],
+        others: Mapping[Any, Any],
+        rest: Mapping[str, Any],
     ) -> None:
-        """Call ``optimizer.load_state_dict`` with the ``saved`` settings of each group and ``state`` by names."""
+        """Call ``optimizer.load_state_dict`` with the ``saved`` settings of each group.
+
+        ``state``, ``others`` and ``rest`` are as those of :class:`PackedState`.
+        """
         numbers = {name: number for number, name in enumerate(self.members)}
         groups = [
             restored(group, settings or {}, [numbers[member.name] for member in members])
             for group, settings, members in zip(self._optimizer.param_groups, saved, self.groups, strict=True)
         ]
-        by_number = {numbers[name]: entry for name, entry in state.items()}
-        self._optimizer.load_state_dict({**others, "state": by_number, "param_groups": groups})
+        by_number = {numbers[n]: entry if _is_copied(entry) else _as_copied(entry) for n, entry in state.items()}
+        self._optimizer.load_state_dict({**rest, "state": {**by_number, **others}, "param_groups": groups})
+        loaded = self._state()
+        for name, entry in state.items():
+            if not _is_copied(entry):
+                parameter = self.members[name].parameter
+                loaded[parameter] = mapped(partial(_copied_value, loaded[parameter]), entry)
+
+
+# -- what Optimizer.load_state_dict does not copy
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Hides a value from ``Optimizer.load_state_dict``, which makes another thing of a string or a deque."""
+
+    value: Any
+
+
+def _is_copied(value: Any) -> bool:
+    """Return whether ``Optimizer.load_state_dict`` keeps ``value`` as it is, but for casts of tensors."""
+    if type(value) in (list, tuple):
+        return all(map(_is_copied, value))
+    if type(value) is dict:
+        return all(map(_is_copied, value.values()))
+    return isinstance(value, torch.Tensor) or not isinstance(value, Iterable)
+
+
+def _as_copied(value: Any) -> Any:
+    """Return ``value`` with lists and dicts in place of other containers, and with other iterables hidden."""
+    items = items_of(value)
+    if items is None:
+        return value if _is_copied(value) else _Held(value)
+    values = {key: _as_copied(each) for key, each in items}
+    return values if isinstance(value, Mapping) else list(values.values())
+
+
+def _copied_value(loaded: Any, path: TreePath, _: Any) -> Any:
+    value = at(loaded, path)
+    return value.value if isinstance(value, _Held) else value
 
 
 def _first(names: Sequence[str], count: int = 3) -> str:
@@ -137,7 +255,8 @@ def _first(names: Sequence[str], count: int = 3) -> str:
 
 def lacking(optimizer: Optimizer, index: int, saved: Mapping[str, Any]) -> list[str]:
     """Return an error text if ``saved`` lacks settings that the optimizer has defaults for: schedulers add others."""
-    absent = [key for key in optimizer.param_groups[index] if key in optimizer.defaults and key not in saved]
+    defaults = getattr(optimizer, "defaults", {})  # not every wrapper of an optimizer has them
+    absent = [key for key in optimizer.param_groups[index] if key in defaults and key not in saved]
     return [f"param_group {index} has settings that the saved one lacks: {', '.join(absent)}"] if absent else []
 
 
@@ -153,12 +272,6 @@ def restored(group: Mapping[str, Any], saved: Mapping[str, Any], numbers: Iterab
 # -- plain tensors beside DTensors
 
 
-def is_plain(value: object, member: OptimizerParam) -> TypeGuard[torch.Tensor]:
-    """Return whether ``value`` is a plain tensor, and no scalar, while its parameter is a DTensor."""
-    is_candidate = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
-    return is_candidate and isinstance(member.parameter, DTensor)
-
-
 def check_replicated(checksums: Mapping[int, Mapping[str, int]]) -> None:
     """Raise unless the plain tensors are equal on all ranks, which have ``checksums`` of them by key."""
     first: dict[str, tuple[int, int]] = {}
@@ -170,14 +283,6 @@ def check_replicated(checksums: Mapping[int, Mapping[str, int]]) -> None:
                     f"{key} is a plain tensor with other values on rank {rank} than on rank {first_rank}, but only one "
                     "is saved. Have the optimizer keep a DTensor."
                 )
-
-
-def replicated(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` as a replicated DTensor if ``parameter`` is a DTensor: operations need both to be one."""
-    if not value.ndim or not isinstance(parameter, DTensor):
-        return value
-    mesh = parameter.device_mesh
-    return as_dtensor(value, mesh, [Replicate()] * mesh.ndim, tuple(value.shape))
 
 
 # -- save
@@ -195,54 +300,78 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
         form: as for :func:`~composable_fsdp.checkpoint.state_dict`. With ``rank0_only`` other ranks get an empty dict.
 
     Returns:
-        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``
+        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``. State of an optimizer that keeps
+        tensors in other placements than its parameters has ``"kinds"`` too, which say what each of them is.
 
     Raises:
-        CheckpointError: the optimizer has parameters that are not the model's, ranks have state of different ones, or
-            state of a sharded parameter is a plain tensor that differs between ranks. The local form takes that.
+        CheckpointError: the optimizer has parameters that are not the model's, ranks have state of different ones,
+            state of a sharded parameter is a plain tensor that differs between ranks, which the local form takes, or
+            the form has no place for a tensor.
     """
     prepare_for_access(model)
     params = OptimizerParams(model, optimizer)
     members = list(params.members.values())
     tensors = ((member.parameter, member.sharding) for member in members)
     owners = OwnerRanks.of(tensors, only_sources=comes_from_rank0(form))
-    packed = optimizer.state_dict()
-    ids = [i for group in packed["param_groups"] for i in group["params"]]
-    entries = {m.name: packed["state"][i] for i, m in zip(ids, members, strict=True) if i in packed["state"]}
-    _check_alike(members, entries, owners, form)
+    packed = params.packed()
+    kinds = _kinds_of(params, packed.state)
+    _check_alike(packed.state, kinds, owners, form)
     state: dict[Any, Any] = {}
+    recorded: dict[str, dict[TreePath, str]] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for member in members:
-            receives = owners.provides(member.parameter)
-            for key, value in entries.get(member.name, {}).items():
-                name = f"the state {key} of {member.name}"
-                found = to_form(name, value, member.sharding, form) if isinstance(value, torch.Tensor) else value
-                if receives:
-                    state.setdefault(member.name, {})[key] = found
-                del found
+        for name, entry in packed.state.items():
+            member = params.members[name]
+
+            def in_form(path: TreePath, value: Any, member: OptimizerParam = member) -> Any:
+                if not isinstance(value, torch.Tensor):
+                    return value
+                found = to_form(_title(member.name, path), value, member.sharding, form)
+                return found if owners.provides(member.parameter) else None
+
+            found = mapped(in_form, entry)
+            if owners.provides(member.parameter):
+                state[name] = found
+                own = {path: kind for path, kind in kinds[name].items() if kind not in (OBJECT, AS_PARAMETER, UNKNOWN)}
+                if any(kind != PLAIN or at(entry, path).ndim for path, kind in own.items()):
+                    recorded[name] = own
+    record = {"kinds": recorded} if recorded else {}
     if not owners.provides():
-        return {"state": state} if state else {}
-    state |= {key: value for key, value in packed["state"].items() if key not in set(ids)}
-    named = [
-        {**{k: v for k, v in group.items() if k != "param_names"}, "params": [member.name for member in of_group]}
-        for group, of_group in zip(packed["param_groups"], params.groups, strict=True)
-    ]
-    return {**packed, "state": state, "param_groups": named}
+        return {"state": state, **record} if state else {}
+    return {**packed.rest, "state": {**state, **packed.others}, "param_groups": packed.groups, **record}
+
+
+def _title(name: str, path: TreePath) -> str:
+    return f"the state {'.'.join(map(str, path))} of {name}"
+
+
+def _kinds_of(params: OptimizerParams, state: Mapping[str, Any]) -> dict[str, dict[TreePath, str]]:
+    return {
+        name: {path: kind_of(leaf, params.members[name].parameter, _title(name, path)) for path, leaf in leaves(entry)}
+        for name, entry in state.items()
+    }
 
 
 def _check_alike(
-    members: Sequence[OptimizerParam], entries: Mapping[str, Mapping[str, Any]], owners: OwnerRanks, form: Form
+    state: Mapping[str, Any], kinds: Mapping[str, Mapping[TreePath, str]], owners: OwnerRanks, form: Form
 ) -> None:
     """Raise if ranks have state of different parameters, whose collectives would hang, or plain tensors that differ."""
-    items = [(m, key, value) for m in members for key, value in entries.get(m.name, {}).items()]
-    keys = [f"{member.name!r}, {key!r}" for member, key, _ in items]
-    plain = {} if isinstance(form, Local) else {f"{m.name}.{k}": checksum(v) for m, k, v in items if is_plain(v, m)}
-    found = owners.exchange((digest(keys), plain))
+    items = [(name, path, kind, at(state[name], path)) for name, found in kinds.items() for path, kind in found.items()]
+    keys = [", ".join(map(repr, (name, *path))) for name, path, _, _ in items]
+    is_local = isinstance(form, Local)
+    for name, path, kind, _ in items:
+        if is_local and is_placed(kind):
+            raise CheckpointError(
+                f"{_title(name, path)} is a DTensor in other placements than its parameter, for which the local form "
+                "has no place. Use Sharded() or Full()."
+            )
+    plain = [] if is_local else [(name, path, v) for name, path, kind, v in items if kind == PLAIN and v.ndim]
+    checksums = {".".join(map(str, (name, *path))): checksum(value) for name, path, value in plain}
+    found = owners.exchange((digest(keys), checksums))
     if len({which for which, _ in found.values()}) > 1:
         all_keys = owners.exchange(keys).items()
         some = {rank: [k for k in has if any(k not in other for _, other in all_keys)] for rank, has in all_keys}
         raise CheckpointError(f"ranks have different state, by rank: {some}. Have all of them make the same steps.")
-    check_replicated({rank: checksums for rank, (_, checksums) in found.items()})
+    check_replicated({rank: of_rank for rank, (_, of_rank) in found.items()})
 
 
 # -- load
@@ -301,9 +430,9 @@ class _Load:
             for name, member in self._members.items():
                 entry = self._loader.report_of(member.parameter).values.get(name)
                 if entry is not None:
-                    state[name] = {key: self._loaded_value(member, key, value) for key, value in entry.items()}
-        groups, others = self._loader.report_of().settings
-        self._params.load(groups, state, others)
+                    tree, kinds = entry
+                    state[name] = mapped(partial(self._loaded_value, member, kinds), tree)
+        self._params.load(self._loader.report_of().settings[0], state, *self._loader.report_of().settings[1:])
 
     def _match(self, state: Any) -> None:
         loader, owners, report = self._loader, self._loader.owners, self._loader.report
@@ -312,13 +441,19 @@ class _Load:
         mine = {name for name, member in self._members.items() if owners.provides(member.parameter)}
         if not mine and not owners.provides():
             return
-        if not _is_state(state) or (owners.provides() and "param_groups" not in state):
+        is_state = isinstance(state, Mapping) and isinstance(state.get("state"), Mapping)
+        if not is_state or (owners.provides() and "param_groups" not in state):
             others.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
             return
-        if any(isinstance(name, int) for name in state["state"]):
+        groups = state.get("param_groups", ())
+        grouped = [name for group in groups for name in group["params"]]
+        if any(isinstance(name, int) for name in grouped or state["state"]):
             others.append("parameters have numbers for names: pass what get_optimizer_state_dict of torch returns")
             return
-        entries = {plain_name(str(name)): dict(entry) for name, entry in state["state"].items()}
+        saved_names = set(grouped if owners.provides() else state["state"])
+        saved_names |= {name for name in state["state"] if str(name) in self._members}
+        entries = {plain_name(name): entry for name, entry in state["state"].items() if name in saved_names}
+        kinds = {plain_name(name): found for name, found in state.get("kinds", {}).items()}
         if owners.provides():
             saved = [{**g, "params": [plain_name(str(name)) for name in g["params"]]} for g in state["param_groups"]]
             groups = self._params.match_groups(saved, report.mismatch)
@@ -326,59 +461,66 @@ class _Load:
                 others.append(f"{len(saved)} parameter groups, expected {len(groups)}")
             if owners.only_sources:
                 groups = [group and {key: on_host(value) for key, value in group.items()} for group in groups]
-            report.settings = groups, {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+            no_names = {key: entry for key, entry in state["state"].items() if key not in saved_names}
+            rest = {key: value for key, value in state.items() if key not in ("state", "param_groups", "kinds")}
+            if owners.only_sources:
+                no_names, rest = (mapped(lambda _, leaf: on_host(leaf), tree) for tree in (no_names, rest))
+            report.settings = groups, no_names, rest
             report.mismatch.unexpected |= {name: "state" for name in entries if name not in self._members}
         loader.given = {name: entries[name] for name in self._members if name in entries and name in mine}
         for name, entry in loader.given.items():
-            for key, value in entry.items():
-                self._compare(self._members[name], key, value, report.mismatch)
-            report.values[name] = {k: _described(v) for k, v in entry.items()} if owners.only_sources else entry
-        report.digest = digest([(name, list(entry)) for name, entry in loader.given.items()])
+            for path, value in leaves(entry):
+                kind = kinds.get(name, {}).get(path, UNKNOWN)
+                self._compare(self._members[name], path, kind, value, report.mismatch)
+            described = mapped(lambda _, leaf: _described(leaf), entry) if owners.only_sources else entry
+            report.values[name] = described, kinds.get(name, {})
+        report.digest = digest([(name, [path for path, _ in leaves(e)]) for name, e in loader.given.items()])
 
-    def _compare(self, member: OptimizerParam, key: str, value: object, mismatch: Mismatch) -> None:
+    def _compare(self, member: OptimizerParam, path: TreePath, kind: str, value: object, mismatch: Mismatch) -> None:
         """Compare what is known of the target with ``value``: some optimizers have state of any shape."""
         if not isinstance(value, torch.Tensor):
             return
-        parameter, existing = member.parameter, self._existing(member, key)
+        parameter, existing = member.parameter, self._existing(member, path)
         target = existing if existing is not None else value
-        if existing is not None and existing.ndim and existing.shape == local_part(parameter).shape:
+        is_shard = existing is not None and existing.ndim and existing.shape == local_part(parameter).shape
+        is_new = existing is None and value.ndim and type(self._optimizer) in ELEMENTWISE
+        if kind == AS_PARAMETER or (kind == UNKNOWN and (is_shard or is_new)):
             target = parameter
-        if existing is None and value.ndim and type(self._optimizer) in ELEMENTWISE:
-            target = parameter
-        compare(f"{member.name}.{key}", target, value, self._form, mismatch)
+        compare(".".join(map(str, (member.name, *path))), target, value, self._form, mismatch)
 
-    def _existing(self, member: OptimizerParam, key: str) -> torch.Tensor | None:
-        value = self._params.state_of(member).get(key)
+    def _existing(self, member: OptimizerParam, path: TreePath) -> torch.Tensor | None:
+        value = self._params.existing(member, path)
         return value if isinstance(value, torch.Tensor) else None
 
-    def _loaded_value(self, member: OptimizerParam, key: str, value: Any) -> Any:
+    def _loaded_value(self, member: OptimizerParam, kinds: Mapping[TreePath, str], path: TreePath, value: Any) -> Any:
         """Return the value to give to the optimizer, after a broadcast if only one rank has it."""
         if isinstance(value, torch.Tensor) and value.is_meta:
-            given = self._loader.given.get(member.name, {}).get(key)
+            given = at(self._loader.given.get(member.name), path)
             value = self._loader.owners.send(member.parameter, given, value.dtype, value.shape)
         if not isinstance(value, torch.Tensor):
             return value
         value = value.detach()
-        if not value.ndim and not isinstance(value, DTensor):
+        parameter, existing, kind = member.parameter, self._existing(member, path), kinds.get(path, UNKNOWN)
+        if not value.ndim and not isinstance(value, DTensor) and kind in (PLAIN, UNKNOWN):
             return value.clone()
-        parameter, existing = member.parameter, self._existing(member, key)
         is_local = isinstance(self._form, Local) and not isinstance(value, DTensor)
-        is_sharded = value.shape == (local_part(parameter) if is_local else parameter).shape
+        has_shape = value.shape == (local_part(parameter) if is_local else parameter).shape
         fits = existing is not None and existing.shape == value.shape
-        target = parameter if is_sharded else existing if fits else value
-        shard = shard_for(cast(torch.Tensor, target), member.sharding if is_sharded else None, value, self._form)
+        is_plain = fits and not is_local and not isinstance(existing, DTensor)
+        is_sharded = has_shape and (kind == AS_PARAMETER or (kind == UNKNOWN and not is_plain))
+        if is_sharded:
+            target = parameter
+        elif existing is not None and fits:
+            target = existing
+        elif isinstance(value, DTensor):
+            target = value
+        else:
+            target = new_state(kind, path[-1], tuple(value.shape), value.dtype, parameter)
+        shard = shard_for(target, member.sharding if is_sharded else None, value, self._form)
         if existing is not None and local_part(existing).shape == shard.shape:
             local_part(existing).copy_(shard)
             return existing
-        own = _copied(shard, local_part(parameter).device)
-        if is_sharded or isinstance(value, DTensor):
-            return like(parameter if is_sharded else value, own)
-        return replicated(own, parameter)
-
-
-def _is_state(state: Any) -> bool:
-    entries = state.get("state") if isinstance(state, Mapping) else None
-    return isinstance(entries, Mapping) and all(isinstance(entry, Mapping) for entry in entries.values())
+        return like(target, _copied(shard, local_part(parameter).device))
 
 
 def _copied(shard: torch.Tensor, device: torch.device) -> torch.Tensor:

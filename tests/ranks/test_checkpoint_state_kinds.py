@@ -1,0 +1,209 @@
+"""What each tensor of an optimizer's state is comes back, sharded, replicated or plain, on any mesh, in any tree."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from composable_fsdp import fully_shard
+from composable_fsdp.checkpoint import (
+    Full,
+    Local,
+    Sharded,
+    load,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    save,
+)
+from composable_fsdp.errors import CheckpointError
+from tests.helpers.run_ranks import run_ranks
+
+
+class Everything(torch.optim.SGD):
+    """Keeps tensors of every kind below every container. Square weights have preconditioners of their own shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            gradient: Any = parameter.grad
+            full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            columns = (full if full.ndim > 1 else full[:, None]).square()
+            state = self.state[parameter]
+            state.setdefault("last", deque(maxlen=2)).append(gradient.clone())
+            deep = state.setdefault("deep", {0: (gradient * 2, [torch.zeros(len(full), len(full))])})
+            deep[0][1][0].add_(columns @ columns.T)
+            rows: Any = gradient.square().sum(-1)
+            if isinstance(rows, DTensor):
+                state["everywhere"] = rows.redistribute(placements=[Replicate()] * rows.device_mesh.ndim)
+                if not any(placement.is_partial() for placement in rows.placements):
+                    state["rows"] = rows
+            norm = float(columns.sum())
+            state["norms"] = [*state.get("norms", []), norm]
+            parameter.sub_(deep[0][0], alpha=0.01 / (1 + float(deep[0][1][0].mean())))
+
+
+def built(ranks: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5, bias=False), nn.Linear(5, 1))
+    world = dist.get_world_size()
+    if ranks == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    elif ranks == "tensor parallel":
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, both["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        mesh = both["data"]
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def described(tree: Any) -> Any:
+    """Return kinds and full values."""
+    if isinstance(tree, dict):
+        return {key: described(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple, deque)):
+        return type(tree).__name__, getattr(tree, "maxlen", None), [described(value) for value in tree]
+    if isinstance(tree, DTensor):
+        return "DTensor", tree.full_tensor().tolist()
+    return ("tensor", tree.tolist()) if isinstance(tree, torch.Tensor) else tree
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: described(optimizer.state[parameter]) for name, parameter in model.named_parameters()}
+
+
+def placements_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    entries = [optimizer.state[parameter] for parameter in model.parameters()]
+    tensors = [(e["deep"][0][0], *e["last"], *(e[k] for k in ("rows", "everywhere") if k in e)) for e in entries]
+    return [[tensor.placements for tensor in of_parameter] for of_parameter in tensors]
+
+
+def saves(folder: Path, ranks: str) -> None:
+    model = built(ranks)
+    optimizer = Everything(model.parameters(), lr=0.1)
+    train(model, optimizer, 0, 1, 2)
+    save(folder, model, optimizer)
+    expected, placements = state_of(model, optimizer), placements_of(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(expected, folder / "expected.pt")
+    for form in (Sharded(), Full(), Full(rank0_only=True)):
+        fresh = Everything(model.parameters(), lr=0.1)
+        load_optimizer_state_dict(model, fresh, copy.deepcopy(optimizer_state_dict(model, optimizer, form)), form)
+        assert state_of(model, fresh) == expected, form
+        assert placements_of(model, fresh) == placements, form
+    if ranks == "plain":
+        with pytest.raises(CheckpointError, match=r"the state rows of 0\.weight is a DTensor in other placements than"):
+            optimizer_state_dict(model, optimizer, Local())
+
+
+def loads(folder: Path, ranks: str, *, stepped: bool = False) -> None:
+    model = built(ranks, seed=1)
+    fresh = Everything(model.parameters(), lr=0.1)
+    if stepped:
+        train(model, fresh, 5, 6)
+    load(folder, model, fresh)
+    assert state_of(model, fresh) == torch.load(folder / "expected.pt")
+    train(model, fresh, 3)
+
+
+@pytest.mark.behaviour("F-07", "F-09")
+def test_every_kind_comes_back_on_other_ranks_and_meshes(tmp_path: Path) -> None:
+    run_ranks(saves, 2, tmp_path, "plain")
+    run_ranks(loads, 2, tmp_path, "plain")
+    run_ranks(loads, 3, tmp_path, "plain", stepped=True)
+    run_ranks(loads, 4, tmp_path, "hybrid")
+    run_ranks(loads, 1, tmp_path, "plain")
+
+
+@pytest.mark.behaviour("F-07", "F-09")
+def test_every_kind_comes_back_on_meshes_of_two_dims(tmp_path: Path) -> None:
+    run_ranks(saves, 4, tmp_path / "hybrid", "hybrid")
+    run_ranks(loads, 4, tmp_path / "hybrid", "hybrid", stepped=True)
+    run_ranks(saves, 4, tmp_path / "both", "tensor parallel")
+    run_ranks(loads, 4, tmp_path / "both", "tensor parallel")
+
+
+def refusals(folder: Path) -> None:
+    model = built("plain")
+    weight: Any = next(model.parameters())
+
+    def refused(value: Any, text: str, *, key: Any = weight) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state[key] = {"a": [torch.zeros(1), {"b": value}]} if key is weight else {"b": value}
+        for call in (lambda: save(folder, model, optimizer), lambda: optimizer_state_dict(model, optimizer, Full())):
+            with pytest.raises(CheckpointError) as raised:
+                call()
+            assert text in str(raised.value), str(raised.value)
+            if key is not weight:
+                return
+
+    shard = weight.detach().clone()
+    refused(SimpleNamespace(mean=[shard]), "is a SimpleNamespace that holds a DTensor, of which only this rank's shard")
+    refused(frozenset([shard]), "is a frozenset that holds a DTensor")
+    partial = DTensor.from_local(torch.ones(3), weight.device_mesh, [Partial()])
+    refused(partial, "is a DTensor of partial sums, (Partial(sum),). Keep it reduced")
+    refused(torch.full((3,), float(dist.get_rank())), "is a plain tensor with other values on rank 1 than on rank 0")
+    refused(shard, "optimizer.state.mine.b is a DTensor of no sharded parameter. Keep it in the state of", key="mine")
+
+
+def test_what_one_rank_alone_would_save_is_refused(tmp_path: Path) -> None:
+    run_ranks(refusals, 2, tmp_path)
+
+
+def loads_of_torch(folder: Path) -> None:
+    """torch records paths: containers that it does not record are those of the optimizer that loads, if it has any."""
+    model = built("plain")
+    optimizer = Everything(model.parameters(), lr=0.1)
+    train(model, optimizer, 0, 1)
+    entries = [optimizer.state[parameter] for parameter in model.parameters()]
+    for entry in entries:
+        entry["last"] = tuple(entry["last"])  # DCP looks into lists and dicts only, and pickles the rest
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder / "opaque")
+    new = built("plain", seed=1)
+    with pytest.raises(CheckpointError) as raised:
+        load(folder / "opaque", new, Everything(new.parameters(), lr=0.1), strict=False)
+    for name in ("last", "deep.0"):
+        assert f"optimizer state {name} of 0.weight: a tuple that holds a DTensor, saved of one" in str(raised.value)
+    for entry in entries:
+        entry["last"], entry["deep"] = list(entry["last"]), {0: list(entry["deep"][0])}
+    state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    dcp.save(state, checkpoint_id=folder)
+    expected = state_of(model, optimizer)
+    stepped, fresh = (Everything(new.parameters(), lr=0.1) for _ in range(2))
+    train(new, stepped, 5, 6)
+    load(folder, new, stepped)
+    for name, found in state_of(new, stepped).items():
+        assert found["last"] == ("deque", 2, expected[name]["last"][2])
+        assert found["deep"] == {0: ("tuple", None, expected[name]["deep"][0][2])}
+    load(folder, new, fresh)
+    for name, found in state_of(new, fresh).items():
+        assert found["last"] == expected[name]["last"]
+        assert found["deep"]["0"][2][0] == expected[name]["deep"][0][2][0]
+
+
+def test_lists_and_dicts_of_torchs_checkpoints_load(tmp_path: Path) -> None:
+    run_ranks(loads_of_torch, 2, tmp_path)
