@@ -201,7 +201,7 @@ def _flatten(value: Any, path: ContentsPath = ()) -> Iterator[tuple[ContentsPath
 def _checked(path: ContentsPath, tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         raise CheckpointError(
-            f"{'.'.join(path)} is a {type(tensor).__name__} of layout {tensor.layout}: only plain tensors can be read, "
+            f"{key_of(path)} is a {type(tensor).__name__} of layout {tensor.layout}: only plain tensors can be read, "
             "unsharded ones (Full())."
         )
     return tensor.detach()

@@ -23,7 +23,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.O
 
 def with_empty_groups(model: nn.Linear, *rates: float) -> torch.optim.Optimizer:
     none, weight, again, bias = rates
-    params = ([], [model.weight], [], [model.bias])
+    params: Any = ([], [model.weight], [], [model.bias])
     groups = [{"params": p, "lr": lr} for p, lr in zip(params, (none, weight, again, bias), strict=True)]
     return torch.optim.SGD(groups, lr=9.0, momentum=0.5)
 
@@ -104,13 +104,13 @@ def test_state_of_no_parameter_comes_back(tmp_path: Path, way: str) -> None:
     model = nn.Linear(2, 2)
     optimizer, fresh = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
     trained(model, optimizer)
-    others = {"schedule": {"count": 5, "mean": torch.tensor([1.0, 2.0])}, "total": 3, ("a", 1): [torch.ones(2)]}
-    optimizer.state.update(others)
+    others: Any = {"schedule": {"count": 5, "mean": torch.tensor([1.0, 2.0])}, "total": 3, ("a", 1): [torch.ones(2)]}
+    cast(Any, optimizer.state).update(others)
     if way == "file":
         load(save(tmp_path, model, optimizer).path, model, fresh)
     else:
         load_optimizer_state_dict(model, fresh, optimizer_state_dict(model, optimizer))
-    assert text_of({key: fresh.state[key] for key in others}) == text_of(others)
+    assert text_of({key: cast(Any, fresh.state)[key] for key in others}) == text_of(others)
 
 
 def error_of(tmp_path: Path, change: Any) -> str:
@@ -125,7 +125,7 @@ def error_of(tmp_path: Path, change: Any) -> str:
 
 def test_state_that_no_key_can_have_is_refused(tmp_path: Path) -> None:
     def number(optimizer: torch.optim.Optimizer, _: nn.Module) -> None:
-        optimizer.state[1] = {"count": 5}
+        cast(Any, optimizer.state)[1] = {"count": 5}
 
     def stray(optimizer: torch.optim.Optimizer, _: nn.Module) -> None:
         optimizer.state[nn.Parameter(torch.ones(3, 4))] = {"count": 5}

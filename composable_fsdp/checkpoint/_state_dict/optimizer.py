@@ -168,8 +168,8 @@ class OptimizerParams:
         Groups of the same parameters, such as those that have none so far, are matched in order.
         """
         by_members: dict[frozenset[str], list[Mapping[str, Any]]] = {}
-        for group in saved:
-            by_members.setdefault(frozenset(map(plain_name, group["params"])), []).append(group)
+        for each in saved:
+            by_members.setdefault(frozenset(map(plain_name, each["params"])), []).append(each)
         wanted = [[member.name for member in group] for group in self.groups]
         found = [same.pop(0) if (same := by_members.get(frozenset(names))) else None for names in wanted]
         left = [sorted(members) for members, groups in by_members.items() for _ in groups]
