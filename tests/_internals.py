@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composable_fsdp import _files
-    from composable_fsdp._api import meshes
     from composable_fsdp._api.param_discovery import on_other_accelerators, resolve_dim
     from composable_fsdp._api.strategy import StrategyName, resolve_strategy
     from composable_fsdp._api.torch_types import as_strategy
@@ -47,7 +46,18 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._consistency.world_store import world_store
-    from composable_fsdp._core import backward, buckets, comm, events, group_plan, layout, memory, mesh, schedule
+    from composable_fsdp._core import (
+        backward,
+        buckets,
+        comm,
+        events,
+        full_mesh,
+        group_plan,
+        layout,
+        memory,
+        mesh,
+        schedule,
+    )
     from composable_fsdp._core import gather as core_gather
     from composable_fsdp._core import reduce as core_reduce
     from composable_fsdp._core.backward import _MOST_FORWARDS, ReductionQueue

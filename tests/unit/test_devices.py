@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import fully_shard
 from composable_fsdp.errors import MeshError, ParameterError
-from tests._internals import data_parallel_axes, like, meshes, on_other_accelerators, shard_over_axes
+from tests._internals import data_parallel_axes, full_mesh, like, on_other_accelerators, shard_over_axes
 from tests.helpers.sharding import single_rank
 
 
@@ -68,9 +68,9 @@ def test_the_default_mesh_is_on_the_accelerator_if_a_backend_is_native_to_it(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    monkeypatch.setattr(meshes, "known_meshes", dict)
-    monkeypatch.setattr(meshes, "init_device_mesh", lambda kind, shape: made.append(kind))
-    meshes.default_mesh()
+    monkeypatch.setattr(full_mesh, "known_meshes", dict)
+    monkeypatch.setattr(full_mesh, "init_device_mesh", lambda kind, shape: made.append(kind))
+    full_mesh.default_mesh()
     assert made == [device]
 
 
