@@ -170,7 +170,7 @@ _begun: WeakValueDictionary[int, BegunStep] = WeakValueDictionary()
 def failed_steps(root: object) -> list[BegunStep]:
     """Return the steps of parameters of ``root`` that an exception has ended, and that were not repeated since."""
     ended = [step for step in list(_begun.values()) if has_ended(step.frame)] if _begun else []
-    return [s for s in ended if root in roots_stepped_by(s.optimizer, sharded_parameters(s.optimizer))]
+    return [s for s in ended if any(root is r for r in roots_stepped_by(s.optimizer, sharded_parameters(s.optimizer)))]
 
 
 def forget_step(step: BegunStep) -> None:

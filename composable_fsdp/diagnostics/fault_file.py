@@ -73,7 +73,7 @@ _TIMELINE_EVENTS = 20_000
 """The events of a timeline. A group has about ten in a step: these are 20 steps of a model with 100 groups."""
 _FORMAT = 4
 _MOST_RANKS, _MOST_SECONDS = 10**6, 1e11
-_TYPES = {
+_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("attempt", "process", "rank", "world_size"), int),
     **dict.fromkeys(("host", "reason", "state"), str),
     **dict.fromkeys(("events", "faults", "stacks"), list),
