@@ -387,7 +387,8 @@ class ShardedParameter:
         gradient = self.unsharded.grad
         if gradient is None or self.unsharded is self.sharded:  # the latter if it was never all-gathered
             return
-        if gradient.dtype == dtype and self.accumulated is None and self.sharding.inner is None:
+        is_summed = self.accumulated is not None or self.sharding.inner is not None
+        if gradient.dtype == dtype and not gradient.is_sparse and not is_summed:
             return
         is_first = self.accumulated is None
         (total,) = take_gradients((self,), dtype)
@@ -464,6 +465,8 @@ def take_gradients(parameters: Iterable[ShardedParameter], sum_dtype: torch.dtyp
     for parameter in parameters:
         unsharded = parameter.unsharded
         gradient, unsharded.grad = unsharded.grad, None
+        if gradient is not None and gradient.is_sparse:  # of an embedding: a message has the elements of all parameters
+            gradient = gradient.to_dense()
         if parameter.accumulated is not None or parameter.sharding.inner is not None:
             gradient = parameter._complete_gradient(gradient, sum_dtype)
         gradients.append(gradient)
