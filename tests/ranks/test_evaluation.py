@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable_fsdp import DivergenceError, FSDPModule, MixedPrecisionPolicy, PeerError, fully_shard
 from tests.helpers.models import TASKS, Routed, shard_layers
@@ -249,3 +250,23 @@ def infer_unequally_then_train() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_ranks_may_run_different_numbers_of_forwards_that_communicate_nothing(transport: Environment) -> None:
     run_ranks(infer_unequally_then_train, 2, environment=transport)
+
+
+def show_after_validation() -> None:
+    """With the default, a group stays unsharded only after a forward with gradients, and only the root's."""
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    for mode in MODES.values():
+        with mode():
+            model(torch.ones(1, 3))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model(torch.ones(1, 3))
+    assert [name for name, p in model.named_parameters() if not isinstance(p, DTensor)] == ["1.weight", "1.bias"]
+    model.reshard()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.behaviour("C-10")
+def test_all_groups_are_sharded_after_a_validation_forward() -> None:
+    run_ranks(show_after_validation, 2)
