@@ -302,6 +302,15 @@ OWN: Mapping[str, Sequence[str]] = {
         ),
         "tests/ranks/test_memory.py::test_reading_a_kept_reference",
     ),
+    "RequestedGradients": (
+        "tests/ranks/test_requested_gradients.py",
+        "tests/unit/test_global_effects.py",
+        "tests/parity/test_comparison.py::test_this_library_behaves",
+    ),
+    "UnshardedWrites": (
+        "tests/ranks/test_unsharded_writes.py",
+        "tests/parity/test_comparison.py::test_this_library_behaves",
+    ),
     "ProfilerLabels": ("tests/parity/test_profiler_labels.py",),
     "EncodedGradients": (*_OF_CODECS, "tests/ranks/test_gradient_extensions.py", *_WITH_CODECS),
     "GradientHooks": ("tests/ranks/test_gradient_extensions.py", "tests/ranks/test_extensions.py"),

@@ -130,7 +130,7 @@ class FSDPModule(TorchFSDPModule):
     @runs_outside
     def reshard(self) -> None:
         """Free this module's unsharded parameters. Has no effect if they are sharded already."""
-        _state(self).group.reshard()
+        _state(self).reshard()
 
     @runs_outside
     def reset_iter_state(self) -> None:
@@ -551,7 +551,7 @@ class FSDPModule(TorchFSDPModule):
             if not _takes_conversion(state.group, fn):
                 unchanged.append(state)
         for state in states:
-            state.group.reshard()
+            state.reshard()
         with ExitStack() as hidden:
             for state in unchanged:
                 hidden.enter_context(state.group.tensors.registration.hidden())

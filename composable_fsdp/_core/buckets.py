@@ -224,6 +224,12 @@ class Registration:
         with without_torch_function():
             return list(map(_version, self._counted))
 
+    @property
+    def unsharded_versions(self) -> list[int]:
+        """The version counters of the unsharded parameters."""
+        with without_torch_function():
+            return list(map(_version, self._unsharded))
+
     def replaced_data(self) -> list[ShardedParameter]:
         """Return the parameters whose ``.data`` was assigned, which does not change their local tensors."""
         with without_torch_function():
@@ -327,12 +333,13 @@ def shard_parameters(sources: Sequence[ParameterSource]) -> list[ShardedParamete
         device = torch.device("meta") if full.is_meta else rest_device(source.offload, axes.device)
         cuts = (kind.cut(source.name, full, shards, axes.shard.rank, device) for kind in GATHER_KINDS)
         cut = next((found for found in cuts if found is not None), None)
-        local = _plain_shard(source.name, full, shards, axes.shard.rank, device) if cut is None else cut
+        local = plain_shard(source.name, full, shards, axes.shard.rank, device) if cut is None else cut
         parameters.append(ShardedParameter(source, local))
     return parameters
 
 
-def _plain_shard(name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device) -> torch.Tensor:
+def plain_shard(name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device) -> torch.Tensor:
+    """Return a copy of the shard of ``rank`` of the full parameter ``name``, on ``device``."""
     shape = shards.shard_shape(rank)
     padded = torch.empty(prod(shape) if full.is_meta else shards.padded_numel, dtype=full.dtype, device=device)
     if not full.is_meta:
@@ -349,7 +356,7 @@ def shard_full_tensor(parameter: ShardedParameter, full: torch.Tensor) -> DTenso
         full = local_part(distribute_tensor(full, inner.mesh, inner.placements, src_data_rank=None))
     shards = TensorShards(parameter.shape, sharding.dim, sharding.axes.shard.size)
     device = parameter.local.device
-    return sharding.wrap_shard(_plain_shard(parameter.name, full, shards, sharding.axes.shard.rank, device))
+    return sharding.wrap_shard(plain_shard(parameter.name, full, shards, sharding.axes.shard.rank, device))
 
 
 class ParamGroupBuckets:

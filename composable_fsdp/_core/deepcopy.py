@@ -45,7 +45,7 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     within = set(module.modules())
     for state in states:
         _check_contained(state, states, within, module)
-        state.group.reshard()
+        state.reshard()
         memo[id(state)] = object.__new__(FSDPState)
         for parameter in state.group.parameters:
             memo[id(parameter.sharded)] = _copy_parameter(parameter.name, parameter.sharded)

@@ -425,13 +425,13 @@ class ModuleHooks:
 
     @runs_outside
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._state.group.reshard()
+        self._state.reshard()
         self._state.group.check_data()
 
     @runs_outside
     def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Replace full plain tensors in the state dict by this rank's shards."""
-        self._state.group.reshard()
+        self._state.reshard()
         self._state.group.check_grad_dtypes()
         parameters = {id(p.sharded): p for p in self._state.group.parameters}
         for name, registered in module.named_parameters(remove_duplicate=False):

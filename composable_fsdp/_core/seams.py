@@ -201,6 +201,9 @@ class Observer:
         """
         return False
 
+    def before_reshard(self, root: ObservedRoot, state: FSDPState) -> None:
+        """Note that the parameters of ``state`` are about to be freed outside of passes, if they are unsharded."""
+
     def have_met(self, root: ObservedRoot) -> None:
         """Note that the ranks have met in ``reset_iter_state``, and that the root is idle."""
 
@@ -222,6 +225,7 @@ _BEGINNINGS = (
     "enter_backward",
     "before_hook",
     "begin_run",
+    "before_reshard",
     "reset",
 )
 _ENDS = (

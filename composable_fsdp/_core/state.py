@@ -320,6 +320,13 @@ class FSDPState:
         if root is not None:
             root.drain_before_changes()
 
+    def reshard(self) -> None:
+        """Free the unsharded parameters, on behalf of a user. Passes free them by :meth:`ParamGroup.reshard`."""
+        if self.root is not None:
+            for observe in self.root.observers.before_reshard:
+                observe(self.root, self)
+        self.group.reshard()
+
     def note_kept(self, steps: object) -> None:
         """Record that the group stays unsharded. ``steps``: the optimizer steps at its all-gather, or earlier ones."""
         is_frozen = (

@@ -26,6 +26,7 @@ Plugin                  Does                                             On by d
 ``model_check``         compares the models and values of ranks          all devices
 ``forward_order``       warns of a changed order of modules              all devices
 ``version_check``       finds parameters changed before their backward   all devices
+``unsharded_writes``    keeps writes between passes in the shards        all devices
 ``dynamo``              keeps torch.compile out of hooks                 all devices
 ``torch_views``         shows states to clients of torch's own FSDP2     all devices
 ``encoded_reduce``      sends gradients encoded, by their codecs         all devices
@@ -36,6 +37,7 @@ Plugin                  Does                                             On by d
 ``compiled_codecs``     compiles codecs before the first step            accelerators
 ``spmd_types``          types of the package, on full meshes             all devices
 ``explain_errors``      names the sharded parameter in torch's errors    all devices
+``requested_gradients`` serves backward(inputs=) at sharded parameters   all devices
 ``profiler_labels``     labels hooks in profiles and in torch's log      all devices
 ``smaller_mesh``        gathers slices from fewer ranks in backward      when
                                                                          ``reshard_after_forward``
@@ -72,6 +74,8 @@ from composable_fsdp.plugins.checks.forward_order import ForwardOrder
 from composable_fsdp.plugins.checks.model_check import ModelCheck
 from composable_fsdp.plugins.checks.optimizer_checks import OptimizerChecks
 from composable_fsdp.plugins.checks.plain_parameters import PlainParameters
+from composable_fsdp.plugins.checks.requested_gradients import RequestedGradients
+from composable_fsdp.plugins.checks.unsharded_writes import UnshardedWrites
 from composable_fsdp.plugins.checks.version_check import VersionCheck
 from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
@@ -184,9 +188,11 @@ DEFAULT: tuple[type[Observer], ...] = (
     ModelCheck,
     ForwardOrder,
     VersionCheck,
+    UnshardedWrites,  # before Epochs
     Residuals,
     SpmdTypes,
     ExplainedErrors,
+    RequestedGradients,
     ProfilerLabels,
     Epochs,
     SkippedModules,

@@ -314,7 +314,7 @@ def prepare_to_lend(states: Sequence[FSDPState], caller: str = "unsharded_params
         root = state.root
         if root is not None:
             root.drain()
-        state.group.reshard()
+        state.reshard()
         state.group.refresh()
 
 

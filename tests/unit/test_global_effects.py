@@ -28,6 +28,7 @@ def effects():
         "environment": dict(os.environ),
         "step": Optimizer.step,
         "backward": torch.Tensor.backward,
+        "autograd engine": torch.autograd.Variable._execution_engine,
     }
 
 
@@ -76,7 +77,9 @@ import copy
 
 
 def another():
-    return composable_fsdp.fully_shard(torch.nn.Linear(2, 2))
+    made = composable_fsdp.fully_shard(torch.nn.Linear(2, 2))
+    made(torch.ones(1, 2))
+    return made
 
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -129,9 +132,9 @@ print("another excepthook:", changes(begin))
 def test_global_hooks_live_as_long_as_sharded_models_and_their_copies() -> None:
     """A model may be freed while its optimizer's hooks run. An excepthook installed after ours is kept."""
     assert run(f"{LIFETIME}{DROPPED_IN_A_STEP}{OTHER_EXCEPTHOOK}").splitlines() == [
-        "one of two models is left: ['excepthook', 'optimizer hooks']",
+        "one of two models is left: ['autograd engine', 'excepthook', 'optimizer hooks']",
         "none is left: []",
-        "the next one: ['excepthook', 'optimizer hooks']",
+        "the next one: ['autograd engine', 'excepthook', 'optimizer hooks']",
         "its copy: ['excepthook', 'optimizer hooks']",
         "no copy: []",
         "dropped in a step: ['optimizer hooks']",

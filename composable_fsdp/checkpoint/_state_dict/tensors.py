@@ -52,7 +52,7 @@ def prepare_for_access(model: nn.Module) -> None:
     """
     for state in states_below(model):
         state.drain_before_changes()
-        state.group.reshard()
+        state.reshard()
         state.group.refresh()
 
 

@@ -367,9 +367,8 @@ class _EpochsOfRoot(Observer):
             return self.end("end of backward", self._communicators)
         if not root.plans.runs_on_all_ranks:
             return ()  # a forward that gathered nothing must not change what ranks do together
-        if not root.leads_to_backward():  # kept parameters may be used in forwards that other ranks do not run
-            for state in self.states:
-                _copy_out(state)
+        for state in self.states:  # a user may write to kept parameters, and use them in forwards of this rank only
+            _copy_out(state)
         return self.end("end of forward", self.awaited)
 
     def kept(self, root: ObservedRoot, state: FSDPState) -> None:

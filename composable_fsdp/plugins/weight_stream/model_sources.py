@@ -47,7 +47,7 @@ def prepare(model: nn.Module, caller: str) -> dict[int, ShardedParameter]:
             )
     for state in states:
         state.drain_before_changes()
-        state.group.reshard()
+        state.reshard()
         state.group.refresh()
     return {id(parameter.sharded): parameter for state in states for parameter in state.group.parameters}
 

@@ -388,3 +388,60 @@ def sum_over_a_tensor_parallel_axis(library: Library, mesh: DeviceMesh) -> str:
     model.set_force_sum_reduction_for_comms(True)
     model(torch.full((4,), 1.0 if dist.get_rank() else 256.0)).backward()
     return f"{model.weight.grad.to_local()[0].item():g}"
+
+
+@row(
+    SECTION,
+    "`nn.Embedding(sparse=True)`",
+    torch="`NotImplementedError` about `fsdp::chunk_cat` in backward, which names no parameter",
+    torch_reports=r"^NotImplementedError: Could not run 'fsdp::chunk_cat' with arguments from the 'SparseCPU' backend",
+    here="trains, with dense gradients",
+    reason="A message has the elements of all parameters. `SparseAdam` refuses dense gradients.",
+)
+def sparse_embedding(library: Library, mesh: DeviceMesh) -> str:
+    def build(*, sparse: bool) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Embedding(9, 6, sparse=sparse), nn.Linear(6, 2))
+
+    def loss(model: nn.Module, rank: int) -> torch.Tensor:
+        out: torch.Tensor = model(torch.tensor([rank, 3, 3])).square().sum()
+        return out
+
+    model, reference = library.fully_shard(build(sparse=True), mesh=mesh), build(sparse=False)
+    loss(model, dist.get_rank()).backward()
+    return compare_gradients(model, reference, loss)
+
+
+@row(
+    SECTION,
+    "`loss.backward(inputs=[p])`, with `p` from a list that was made before the forward",
+    torch="returns, and `p.grad` is `None`",
+    torch_reports=r"^wrong: 0.weight has no gradient",
+    here="`p.grad` is the gradient over all ranks, and no other parameter gets one",
+    reason="The list may be that of an optimizer.",
+)
+def backward_at_listed_parameters(library: Library, mesh: DeviceMesh) -> str:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    model, reference = library.fully_shard(build(), mesh=mesh), build()
+    listed = list(model.parameters())
+    model(batch(0, dist.get_rank())).square().sum().backward(inputs=listed)
+    return compare_gradients(model, reference, lambda m, r: m(batch(0, r)).square().sum())
+
+
+@row(
+    SECTION,
+    "`torch.autograd.grad(loss, p)`, with `p` from a list that was made before the forward",
+    torch="`RuntimeError` that proposes `allow_unused=True`, which returns `None`",
+    torch_reports=r"^RuntimeError: .*Set allow_unused=True",
+    here="`ParameterError` that names the parameter and the ways that work",
+    our_reports=r"^ParameterError: torch.autograd.grad was called at parameters '0.weight' of 'root'",
+    reason="Modules compute with the unsharded parameters. Their gradients on one rank are not those of all ranks.",
+)
+def gradient_at_a_listed_parameter(library: Library, mesh: DeviceMesh) -> str:
+    model = library.fully_shard(nn.Sequential(nn.Linear(6, 6)), mesh=mesh)
+    listed = model[0].weight
+    torch.autograd.grad(model(batch(0, dist.get_rank())).sum(), listed)
+    return "a gradient"

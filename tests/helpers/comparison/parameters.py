@@ -288,6 +288,26 @@ def one_parameter_in_two_groups(library: Library, mesh: DeviceMesh) -> str:
 
 @row(
     SECTION,
+    "Parameters that an evaluation left unsharded are halved in place, then `reshard()`",
+    torch="the change is lost, silently",
+    torch_reports=r"^changed nothing",
+    here="the change holds, or is a `ParameterError` that names the parameter",
+    our_reports=r"^halved",
+    reason="Averages and clips of weights are written like this.",
+)
+def halved_after_an_evaluation(library: Library, mesh: DeviceMesh) -> str:
+    model = library.fully_shard(nn.Sequential(nn.Linear(6, 6)), mesh=mesh, reshard_after_forward=False)
+    before = model[0].weight.full_tensor().detach().clone()
+    with torch.no_grad():
+        model(batch(0, 0))
+        model[0].weight.mul_(0.5)
+    model.reshard()
+    after = model[0].weight.full_tensor()
+    return "halved" if torch.equal(after, before / 2) else "changed nothing" if torch.equal(after, before) else "wrong"
+
+
+@row(
+    SECTION,
     "A forward changes an unsharded parameter in place",
     torch="the change is lost, silently",
     torch_reports=r"^changed nothing",
