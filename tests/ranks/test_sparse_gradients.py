@@ -106,7 +106,7 @@ def compare(kind: str, own_group: bool, replicas: int) -> None:
     dense = train(kind, sparse=False, own_group=own_group, replicas=replicas)
     sparse = train(kind, sparse=True, own_group=own_group, replicas=replicas)
     for got, expected in zip(sparse, dense, strict=True):
-        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)  # sums in another order
 
 
 @pytest.mark.behaviour("C-04")
