@@ -276,10 +276,11 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.recovery import disconnect, reconnect
     from composable_fsdp.plugins.shared_memory import connect, segment
     from composable_fsdp.plugins.shared_memory.collective import StagedRange, plan_rounds
-    from composable_fsdp.plugins.shared_memory.connect import SWITCH
-    from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES
+    from composable_fsdp.plugins.shared_memory.connect import SWITCH, RankInfo, meet_peers
+    from composable_fsdp.plugins.shared_memory.segment import SLOT_BYTES, Segment
     from composable_fsdp.plugins.shared_memory.shared_parameters import SharedBucket
     from composable_fsdp.plugins.shared_memory.shm_communicator import SharedMemoryCommunicator
+    from composable_fsdp.plugins.shared_memory.shm_socket import Message, ShmSocket
     from composable_fsdp.plugins.skipped_modules import UnusedGroups
     from composable_fsdp.plugins.smaller_mesh import plan_slices, smaller_shard_axis
     from composable_fsdp.plugins.torch_views import ClientState

@@ -6,11 +6,14 @@ namespace, so ranks in different namespaces count as on different hosts.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import select
 import socket
 import struct
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
@@ -28,7 +31,7 @@ from composable_fsdp.plugins.shared_memory.peer_errors import Peers
 from composable_fsdp.plugins.shared_memory.segment import Segment
 from composable_fsdp.plugins.shared_memory.shm_socket import ShmSocket
 
-__all__ = ["MODES", "SWITCH", "connect", "host_identity", "reconnect"]
+__all__ = ["MODES", "SWITCH", "RankInfo", "connect", "host_identity", "meet_peers", "reconnect"]
 
 SWITCH = "COMPOSABLE_FSDP_SHARED_MEMORY"
 """An environment variable: ``0`` on any rank disables shared memory on all ranks; ``copy`` disables shards and
@@ -39,10 +42,13 @@ MODES = ("0", "1", "copy")
 """The words that it may have. ``1`` is the default."""
 
 _HELLO = struct.Struct("=16si")
+_MOST_SECONDS = 30.0
+_MOST_SILENT_SECONDS, _MOST_SILENT = 1.0, 64
+"""For how long, and how many, connections may be open that have said nothing. Any user of the host can open one."""
 
 
 @dataclass(frozen=True, slots=True)
-class _RankInfo:
+class RankInfo:
     """How to reach a rank. ``host`` is empty if it does not use shared memory."""
 
     host: str
@@ -92,7 +98,7 @@ def reconnect(group: dist.ProcessGroup, engine: ShmEngine) -> None:
     engine.reopen(connected[0])
 
 
-def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[_RankInfo]] | None:
+def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[RankInfo]] | None:
     mode = os.environ.get(SWITCH) or "1"
     if mode not in MODES:
         raise ConfigurationError(
@@ -104,16 +110,14 @@ def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[_RankInfo]] | No
         host = host_identity() if listener is not None else ""
         address = listener.getsockname() if listener is not None else b""
         copies = mode == "copy"
-        info = _RankInfo(host, address, secrets.token_bytes(16), os.getpid(), copies)
+        info = RankInfo(host, address, secrets.token_bytes(16), os.getpid(), copies)
         infos = gather_objects(info, group)
         if listener is None or not host or any(each.host != host for each in infos):
             return None
         rank, sockets = dist.get_rank(group), dict[int, socket.socket]()
-        errors = gather_objects(_error_text(lambda: _connect_lower(infos, rank, sockets)), group)
+        errors = gather_objects(_error_text(lambda: Segment(1)), group)  # raises if shared memory is unavailable
         if not any(errors):
-            errors = gather_objects(
-                _error_text(lambda: _accept_higher(listener, info.secret, rank, len(infos), sockets)), group
-            )
+            errors = gather_objects(_error_text(lambda: meet_peers(listener, infos, rank, sockets)), group)
     if any(errors):
         for each in sockets.values():
             each.close()
@@ -136,31 +140,75 @@ def _listener(stack: ExitStack) -> socket.socket | None:
     return None
 
 
-def _connect_lower(infos: list[_RankInfo], rank: int, sockets: dict[int, socket.socket]) -> None:
-    """Connect to all lower ranks. It does not wait for them: connections queue in the listener's backlog."""
-    Segment(1)  # Raises if shared memory is unavailable.
-    for peer in range(rank):
-        sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sockets[peer].setblocking(False)
-        sockets[peer].connect(infos[peer].address)
-        sockets[peer].send(_HELLO.pack(infos[peer].secret, rank))
+def meet_peers(listener: socket.socket, infos: list[RankInfo], rank: int, sockets: dict[int, socket.socket]) -> None:
+    """Connect to all lower ranks, and accept the connections of all higher ones into ``sockets``.
+
+    Others are dropped: those that do not know the secret, and those that say nothing. Peers are served meanwhile, and
+    try again while a listener's queue is full. A peer speaks as soon as it has connected.
+
+    Raises:
+        OSError: no socket can be opened, or a peer has not come within ``_MOST_SECONDS``.
+    """
+    lower, silent = list(range(rank)), dict[socket.socket, float]()
+    end = time.monotonic() + _MOST_SECONDS
+    with ExitStack() as stack:
+        stack.callback(lambda: [each.close() for each in silent])
+        while len(sockets) < len(infos) - 1:
+            if time.monotonic() > end:
+                missing = [peer for peer in range(len(infos)) if peer != rank and peer not in sockets]
+                raise OSError(errno.ETIMEDOUT, f"ranks {missing} of the group did not connect")
+            lower = [peer for peer in lower if not _reach(infos[peer], peer, rank, sockets)]
+            with suppress(BlockingIOError):
+                for _ in range(_MOST_SILENT):
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    silent[connection] = time.monotonic() + _MOST_SILENT_SECONDS
+            for newer, (connection, limit) in zip(range(len(silent) - 1, -1, -1), list(silent.items()), strict=True):
+                hello = _received(connection)
+                if hello is None and newer < _MOST_SILENT and time.monotonic() < limit:
+                    continue
+                del silent[connection]
+                known, peer = _HELLO.unpack((hello or b"").ljust(_HELLO.size, b"\0"))
+                is_peer = secrets.compare_digest(known, infos[rank].secret) and rank < peer < len(infos)
+                if is_peer and peer not in sockets:
+                    sockets[peer] = connection
+                else:
+                    connection.close()
+            if len(sockets) < len(infos) - 1:
+                poll = select.poll()
+                for each in (listener, *silent):
+                    poll.register(each, select.POLLIN)
+                poll.poll(10 if lower else 100)
 
 
-def _accept_higher(
-    listener: socket.socket, secret: bytes, rank: int, size: int, sockets: dict[int, socket.socket]
-) -> None:
-    """Accept the connections of all higher ranks, and reject others, which do not know the secret."""
-    while len(sockets) < size - 1:
-        connection, _ = listener.accept()
-        connection.setblocking(False)
-        known, peer = _HELLO.unpack(connection.recv(_HELLO.size).ljust(_HELLO.size, b"\0"))
-        if secrets.compare_digest(known, secret) and rank < peer < size:
-            sockets[peer] = connection
-        else:
-            connection.close()
+def _reach(info: RankInfo, peer: int, rank: int, sockets: dict[int, socket.socket]) -> bool:
+    """Connect to ``peer``. Return ``False`` if its queue is full."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
+    try:
+        connection.connect(info.address)
+        connection.send(_HELLO.pack(info.secret, rank))
+    except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+        connection.close()
+        return False
+    except OSError:
+        connection.close()
+        raise
+    sockets[peer] = connection
+    return True
 
 
-def _error_text(attempt: Callable[[], None]) -> str:
+def _received(connection: socket.socket) -> bytes | None:
+    """Return the first message of ``connection``, empty if it has ended, or ``None`` if it has said nothing so far."""
+    try:
+        return connection.recv(_HELLO.size)
+    except BlockingIOError:
+        return None
+    except ConnectionResetError:
+        return b""
+
+
+def _error_text(attempt: Callable[[], object]) -> str:
     try:
         attempt()
     except OSError as error:

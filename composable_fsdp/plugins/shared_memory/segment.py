@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import os
 import weakref
 from collections import deque
@@ -9,15 +12,32 @@ from heapq import heappop, heappush
 
 import torch
 
-__all__ = ["BLOCK_BYTES", "SLOT_BYTES", "Blocks", "Segment", "map_segment"]
+__all__ = ["BLOCK_BYTES", "SLOT_BYTES", "Blocks", "Segment", "check_sealed", "map_segment"]
 
 SLOT_BYTES = 2 << 20
 """The bytes staged per rank at a time. A rank fills one of two slots while its peers read the other."""
 
 BLOCK_BYTES = 2 * SLOT_BYTES
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PUNCH_HOLE = 0x02 | 0x01
+"""Linux: ``FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE``, which frees pages of a file whose size is sealed."""
+
 _KEPT_BYTES = 16 << 20
 """The bytes of idle staging memory to keep, because new pages cost page faults. The rest is freed."""
+
+
+def check_sealed(descriptor: int) -> None:
+    """Raise ``OSError`` unless the size of the file ``descriptor``, which a peer sent, can never change.
+
+    A peer that shrinks a file, or dies while it does, would end this process by SIGBUS at the next access.
+    """
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
+        raise OSError(errno.EPERM, "a peer sent memory that is not sealed against shrinking")
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def map_segment(descriptor: int) -> torch.Tensor:
@@ -39,15 +59,16 @@ class Segment:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.descriptor = os.memfd_create("composable_fsdp")
+        self.descriptor = os.memfd_create("composable_fsdp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, nbytes)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _seals())
         self.memory = map_segment(self.descriptor)
 
     def discard(self) -> None:
         """Free the memory. Mappings remain valid, here and in the peers, and read zeros."""
-        os.ftruncate(self.descriptor, 0)
-        os.ftruncate(self.descriptor, self.nbytes)
+        if _LIBC.fallocate(self.descriptor, _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(self.nbytes)) != 0:
+            raise OSError(ctypes.get_errno(), "shared memory cannot be freed")
 
 
 class Blocks:

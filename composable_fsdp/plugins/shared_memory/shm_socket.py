@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from composable_fsdp.plugins.shared_memory.segment import Segment, map_segment
+from composable_fsdp.plugins.shared_memory.segment import Segment, check_sealed, map_segment
 
 __all__ = ["NO_BLOCK", "Message", "ShmSocket", "label_in_message"]
 
@@ -195,6 +195,7 @@ def _received_memory(ancillary: list[tuple[int, int, bytes]]) -> torch.Tensor | 
     for _, _, data in ancillary:
         (descriptor,) = _DESCRIPTOR.unpack(data)
         try:
+            check_sealed(descriptor)
             return map_segment(descriptor)
         finally:
             os.close(descriptor)

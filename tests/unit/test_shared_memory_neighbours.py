@@ -1,0 +1,115 @@
+"""Other users of the host connect to a rank's socket, and a peer sends memory that it can shrink."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+import torch
+
+from tests._internals import Message, RankInfo, Segment, ShmSocket, connect, meet_peers
+
+Listener = tuple[socket.socket, RankInfo]
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[Listener]]:
+    """Return sockets of three ranks with short queues."""
+    found = []
+    for rank in range(3):
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind("")
+        listener.listen(4)
+        listener.setblocking(False)
+        found.append((listener, RankInfo("host", listener.getsockname(), bytes([rank]) * 16, 1, False)))
+    yield found
+    for listener, _ in found:
+        listener.close()
+
+
+def stranger(address: bytes, says: bytes = b"") -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
+    with suppress(BlockingIOError):  # the queue is full
+        connection.connect(address)
+        if says:
+            connection.send(says)
+    return connection
+
+
+@pytest.mark.parametrize("says", [b"", b"\0", b"\xff" * 20, b"x" * 2000])
+def test_strangers_do_not_keep_ranks_from_each_other(listeners: list[Listener], says: bytes) -> None:
+    """Eight strangers fill a queue of four before the ranks come, and 200 more come meanwhile."""
+    infos = [info for _, info in listeners]
+    strangers = [stranger(info.address, says) for info in infos for _ in range(8)]
+    sockets: list[dict[int, socket.socket]] = [{}, {}, {}]
+    begin = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        ranks = [pool.submit(meet_peers, listeners[r][0], infos, r, sockets[r]) for r in (2, 1, 0)]
+        while not all(rank.done() for rank in ranks) and len(strangers) < 200:
+            strangers.append(stranger(infos[0].address, says))
+            time.sleep(0.001)
+        for rank in ranks:
+            rank.result()
+    assert time.monotonic() - begin < 20
+    assert [sorted(each) for each in sockets] == [[1, 2], [0, 2], [0, 1]]
+    for rank, peers in enumerate(sockets):
+        for peer, connection in peers.items():
+            connection.send(b"%d" % rank)
+            sockets[peer][rank].setblocking(True)
+            assert sockets[peer][rank].recv(9) == b"%d" % rank
+    for each in (*strangers, *(connection for peers in sockets for connection in peers.values())):
+        each.close()
+
+
+def test_a_silent_connection_is_dropped(listeners: list[Listener], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "_MOST_SECONDS", 0.4)
+    monkeypatch.setattr(connect, "_MOST_SILENT_SECONDS", 0.1)
+    listener, info = listeners[0]
+    silent = stranger(info.address)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of the group did not connect"):
+        meet_peers(listener, [info, listeners[1][1]], 0, {})
+    silent.setblocking(True)
+    assert silent.recv(1) == b"", "it is closed"
+    silent.close()
+
+
+def test_memory_that_is_handed_over_cannot_shrink() -> None:
+    segment = Segment(1 << 20)
+    segment.memory.fill_(1)
+    for nbytes in (0, 1 << 19, 1 << 21):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.descriptor, nbytes)
+    assert os.fstat(segment.descriptor).st_blocks * 512 >= 1 << 20
+    segment.discard()
+    assert os.fstat(segment.descriptor).st_blocks == 0
+    assert not segment.memory.any()
+    segment.memory.fill_(2)
+    assert torch.all(segment.memory == 2)
+
+
+@pytest.mark.parametrize("flags", [os.MFD_CLOEXEC, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING])
+def test_memory_that_can_shrink_is_refused(flags: int) -> None:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setblocking(False)
+    mine, theirs = ShmSocket({1: ends[0]}), ShmSocket({0: ends[1]})
+    segment = Segment(4096)
+    theirs.broadcast(Message(0, 0, 0), segment)
+    assert mine.has(1, 0, 0)
+    memory = mine.pop(1, 0, 0).memory
+    assert memory is not None
+    assert memory.numel() == 4096
+    segment.descriptor = os.memfd_create("unsealed", flags)
+    os.ftruncate(segment.descriptor, 4096)
+    theirs.broadcast(Message(1, 0, 0), segment)
+    with pytest.raises(PermissionError, match="memory that is not sealed against shrinking"):
+        mine.has(1, 1, 0)
+    os.close(segment.descriptor)
+    mine.close()
+    theirs.close()
