@@ -1,7 +1,8 @@
-"""Processes that are killed at random moments of a save leave complete checkpoints behind."""
+"""Processes that are killed at random moments of a save, or at each of its calls, leave complete checkpoints behind."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,3 +18,14 @@ def test_killed_saves_leave_the_previous_checkpoint(tmp_path: Path) -> None:
     assert kills == 30
     assert saves >= 30
     assert unfinished > 0, "no kill interrupted a save"
+
+
+@pytest.mark.behaviour("F-12", "H-05")
+def test_saves_killed_at_each_call_leave_a_complete_checkpoint(tmp_path: Path) -> None:
+    done = run_module("tests.helpers.kill_at_calls", tmp_path)
+    assert done.returncode == 0, done.stderr
+    calls = json.loads(done.stdout)
+    assert calls.keys() == {"save", "save_safetensors"}
+    for found in calls.values():
+        assert {"open", "write", "fsync", "mkdir"} <= found.keys(), "no calls were found: the test tries nothing"
+        assert found.keys() & {"rename", "replace"}
