@@ -28,6 +28,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -43,6 +44,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._core.extents import Box, plain_name
+from composable_fsdp._files import read_text, regular_file
 from composable_fsdp.checkpoint._coordination import (
     TIMEOUT,
     Mismatch,
@@ -378,13 +380,27 @@ def _read_index(path: Path) -> dict[Path, list[str] | None]:
     """Return the names of the tensors in each file."""
     names: dict[Path, Any] = {}
     try:
-        for name, file in json.loads(path.read_bytes())["weight_map"].items():
+        for name, file in json.loads(read_text(path.parent, path.name))["weight_map"].items():
             names.setdefault(path.parent / file, []).append(name)
+        for file in names:
+            with suppress(FileNotFoundError):  # opening it says which one is missing
+                regular_file(path.parent, str(file.relative_to(path.parent)))
         return names
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or no safetensors index: {error!r}") from error
+
+
+def _checked(path: Path) -> Path:
+    """Return ``path``. Raise if it is a link out of its folder, which the user has named, and not the file."""
+    try:
+        regular_file(path.parent, path.name)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return path
 
 
 def _main_file(path: Path) -> Path:
@@ -393,11 +409,11 @@ def _main_file(path: Path) -> Path:
         return path
     for name in (SINGLE, INDEX):
         if (path / name).is_file():
-            return path / name
+            return _checked(path / name)
     indexes, files = sorted(path.glob("*.safetensors.index.json")), sorted(path.glob("*.safetensors"))
     found = indexes or [file for file in files if not _ANY_PART.fullmatch(file.name)]
     if len(found) == 1:
-        return found[0]
+        return _checked(found[0])
     which = f"several: {', '.join(p.name for p in found)}. Pass the path of one" if found else "none"
     if files and not found:
         which = f"only parts of one, such as {files[0].name}, without the index"

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from composable_fsdp import diagnostics
-from composable_fsdp.checkpoint import save
+from composable_fsdp.checkpoint import load_safetensors, save
 from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.errors import CheckpointError, ConfigurationError, FSDPError, PeerError, printable
 from tests._internals import _files, directory
@@ -159,3 +160,39 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: p
     with pytest.raises(ZeroDivisionError):
         _files.replace_file(path, b"new")
     assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["file"])
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../secret", "pipe", "link", "sub/file"])
+def test_an_index_of_safetensors_names_regular_files_of_its_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "sent"
+    (folder / "sub").mkdir(parents=True)
+    os.mkfifo(folder / "pipe")
+    for file in (tmp_path / "secret", folder / "sub" / "file"):
+        file.write_bytes(b"secret")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError) as raised:
+        load_safetensors(model, folder)
+    assert any(text in str(raised.value) for text in ("plain name", "regular file", "out of its folder", "damaged"))
+    assert "secret" not in str(raised.value).replace("/secret", "")
+
+
+@pytest.mark.parametrize(
+    ("length", "header"),
+    [
+        (2**62, b"{}"),
+        (2**64 - 1, b"{}"),
+        (None, {"shape": [2**40, 2**40], "data_offsets": [0, 16]}),
+        (None, {"shape": [-2, 2], "data_offsets": [0, 16]}),
+        (None, {"shape": [2, 2], "data_offsets": [0, 2**62]}),
+        (None, {"shape": [2, 2], "data_offsets": [16, 0]}),
+        (None, {"shape": [10**9], "data_offsets": [0, 16]}),
+    ],
+)
+def test_sizes_in_a_header_of_safetensors_are_checked(tmp_path: Path, length: int | None, header: Any) -> None:
+    text = header if isinstance(header, bytes) else json.dumps({"weight": {"dtype": "F32", **header}}).encode()
+    size = (len(text) if length is None else length).to_bytes(8, "little")
+    (tmp_path / "model.safetensors").write_bytes(size + text + bytes(16))
+    with pytest.raises(CheckpointError, match="is damaged, or no safetensors file"):
+        load_safetensors(torch.nn.Linear(2, 2), tmp_path)
