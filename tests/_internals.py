@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._consistency.process_groups import part_of
     from composable_fsdp._consistency.process_groups import timeout_of as timeout_of_group
-    from composable_fsdp._consistency.process_identity import has_died, process_identity
+    from composable_fsdp._consistency.process_identity import exit_text, has_died, process_identity
     from composable_fsdp._consistency.rank_report import (
         ABANDONED,
         RESET,
@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         Pass,
         RunningPass,
         advance,
+        error_summary,
         has_ended,
     )
     from composable_fsdp._core.extents import (

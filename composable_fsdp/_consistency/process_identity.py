@@ -8,11 +8,12 @@ another time namespace has ended if no process has its id.
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-__all__ = ["has_died", "is_of_this_host", "process_identity"]
+__all__ = ["exit_text", "has_died", "is_of_this_host", "process_identity"]
 
 _ENDED = ("Z", "X")
 """States of a process that has ended, but that its parent has not waited for."""
@@ -31,6 +32,16 @@ def has_died(identity: str) -> bool:
     _, clock, process, start = identity.rsplit(" ", 3)
     now = _start_time(int(process))
     return now != start if clock == _clock() else not now
+
+
+def exit_text(identity: str) -> str:
+    """Return the signal that ended the process of ``identity``, which has died, as `` (signal 9, Killed)``.
+
+    Empty if there was none, and once the parent has waited for the process. Linux shows it to the same user only.
+    """
+    state, *values = _stat(int(identity.rsplit(" ", 2)[1]))
+    number = int(values[-1]) & 0x7F if state in _ENDED else 0
+    return f" (signal {number}, {signal.strsignal(number)})" if number else ""
 
 
 def is_of_this_host(identity: str) -> bool:
@@ -56,9 +67,14 @@ def _clock() -> str:
 
 def _start_time(process: int) -> str:
     """Return when ``process`` started, or an empty text if it has ended."""
+    state, *values = _stat(process)
+    return "" if state in ("", *_ENDED) else values[18]
+
+
+def _stat(process: int) -> list[str]:
+    """Return the state of ``process`` and the values after it, or one empty text if there is no such process."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
-        return ""
-    state, *values = text.rpartition(")")[2].split()  # a name in brackets comes before, with any characters
-    return "" if state in _ENDED else values[18]
+        return [""]
+    return text.rpartition(")")[2].split()  # a name in brackets comes before, with any characters

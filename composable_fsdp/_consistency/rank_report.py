@@ -16,6 +16,7 @@ from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
 __all__ = [
     "ABANDONED",
+    "LOOK",
     "RESET",
     "OperationId",
     "RankReport",
@@ -30,6 +31,10 @@ RESET = "called reset_iter_state()"
 """The failure of a rank whose program begins the step again outside of all passes, with no backward to come."""
 ABANDONED = f"{RESET} between a forward and its backward"
 
+LOOK = (
+    "Look for the first error in {} output. Without one, look in dmesg: if memory runs out, the kernel ends processes "
+    "by signal 9."
+)
 _SHOWN_RANGES = 8
 
 
@@ -111,7 +116,7 @@ def diagnose(
     *,
     lost: str = "",
     timed_out: bool = False,
-    gone: Sequence[int] = (),
+    gone: Mapping[int, str] = MappingProxyType({}),
 ) -> FSDPError | None:
     """Return the error that explains why ``own`` cannot complete, or ``None`` if the reports do not show one.
 
@@ -120,14 +125,14 @@ def diagnose(
         reports: reports of the ranks that answered, by rank.
         lost: the transport's error, if it lost a connection. Then ranks that did not answer are considered gone.
         timed_out: whether that error was a timeout.
-        gone: ranks without a report whose processes are known to have ended.
+        gone: ranks without a report whose processes are known to have ended, with their exit texts.
     """
     for report in reports.values():
         if report.verdict:  # the first rank to find the cause decides for all
             if report.diverged:
                 return DivergenceError(report.verdict)
             return PeerError(report.verdict, report.at_fault)
-    missing = gone or [rank for rank in own.ranks if rank not in reports]
+    missing = list(gone) or [rank for rank in own.ranks if rank not in reports]
     lost = lost or ("The process has ended without a report." if gone else "")
     timed_out = timed_out and not gone
     failed = [report for report in reports.values() if report.failure and not _still_comes(report, own)]
@@ -147,8 +152,9 @@ def diagnose(
     if timed_out and not missing and not late:  # all have arrived by now: name the last one
         late = [min(own.ranks, key=lambda rank: reports[rank].seconds)]
     known = {rank: str(operation) for rank in missing if (operation := _last_known(rank, own, reports)) is not None}
+    absence = _absence(missing, late, gone.values(), timed_out=timed_out)
     return PeerError(
-        f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{reports_text(reports, known)}\n  {lost}",
+        f"{own} cannot be done: {absence}{reports_text(reports, known)}\n  {lost}",
         missing or late,
     )
 
@@ -175,7 +181,7 @@ def reports_text(reports: Mapping[int, RankReport], last_known: Mapping[int, str
     return "".join(f"\n  {line}" for _, line in sorted(lines))
 
 
-def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) -> str:
+def _absence(missing: Sequence[int], late: Sequence[int], exits: Iterable[str], *, timed_out: bool) -> str:
     """Return which ranks are missing and what to do. ``missing`` do not answer; ``late`` do, but are elsewhere."""
     if missing and timed_out:
         return (
@@ -184,7 +190,7 @@ def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) ->
         )
     if missing:
         verb, possessive = ("is", "its") if len(missing) == 1 else ("are", "their")
-        return f"{ranks_text(missing)} {verb} gone. Look for the first error in {possessive} output."
+        return f"{ranks_text(missing)} {verb} gone{''.join(sorted(set(exits)))}. {LOOK.format(possessive)}"
     if late:
         who = ranks_text(late)
         return f"{who} did not come to it in time. If slow, not stuck, give the process group a longer timeout."

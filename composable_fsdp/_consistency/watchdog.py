@@ -30,7 +30,7 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp._consistency import interrupt
 from composable_fsdp._consistency.later_end import record_at_end, record_now, wait_for_ends
-from composable_fsdp._consistency.process_identity import has_died, is_of_this_host, process_identity
+from composable_fsdp._consistency.process_identity import exit_text, has_died, is_of_this_host, process_identity
 from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks, ranks_text
 from composable_fsdp._consistency.stacks import Frame, main_thread_frames, user_line, waits_in_torch
 from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
@@ -115,6 +115,8 @@ class Watchdog:
         self._due = 0.0
         self._processes: dict[int, str] = {}
         """The identities of other ranks' processes, as far as known."""
+        self._exits: dict[int, str] = {}
+        """The :func:`exit_text` of processes that have died."""
         self._submitted_own = False
         self._warnings = WarningTimes()
         self._stack = _Stack()
@@ -309,12 +311,24 @@ class Watchdog:
         if self._warnings.is_due(operation, seconds) and (text := wait_text(self.rank, operation, seconds, reports)):
             logger.warning("%s", printable(text))
 
-    def _gone(self, operation: OperationId, reports: Mapping[int, RankReport]) -> list[int]:
-        """Return the ranks of ``operation`` without a report whose processes on this host have ended."""
-        return [rank for rank in operation.ranks if rank not in reports and self._has_died(rank)]
+    def _gone(self, operation: OperationId, reports: Mapping[int, RankReport]) -> dict[int, str]:
+        """Return the ranks of ``operation`` without a report whose processes have ended here, with exit texts."""
+        return {rank: self._exits[rank] for rank in operation.ranks if rank not in reports and self._has_died(rank)}
 
     def _has_died(self, rank: int) -> bool:
-        return has_died(self._processes.get(rank, ""))
+        identity = self._processes.get(rank, "")
+        if died := has_died(identity):
+            self._exits.setdefault(rank, exit_text(identity))  # its parent may wait for it soon
+        return died
+
+    def exit_of(self, rank: int) -> str:
+        """Return the exit text of ``rank``, whose connection is closed."""
+        with suppress(RuntimeError):
+            self._call(lambda: self._read_processes([rank]))
+        end = time.monotonic() + 0.2  # a process closes its connections before it ends
+        while not self._has_died(rank) and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._exits.get(rank, "")
 
     def failure_of(self, rank: int) -> str:
         """Return the failure that ``rank`` reported, or an empty text. The rank may be gone."""

@@ -22,6 +22,7 @@ _CHANGING = {
     r"(?<=operation )\d+": "N",
     r"\d+ steps? done": "N steps done",
     r"\b\d+(\.\d+)?(?= s\b)": "T",
+    r"(?<=alloc_cpu\.cpp:)\d+\][^.]*": "N]",
     r"(?<=gloo says: ).*": "...",
     r"(?<=[a-z] )\d+(?= \(\d+ bytes)": "N",
 }

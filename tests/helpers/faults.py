@@ -5,8 +5,10 @@ Run as a program, this file is one rank of a job without a launcher.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,13 +20,16 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from composable_fsdp import fully_shard
+from composable_fsdp.checkpoint import save
 from composable_fsdp.testing import Delay, Drop, Effect, Fault, Kill, Raise, inject_faults
 from tests._internals import Work
 
@@ -40,6 +45,7 @@ __all__ = [
     "inject_fault",
     "is_last",
     "run_as_program",
+    "save_on_full_disk",
     "step",
 ]
 
@@ -122,6 +128,39 @@ def _raise_in_backward(model: Any) -> Callable[[], None]:
     return cast(Callable[[], None], model.layers[0].register_forward_hook(watchdog).remove)
 
 
+def _allocate_too_much(*_: object) -> None:
+    """Allocate 16 GiB under a limit of the address space, as ``ulimit -v`` sets it, of a few MiB more than in use."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20), before[1]))
+    try:
+        torch.empty(1 << 32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _exhaust_memory_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    output.register_hook(_allocate_too_much)
+
+
+class Records:
+    """A dataset whose second record is damaged."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index:
+            raise ValueError(f"record {index} is damaged")
+        return index
+
+
+def _read_records() -> Callable[[], None]:
+    for _ in DataLoader(cast(Any, Records()), num_workers=1):
+        pass
+    return lambda: None
+
+
 def _change_route(model: Any, *route: int) -> Callable[[], None]:
     before, model.route = model.route, list(route)
     return lambda: setattr(model, "route", before)
@@ -160,6 +199,13 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "fails to launch": lambda model: _inject(model, Raise(MemoryError("no memory for a message")), REDUCTION),
     "raises in forward": lambda model: _change_on_last(lambda: _raise_in_forward(model)),
     "raises in backward": lambda model: _change_on_last(lambda: _raise_in_backward(model)),
+    "has no memory in forward": lambda model: _change_on_last(
+        lambda: model.layers[1].register_forward_pre_hook(_allocate_too_much).remove
+    ),
+    "has no memory in backward": lambda model: _change_on_last(
+        lambda: model.layers[0].register_forward_hook(_exhaust_memory_in_backward).remove
+    ),
+    "has a loader that raises": lambda model: _change_on_last(_read_records),
     "swaps modules": lambda model: _change_on_last(lambda: _change_route(model, 1, 0, 2)),
     "skips a module": lambda model: _change_on_last(lambda: _change_route(model, 0, 2)),
     "has other gradients": lambda model: _change_on_last(lambda: _skip_gradients(model)),
@@ -169,6 +215,23 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 def inject_fault(fault: str, model: Any) -> Any:
     """Return a context in which the last rank has ``fault``."""
     return FAULTS[fault](model)
+
+
+def save_on_full_disk(folder: str, model: nn.Module) -> None:
+    """Save a checkpoint. The last rank writes to a full device from its second write on."""
+
+    def create(path: str, mode: str) -> io.FileIO:
+        file = FileIO(path, mode)
+        if is_last():
+            full = os.open("/dev/full", os.O_WRONLY)
+            file.write(b"x")
+            os.dup2(full, file.fileno())
+            os.close(full)
+        return file
+
+    FileIO = io.FileIO
+    with mock.patch("io.FileIO", create):
+        save(folder, model)
 
 
 # -- errors of the other ranks

@@ -16,7 +16,17 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fault_texts import assert_golden
-from tests.helpers.faults import LONG_TIMEOUT, SHORT_TIMEOUT, STRAGGLER_DELAY, RaisedError, error_after
+from tests.helpers.faults import (
+    LONG_TIMEOUT,
+    SHORT_TIMEOUT,
+    STRAGGLER_DELAY,
+    RaisedError,
+    build,
+    error_after,
+    error_of,
+    save_on_full_disk,
+    step,
+)
 from tests.helpers.fresh_process import Program
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.slack import slack
@@ -28,6 +38,8 @@ LIMIT, LIMIT_OF_LOSS = 5.0, 3.0
 OPERATION = re.compile(r"(all-gather|reduce-scatter) of layers\.\d( in (forward|backward))?")
 
 LAST_KNOWN = re.compile(r"rank 1 (last took part in|is at work since) (all-gather|reduce-scatter) of layers\.\d")
+
+SIGNAL = re.compile(r" \(signal \d+, \w+\)")
 
 BOTH = {"sockets": SOCKETS, "in common": IN_COMMON}
 over_both = pytest.mark.parametrize("transport", BOTH)
@@ -44,7 +56,7 @@ def check(name: str, error: RaisedError, limit: float) -> None:
 
 def check_lost(fault: str, transport: str, error: RaisedError, limit: float) -> None:
     # It is random which of several pending operations fails first, and whether this takes a second of waiting.
-    text = OPERATION.sub("OPERATION", error.text)
+    text = OPERATION.sub("OPERATION", SIGNAL.sub("", error.text))  # unknown once its parent has waited for it
     text = re.sub(r"rank 0 is at work since (OPERATION \(.*?\))", r"rank 0 waits in \1, for 0.0 s", text)
     check(f"{fault}, {transport}", replace(error, text=text), limit)
     assert error.kind == "PeerError"
@@ -82,9 +94,12 @@ def test_all_surviving_ranks_name_the_killed_rank(transport: str) -> None:
 
 # Faults after which the rank still exists
 
+NO_MEMORY = "can't allocate memory: you tried to allocate 17179869184 bytes. Error code 12 (Cannot allocate memory)"
+
 STAYS = {
     "raises in forward": "raised ArithmeticError: test failure in the forward of layers.1",
     "raises in backward": "raised in the backward of layers.1",
+    "has no memory in forward": "raised RuntimeError: [enforce fail at alloc_cpu.cpp:",
     "fails to launch": "raised in the backward of layers.1",
     "leaves out a collective": "order",
     "swaps modules": "order",
@@ -109,7 +124,26 @@ def test_a_rank_with_another_operation_is_named(fault: str, transport: str) -> N
     else:
         assert error.kind == "PeerError"
         assert f"rank 1 {STAYS[fault]}" in error.text
-        assert "test failure" in own.text or "no memory for a message" in own.text
+        assert any(text in own.text for text in ("test failure", "no memory for a message", NO_MEMORY))
+        assert (NO_MEMORY in error.text) == (fault == "has no memory in forward")
+
+
+# A disk that is full
+
+
+def error_of_save(folder: str) -> RaisedError:
+    """Save a checkpoint while the disk of the last rank becomes full."""
+    model = build()
+    step(model)
+    return error_of(lambda: save_on_full_disk(folder, model))
+
+
+@pytest.mark.behaviour("F-12", "H-05")
+def test_all_ranks_name_the_rank_and_the_file_for_which_there_is_no_space(tmp_path: Path) -> None:
+    texts = {error.text for error in run_ranks(error_of_save, 2, str(tmp_path))}
+    (text,) = texts
+    assert re.search(r"rank 1: OSError: \[Errno 28\] No space left on device: '\S+__1_0\.distcp'", text), text
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 # Programs that end
@@ -155,6 +189,9 @@ def parametrize_programs(*faults: str) -> pytest.MarkDecorator:
 ENDINGS = {
     "raises in forward": "raised ArithmeticError: test failure in the forward of layers.1",
     "raises in backward": "raised ArithmeticError: test failure in the backward of layers.1, which ended its program",
+    "has no memory in backward": "raised RuntimeError: [enforce fail at alloc_cpu.cpp:",
+    "has a loader that raises": "raised ValueError: Caught ValueError in DataLoader worker process 0. ValueError: "
+    "record 1 is damaged, which ended its program",
     "has fewer batches": "has come to the end of its program",
 }
 
@@ -170,6 +207,17 @@ def test_a_rank_whose_program_ended_is_named_with_what_ended_it(
     assert error.kind == "PeerError"
     assert f"cannot be done: rank 1 {ENDINGS[fault]}" in error.text
     programs.processes[1].wait()
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+@parametrize_programs("killed in forward")
+def test_the_signal_that_ended_a_rank_is_named_until_its_parent_has_waited_for_it(programs: Programs) -> None:
+    error = programs.read_report(0)
+    assert error.kind == "PeerError"
+    assert re.search(r"rank 1 (\(process \d+\) )?is gone \(signal 9, Killed\)[.,]", error.text), error.text
+    assert "Without one, look in dmesg: if memory runs out, the kernel ends processes by signal 9." in error.text
+    assert LAST_KNOWN.search(error.text)
+    assert programs.processes[1].wait() == -signal.SIGKILL
 
 
 @pytest.mark.behaviour("H-06")

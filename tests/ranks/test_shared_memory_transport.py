@@ -367,7 +367,7 @@ def test_a_killed_rank_is_named_by_all_others_at_once(numel: int) -> None:
     assert set(failures) == {0, 2, 3}
     for text in failures.values():
         assert "PeerError: rank 1 (process" in text
-        assert "is gone, so reduce-scatter (operation 2," in text or "cannot go on together" in text
+        assert ", so reduce-scatter (operation 2," in text or "cannot go on together" in text
 
 
 def wait_for_a_missing_rank(switch: str) -> None:

@@ -25,7 +25,7 @@ HOOKS = "_core/hooks.py"
 MOST_CODE = {
     ".": 330,
     "_api": 993,
-    "_consistency": 1160,
+    "_consistency": 1182,
     "_core": 6030,
     "checkpoint": 3169,
     "cli": 530,
@@ -41,7 +41,7 @@ MOST_CODE = {
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22134
+MOST_CODE_OF_ALL = 22160
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -644,8 +644,9 @@ def test_offloaded_shards_of_a_mesh_without_a_backend_for_cpu_are_warned_of(monk
 
 NOTHING_REDUCED = (
     r"^SGD has no gradients to step with: those of 'linear.weight' are accumulated and not reduced: each backward was "
-    r"inside of no_sync or after set_requires_gradient_sync\(False\)\. Run the last backward before a step outside of "
-    r"no_sync, or drop them with model.zero_grad\(\)\.$"
+    r"inside of no_sync or after set_requires_gradient_sync\(False\), or failed\. Run the last backward before a step "
+    r"outside of no_sync, or drop them with model\.zero_grad\(\); after a failure, call model\.reset_iter_state\(\) on "
+    r"all ranks\.$"
 )
 
 

@@ -40,6 +40,8 @@ from tests._internals import (
     WarningTimes,
     Watchdog,
     diagnose,
+    error_summary,
+    exit_text,
     has_died,
     has_ended,
     interrupt,
@@ -124,7 +126,9 @@ def test_a_rank_that_has_called_a_reset_comes_no_more_unless_it_has_done_its_par
 @pytest.mark.behaviour("H-03", "H-05")
 def test_a_rank_without_a_report_after_a_lost_connection_is_gone() -> None:
     records = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0))
-    assert "cannot be done: rank 2 is gone." in str(diagnose(OWN, records, lost="closed"))
+    assert "cannot be done: rank 2 is gone. Look for" in str(diagnose(OWN, records, lost="closed"))
+    died = str(diagnose(OWN, records, gone={2: " (signal 9, Killed)"}))
+    assert "cannot be done: rank 2 is gone (signal 9, Killed). Look for the first error in its output. Without" in died
     late = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=RankReport(2, 2))
     assert "cannot be done: rank 2 did not come to it in time." in str(diagnose(OWN, late, lost="timed out"))
     assert diagnose(OWN, late) is None
@@ -669,7 +673,24 @@ def test_a_process_of_this_host_is_known_to_have_ended() -> None:
         identity = f"{process_identity().rsplit(' ', 2)[0]} {process.pid} {start}"
         assert not has_died(identity)
         process.kill()
+        while not has_died(identity):
+            time.sleep(0.01)
+        assert exit_text(identity) == " (signal 9, Killed)"
     assert has_died(identity)
+    assert exit_text(identity) == ""
+
+
+def test_the_summary_of_an_error_includes_the_exception_of_another_process() -> None:
+    inner = (
+        "Traceback (most recent call last):\n  File 'a.py'\n    x\nKeyError: 'first'\n\nDuring handling, another:\n\n"
+    )
+    text = (
+        f"Caught OSError in a worker.\nOriginal {inner}Traceback (most recent call last):\n  File\nOSError: the cause\n"
+    )
+    assert error_summary(OSError(text)) == "OSError: Caught OSError in a worker. OSError: the cause"
+    assert error_summary(OSError("first\nsecond")) == "OSError: first"
+    assert error_summary(OSError("no\nTraceback (most recent call last)")) == "OSError: no"
+    assert error_summary(OSError()) == "OSError"
 
 
 def test_start_times_are_compared_only_within_one_time_namespace() -> None:

@@ -61,8 +61,9 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
         if found is not None and state.group.gradients.holds(found):
             raise LifecycleError(
                 f"{type(optimizer).__name__} has no gradients to step with: those of {found.name!r} are accumulated "
-                "and not reduced: each backward was inside of no_sync or after set_requires_gradient_sync(False). "
-                "Run the last backward before a step outside of no_sync, or drop them with model.zero_grad()."
+                "and not reduced: each backward was inside of no_sync or after set_requires_gradient_sync(False), or "
+                "failed. Run the last backward before a step outside of no_sync, or drop them with model.zero_grad(); "
+                "after a failure, call model.reset_iter_state() on all ranks."
             )
 
 

@@ -267,8 +267,10 @@ class ShmEngine:
         ended = {peer: self._socket.ended[peer] for peer in missing if peer in self._socket.ended}
         if ended:
             first = min(ended, key=lambda peer: ended[peer] != "")  # one that is gone, not one that then gave up
-            failure = self._watchdog.failure_of(self._peers.ranks[first]) if self._watchdog is not None else ""
-            raise self._peers.gone_error(first, ended[first] or failure, running, self._last_known(first))
+            reason, rank, watchdog, exit_text = ended[first], self._peers.ranks[first], self._watchdog, ""
+            if watchdog is not None and not reason and not (reason := watchdog.failure_of(rank)):
+                exit_text = watchdog.exit_of(rank)
+            raise self._peers.gone_error(first, reason, running, self._last_known(first), exit_text)
 
     def _last_known(self, peer: int) -> str:
         """Return the label of the last operation that ``peer`` is known to have launched."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from composable_fsdp._consistency.rank_report import RankReport, order_text, reports_text
+from composable_fsdp._consistency.rank_report import LOOK, RankReport, order_text, reports_text
 from composable_fsdp._core.events import error_summary
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -29,7 +29,7 @@ class Peers(NamedTuple):
     def name(self, rank: int) -> str:
         return f"rank {self.ranks[rank]} (process {self.processes[rank]})"
 
-    def gone_error(self, peer: int, reason: str, operation: object, last_known: str) -> PeerError:
+    def gone_error(self, peer: int, reason: str, operation: object, last_known: str, exit_text: str) -> PeerError:
         """Return the error for a closed connection to ``peer``.
 
         Args:
@@ -37,13 +37,15 @@ class Peers(NamedTuple):
             reason: the peer's :meth:`failure_text` or last report, empty if there is none.
             operation: this rank's operation, which needs ``peer``.
             last_known: the last operation that ``peer`` is known to have launched, if any.
+            exit_text: the signal that ended its process, if known.
         """
         if reason:
             end = "" if reason.endswith(".") else "."
             return PeerError(f"{operation} over {self} cannot be done: {reason}{end}", [self.ranks[peer]])
+        known = self._reports_text({}, {peer: last_known})
         return PeerError(
-            f"{self.name(peer)} is gone, so {operation} over {self} cannot be done. Its process has ended, or dropped "
-            f"the process group: look for the first error in its output.{self._reports_text({}, {peer: last_known})}",
+            f"{self.name(peer)} is gone{exit_text}, so {operation} over {self} cannot be done. Its process "
+            f"has ended, or dropped the process group. {LOOK.format('its')}{known}",
             [self.ranks[peer]],
         )
 
