@@ -35,13 +35,13 @@ MOST_CODE = {
     "interop": 60,
     "optim": 1730,
     "plan": 1070,
-    "plugins": 4981,
+    "plugins": 4985,
     "testing": 380,
     "wrap": 300,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22160
+MOST_CODE_OF_ALL = 22163
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""
