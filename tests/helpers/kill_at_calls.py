@@ -203,10 +203,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     found = {}
-    for name, *pair in (("save", save_dcp, load_dcp), ("save_safetensors", save_files, load_files)):
+    for name, do_save, do_load in (("save", save_dcp, load_dcp), ("save_safetensors", save_files, load_files)):
         folder = Path(sys.argv[1], name)
         folder.mkdir()
-        found[name] = try_all(folder, *pair)
+        found[name] = try_all(folder, do_save, do_load)
     sys.stdout.write(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)

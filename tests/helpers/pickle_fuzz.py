@@ -59,6 +59,13 @@ NAMES = (
     *(("operator", each) for each in ("attrgetter", "methodcaller", "setitem")),
     *(("importlib", each) for each in ("import_module", "reload")),
 )
+ADMITTED = [
+    *((_METADATA, each) for each in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties")),
+    *((_METADATA, each) for each in ("ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((_FILES, "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")),
+]
+"""The names of metadata, as ``NAMES`` has them too."""
+CALLS = [each for each in pickletools.opcodes if each.name in ("BUILD", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "INST", "OBJ")]
 TEXTS = ("with_name", "__members__", "__setstate__", "__init__", "__class__", "__dict__", "__call__", "fqn", "chunks")
 
 
@@ -88,10 +95,10 @@ def opcodes_of(data: bytes) -> list[bytes]:
 
 def random_opcode(chance: random.Random, folder: Path) -> bytes:
     """Return an opcode with an argument of its kind, and before it now and then what it takes from the stack."""
-    opcode = chance.choice(pickletools.opcodes)
+    opcode = chance.choice(CALLS if chance.random() < 0.4 else pickletools.opcodes)
     code, kind = opcode.code.encode("latin-1"), opcode.arg.name if opcode.arg else ""
     number = chance.choice((0, 1, 2, 5, 80, 255, 65535, 2**31 - 1, 2**32 - 1, 2**63 - 1))
-    module, name = chance.choice(NAMES)
+    module, name = chance.choice(ADMITTED if chance.random() < 0.6 else NAMES)
     text = chance.choice((*TEXTS, module, name, str(folder / "new"), "touch /tmp/pickle_fuzz_was_here"))
     data = text.encode()
     sized = {"1": "<B", "4": "<I", "8": "<Q"}

@@ -50,12 +50,12 @@ def test_strangers_do_not_keep_ranks_from_each_other(listeners: list[Listener], 
     sockets: list[dict[int, socket.socket]] = [{}, {}, {}]
     begin = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
-        ranks = [pool.submit(meet_peers, listeners[r][0], infos, r, sockets[r]) for r in (2, 1, 0)]
-        while not all(rank.done() for rank in ranks) and len(strangers) < 200:
+        done = [pool.submit(meet_peers, listeners[r][0], infos, r, sockets[r]) for r in (2, 1, 0)]
+        while not all(each.done() for each in done) and len(strangers) < 200:
             strangers.append(stranger(infos[0].address, says))
             time.sleep(0.001)
-        for rank in ranks:
-            rank.result()
+        for each in done:
+            each.result()
     assert time.monotonic() - begin < 20
     assert [sorted(each) for each in sockets] == [[1, 2], [0, 2], [0, 1]]
     for rank, peers in enumerate(sockets):
@@ -63,8 +63,8 @@ def test_strangers_do_not_keep_ranks_from_each_other(listeners: list[Listener], 
             connection.send(b"%d" % rank)
             sockets[peer][rank].setblocking(True)
             assert sockets[peer][rank].recv(9) == b"%d" % rank
-    for each in (*strangers, *(connection for peers in sockets for connection in peers.values())):
-        each.close()
+    for connection in (*strangers, *(connection for peers in sockets for connection in peers.values())):
+        connection.close()
 
 
 def test_a_silent_connection_is_dropped(listeners: list[Listener], monkeypatch: pytest.MonkeyPatch) -> None:

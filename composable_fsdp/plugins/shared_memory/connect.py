@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ def meet_peers(listener: socket.socket, infos: list[RankInfo], rank: int, socket
     lower, silent = list(range(rank)), dict[socket.socket, float]()
     end = time.monotonic() + _MOST_SECONDS
     with ExitStack() as stack:
-        stack.callback(lambda: [each.close() for each in silent])
+        stack.callback(lambda: deque(map(socket.socket.close, silent), 0))
         while len(sockets) < len(infos) - 1:
             if time.monotonic() > end:
                 missing = [peer for peer in range(len(infos)) if peer != rank and peer not in sockets]
