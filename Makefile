@@ -64,7 +64,7 @@ elastic: $(READY) ## train that model while ranks are killed at random, and comp
 	$(TORCHRUN) --max-restarts 20 --monitor-interval 0.2 examples/elastic_text.py --overwrite $(ELASTIC_ARGS)
 
 test: $(READY) ## run the tests, two at a time (with TEST_ARGS=..., only pytest with these)
-	$(BIN)/python -m pytest $(or $(TEST_ARGS),-n 2 --dist worksteal)
+	$(BIN)/python -m pytest $(or $(TEST_ARGS),-n 2 --dist worksteal --durations 25)
 
 true-device: $(READY) ## build a device that is not the CPU, by g++, and test training on it
 	TRUE_DEVICE=1 $(BIN)/python -m pytest tests/ranks/test_true_device.py

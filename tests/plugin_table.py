@@ -58,7 +58,6 @@ _WITH_CODECS = (
     *(
         "tests/ranks/test_dropped_models.py",
         "tests/ranks/test_streams.py",
-        "tests/ranks/test_races.py::test_gradient_buckets_on",
     ),
     *(
         "tests/ranks/test_checkpoint_earlier_versions.py::test_checkpoints_of_earlier_versions_are_read",
@@ -118,7 +117,7 @@ _OF_ERRORS_INSTEAD_OF_HANGS = (
 _OF_TRACED_COLLECTIVES = (
     *(
         "tests/ranks/test_fused_groups.py",
-        "tests/ranks/test_gradient_buckets.py",
+        "tests/ranks/test_large_groups.py",
         *_in("tests/ranks/test_memory.py", "test_reading_a_kept", "test_the_ledger_of"),
     ),
     *(
@@ -172,7 +171,7 @@ OWN: Mapping[str, Sequence[str]] = {
     "SharedParameters": ("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
     "Epochs": ("tests/ranks/test_shared_shards.py", "tests/ranks/test_shared_unsharded_buffer.py"),
     "over_gloo": (
-        *("tests/ranks/test_gloo_reductions.py", "tests/ranks/test_gradient_buckets.py"),
+        *("tests/ranks/test_gloo_reductions.py", "tests/ranks/test_large_groups.py"),
         *("tests/ranks/test_unused_parameters.py::test_flags", "tests/ranks/test_gradient_hooks.py::test_wide"),
         *(
             *_in(
