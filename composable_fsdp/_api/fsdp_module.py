@@ -550,14 +550,16 @@ class FSDPModule(TorchFSDPModule):
             state.drain_before_changes()
             if not _takes_conversion(state.group, fn):
                 unchanged.append(state)
-        for state in states:
-            state.reshard()
-        with ExitStack() as hidden:
-            for state in unchanged:
-                hidden.enter_context(state.group.tensors.registration.hidden())
-            result = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
-        for state in states:
-            state.group.refresh()
+        with ExitStack() as kept:
+            for state in states:
+                state.reshard()
+                kept.enter_context(_gradients_keep_their_dtype(state.group))
+            with ExitStack() as hidden:
+                for state in unchanged:
+                    hidden.enter_context(state.group.tensors.registration.hidden())
+                result = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
+            for state in states:
+                state.group.refresh()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -797,25 +799,25 @@ def _takes_conversion(group: ParamGroup, convert: Callable[[torch.Tensor], torch
     """Return False if gradients are held and ``convert`` changes no parameter, so that these must be left out.
 
     Raises:
-        LifecycleError: ``to`` and the like would lose gradients, or a gradient would no longer have the
-            ``grad_dtype`` of its parameter; or the user has changed that after sharding.
+        LifecycleError: ``to`` and the like would lose gradients; or the user has changed ``grad_dtype`` after sharding.
     """
     group.check_grad_dtypes()
-    if group.gradients.state in HELD_GRADIENTS:
-        with torch.no_grad():
-            if all(convert(parameter.local) is parameter.local for parameter in group.parameters):
-                return False
+    with torch.no_grad():
+        if group.gradients.state in HELD_GRADIENTS and all(convert(p.local) is p.local for p in group.parameters):
+            return False
     group.check_nothing_held()
-    for parameter in group.parameters:
-        gradient = parameter.sharded.grad
-        if not parameter.has_grad_dtype or gradient is None:
-            continue
-        empty = parameter.local.detach().new_empty(0)
-        dtype, converted = convert(empty).dtype, convert(empty.to(gradient.dtype)).dtype
-        # torch sets the converted gradient before the grad_dtype of the converted parameter is restored
-        if converted != dtype or parameter.grad_dtype not in (None, converted):
-            raise LifecycleError(
-                f"parameter {parameter.name!r} of {group.name!r} has a gradient and a grad_dtype of its own, of "
-                "which a conversion would lose one. Call model.zero_grad(set_to_none=True) first."
-            )
     return True
+
+
+@contextmanager
+def _gradients_keep_their_dtype(group: ParamGroup) -> Iterator[None]:
+    """Take off gradients whose dtype was chosen by ``grad_dtype``, so that ``to`` converts them to no other."""
+    gradients = {p: gradient for p in group.parameters if p.has_grad_dtype and (gradient := p.sharded.grad) is not None}
+    for parameter in gradients:
+        parameter.sharded.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.sharded.grad_dtype = parameter.grad_dtype  # a conversion resets it
+            parameter.sharded.grad = gradient.to(parameter.sharded.device)
