@@ -18,9 +18,8 @@ from composable_fsdp._api.strategy import resolve_strategy
 from composable_fsdp._api.torch_types import as_mesh_dims, as_strategy
 from composable_fsdp._core.buckets import registered_parameters
 from composable_fsdp._core.extents import states_below
-from composable_fsdp._core.state import state_of
+from composable_fsdp._core.state import find_ignored, state_of
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.init.ignored import find_ignored
 from composable_fsdp.init.materialize import InitFunction, materialize_meta
 from composable_fsdp.wrap._plan import Group, Scope, plan_groups
 from composable_fsdp.wrap.torch_policies import as_wrap_policy

@@ -21,9 +21,8 @@ from composable_fsdp._core.hooks import install_hooks, optimizer_hooks, wrap_for
 from composable_fsdp._core.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp._core.params import note_replaced
 from composable_fsdp._core.seams import OBSERVERS, check_observers
-from composable_fsdp._core.state import FSDPState, Options, find_state, state_of
+from composable_fsdp._core.state import FSDPState, Options, find_ignored, find_state, state_of
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
-from composable_fsdp.init.ignored import find_ignored
 from composable_fsdp.plugins.torch_views import sharded_by_torch
 from composable_fsdp.policies import (
     CPUOffloadPolicy,

@@ -21,10 +21,9 @@ from composable_fsdp._core.extents import states_below
 from composable_fsdp._core.mesh import data_parallel_axes
 from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import OBSERVERS
-from composable_fsdp._core.state import FSDPState, find_state, state_of_parameter
+from composable_fsdp._core.state import FSDPState, Ignored, find_state, state_of_parameter
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.init.allocate_shards import allocated_shards
-from composable_fsdp.init.ignored import Ignored
 from composable_fsdp.init.random_shards import ShardedRandom, seeded
 from composable_fsdp.plugins.full_params import (
     empty_full_parameter,
