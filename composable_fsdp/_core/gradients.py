@@ -425,7 +425,10 @@ class ReductionLaunch:
             fused = first.reductions_of(first.scatters_with(others, self._fused_buckets))
             if fused:
                 return fused
-        return [reduction for member in self.members for reduction in member.reductions_of(member.scatters)]
+        reductions: list[BucketReduction] = []
+        for member in self.members:  # no comprehension: it is a frame on the way of each step up to Python 3.11
+            reductions += member.reductions_of(member.scatters)
+        return reductions
 
 
 class PendingReduction:
