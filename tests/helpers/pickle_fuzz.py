@@ -169,7 +169,8 @@ def attributes() -> dict[tuple[str, int, str], int]:
             if each not in known:
                 known.add(each)
                 pending.append(each)
-    ignored = ("__warningregistry__", "_abc_impl", "__annotations__")
+    # What Python itself keeps on modules and classes, such as the slots of one that was pickled.
+    ignored = ("__warningregistry__", "_abc_impl", "__annotations__", "__slotnames__")
     return {
         (f"{owner!r:.100}", id(owner), name): id(value)
         for owner in (*owners, *known)

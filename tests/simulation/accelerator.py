@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
+import composable_fsdp.plan  # noqa: F401 (schedule() imports it, and it derives from classes that are replaced here)
 from tests.simulation.late_execution import Action, Recording, fill, leaves
 from tests.simulation.rules import break_rule, note_violation, reported
 
