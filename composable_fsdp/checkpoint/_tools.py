@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,18 @@ def _in_model(paths: list[ContentsPath]) -> list[ContentsPath]:
 
 # -- files of torch.save
 
+_MOST_VALUES, _MOST_DEPTH = 1_000_000, 50
+"""The most values of a file, and mappings around one. A mapping may be in itself, or twice in each of many others."""
+
 
 def _open_torch(path: Path) -> Source:
     """Open a file of a state dict, or of ``{"model": state dict, "optimizer": …, …}``, without reading its tensors."""
-    values = dict(_flatten(_load(path)))
+    flat = list(islice(_flatten(_load(path)), _MOST_VALUES + 1))
+    if len(flat) > _MOST_VALUES or any(len(at) > _MOST_DEPTH for at, _ in flat):
+        raise CheckpointError(
+            f"{path} has more than {_MOST_VALUES} values, or mappings nested in {_MOST_DEPTH} others."
+        )
+    values = dict(flat)
     values = dict(zip(_in_model(list(values)), values.values(), strict=True))
     plain = {at: _checked(at, value) for at, value in values.items() if isinstance(value, torch.Tensor)}
     tensors, aliases = _tied({at: ((v.data_ptr(), v.dtype, v.shape, v.stride()), v) for at, v in plain.items()})
@@ -191,7 +200,8 @@ def _load(path: Path) -> Mapping[Any, Any]:
 
 def _flatten(value: Any, path: ContentsPath = ()) -> Iterator[tuple[ContentsPath, Any]]:
     """Yield all values in nested mappings, with their paths below ``path``. Extra state of modules stays one object."""
-    if not isinstance(value, Mapping) or (path[:1] == ("model",) and len(path) > 1):
+    is_leaf = not isinstance(value, Mapping) or len(path) > _MOST_DEPTH
+    if is_leaf or (path[:1] == ("model",) and len(path) > 1):
         yield path, value
         return
     for key, each in value.items():

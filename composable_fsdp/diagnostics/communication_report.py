@@ -75,10 +75,14 @@ class CommunicationReport:
         return text_table(("group", "direction", *numbers), cells, numbers)
 
 
+_WIDEST = 300
+"""The most letters to which cells are padded: a long name in a file lengthens one line only."""
+
+
 def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> str:
     """Return a table. The columns named in ``numbers`` are aligned to the right."""
     lines = [[printable(cell, kept="") for cell in line] for line in (titles, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths = [min(_WIDEST, max(map(len, column))) for column in zip(*lines, strict=True)]
     signs = [">" if title in numbers else "<" for title in titles]
     return "\n".join(
         "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths, strict=True)).rstrip()

@@ -164,6 +164,17 @@ def test_other_opcodes_and_huge_requests_are_refused(folder: Path, stream: bytes
         read_metadata(folder)
 
 
+def test_a_small_file_asks_for_no_large_memory(folder: Path) -> None:
+    doubled = pickle.SHORT_BINUNICODE + b"\xff" + b"a" * 255 + pickle.MEMOIZE
+    doubled += b"".join(2 * (pickle.BINGET + bytes([i])) + pickle.STACK_GLOBAL + pickle.MEMOIZE for i in range(20))
+    assert "it has a text of 16383 letters, of which 10000 are read" in refused(folder, frames(doubled))
+    objects = dict.fromkeys("abcde", BytesStorageMetadata())
+    places = {MetadataIndex(each): _StorageInfo(FILE, 0, 250) for each in objects}
+    data = pickle.dumps(Metadata(dict(objects), {"a": ("b" * 9000,) * 900}, dict(places)), 4)
+    assert "it has a text of 8100899 letters" in refused(folder, data)
+    assert "several are in one place" in refused(folder, pickle.dumps(Metadata(dict(objects), {}, places), 4))
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [

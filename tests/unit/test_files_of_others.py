@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from composable_fsdp import diagnostics
 from composable_fsdp.checkpoint import load_safetensors, save
 from composable_fsdp.diagnostics.communication_report import text_table
 from composable_fsdp.errors import CheckpointError, ConfigurationError, FSDPError, PeerError, printable
-from tests._internals import _files, directory
+from tests._internals import _files, checkpoint_save, directory
 from tests.helpers.command import run_command
 from tests.helpers.single_rank_checkpoints import trained
 
@@ -196,3 +197,33 @@ def test_sizes_in_a_header_of_safetensors_are_checked(tmp_path: Path, length: in
     (tmp_path / "model.safetensors").write_bytes(size + text + bytes(16))
     with pytest.raises(CheckpointError, match="is damaged, or no safetensors file"):
         load_safetensors(torch.nn.Linear(2, 2), tmp_path)
+
+
+def test_a_long_name_lengthens_one_line_of_a_table() -> None:
+    lines = text_table(("name", "size"), [("x" * 10**5, "1"), *[("y", "2")] * 1000], ()).splitlines()
+    assert len(lines[1]) == 10**5 + 3
+    assert max(map(len, lines[2:])) < 400
+
+
+def test_mappings_in_a_file_of_torch_may_be_in_themselves_or_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "sent.pt"
+    cycle: dict[str, Any] = {}
+    cycle["a"] = cycle
+    repeated: dict[str, Any] = {"a": 1}
+    for _ in range(30):
+        repeated = {"a": repeated, "b": repeated}
+    for value in (cycle, repeated):
+        torch.save({"x": value}, path)
+        done = run_command("checkpoint", "inspect", path)
+        assert f"{path} has more than 1000000 values, or mappings nested in 50 others" in done.stderr
+        assert done.exit_code == 1
+
+
+@pytest.mark.parametrize("position", [-1, 625, 2**31 - 1])
+def test_a_random_state_of_numpy_is_inside_its_numbers(position: int) -> None:
+    numpy = pytest.importorskip("numpy")
+    kind, keys, _, *rest = numpy.random.get_state()
+    state = {"python": random.getstate(), "cpu": torch.get_rng_state(), "numpy": [kind, keys.tolist(), position, *rest]}
+    with pytest.raises(CheckpointError, match=f"the random state of numpy is at {position} of 624 numbers"):
+        checkpoint_save.set_random_state(state)
+    assert 0 <= numpy.random.get_state()[2] <= 624

@@ -33,8 +33,8 @@ from composable_fsdp.errors import CheckpointError
 _MOST_BYTES_AT_ONCE = 1 << 20
 """The most bytes that one opcode may ask for. Python writes frames of about 64 KiB."""
 
-_MOST, _MOST_DIMS, _MOST_PARTS = 2**63 - 1, 64, 1000
-"""The most that a number, the dims of a tensor and the parts of a path in a state dict may be."""
+_MOST, _MOST_DIMS, _MOST_PARTS, _MOST_LETTERS = 2**63 - 1, 64, 1000, 10_000
+"""The most that a number, the dims of a tensor, the parts of a path and the letters of a text may be."""
 
 _ADMITTED = b"".join(
     (
@@ -112,7 +112,7 @@ class _Values(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> str:
-        return f"{module}.{name}"
+        return _text(f"{_text(module)}.{_text(name)}")
 
     def _call(self) -> None:
         arguments = self.stack.pop()
@@ -172,7 +172,10 @@ def _dict(value: object) -> ItemsView[Any, Any]:
 
 
 def _text(value: object) -> str:
-    return _of_type(value, str)
+    text = _of_type(value, str)
+    if len(text) > _MOST_LETTERS:
+        raise pickle.UnpicklingError(f"it has a text of {len(text)} letters, of which {_MOST_LETTERS} are read")
+    return text
 
 
 def _of_type(value: object, kind: type[T]) -> T:
@@ -201,7 +204,9 @@ def _path(value: object) -> tuple[str | int, ...]:
     path = _of_type(value, tuple)
     if len(path) > _MOST_PARTS:
         raise pickle.UnpicklingError(f"it has a path of {len(path)} parts")
-    return tuple(_number(part) if type(part) is int else _text(part) for part in path)
+    found = tuple(_number(part) if type(part) is int else _text(part) for part in path)
+    _text(".".join(map(str, found)))
+    return found
 
 
 def _stored(value: object, most_chunks: int) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -260,9 +265,12 @@ def _check_places(metadata: Metadata, folder: Path, sizes: dict[str, int]) -> No
             sizes[name] = regular_file(folder, name).stat().st_size
         if place.offset + place.length > sizes[name]:
             raise pickle.UnpicklingError(f"a value ends behind the end of {name}")
+    unclaimed = sum(sizes.values())
     for key, saved in metadata.state_dict_metadata.items():
         if isinstance(saved, BytesStorageMetadata):
-            metadata.storage_data[MetadataIndex(key)]
+            unclaimed -= metadata.storage_data[MetadataIndex(key)].length
+            if unclaimed < 0:
+                raise pickle.UnpicklingError("its objects have more bytes than all files: several are in one place")
             continue
         for chunk in saved.chunks:
             place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]

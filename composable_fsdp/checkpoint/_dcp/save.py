@@ -245,6 +245,10 @@ def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 # -- random number generators
 
 
+_NUMPY_NUMBERS = 624
+"""The numbers in numpy's generator. It does not compare a restored position with them, and reads other memory."""
+
+
 def _random_state() -> dict[str, Any]:
     """Return the random states of Python, torch (CPU and current accelerator), and numpy if it is imported."""
     state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
@@ -264,6 +268,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if accelerator is not None and accelerator.type in state:
         torch.get_device_module(accelerator.type).set_rng_state(state[accelerator.type])
     if "numpy" in state and "numpy" in sys.modules:
+        if not 0 <= (position := state["numpy"][2]) <= _NUMPY_NUMBERS:
+            raise CheckpointError(f"the random state of numpy is at {position} of {_NUMPY_NUMBERS} numbers.")
         sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
 
 
