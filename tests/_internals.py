@@ -201,7 +201,7 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._dcp import directory
     from composable_fsdp.checkpoint._dcp import save as checkpoint_save
     from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint
-    from composable_fsdp.checkpoint._dcp.metadata import read_metadata
+    from composable_fsdp.checkpoint._dcp.metadata import chunks_overlap, read_metadata
     from composable_fsdp.checkpoint._dcp.save import SavePlanner
     from composable_fsdp.checkpoint._safetensors import (
         DTYPES,

@@ -289,7 +289,9 @@ def _draw_lanes(axes: Axes, lanes: Lanes, begin: float, end: float) -> None:
         for each, (left, width) in zip(inside, bars, strict=True):
             label = each.name.removeprefix(f"{lane} ")
             if len(label) <= _LETTERS_PER_WIDTH * each.seconds / (end - begin):
-                axes.text(left + width / 2, row, label, ha="center", va="center", fontsize=6, clip_on=True)
+                axes.text(
+                    left + width / 2, row, label, ha="center", va="center", fontsize=6, clip_on=True, parse_math=False
+                )
     for each in lanes.lane(PASSES):
         if begin <= each.end <= end:
             axes.axvline(1e3 * (each.end - begin), color="grey", linewidth=0.6, linestyle=":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ def test_leftovers_are_removed_by_the_next_save(tmp_path: Path) -> None:
     make(tmp_path, "step-00000002")
     make(tmp_path, "step-00000002.old")
     make(tmp_path, "step-00000003.deleted")
+    os.mkfifo(tmp_path / "step-00000004.partial")  # which nothing may open, since that waits for a writer
+    os.mkfifo(tmp_path / "step-00000005.deleted")
     make(tmp_path, "mine.partial")
     assert latest(tmp_path) == tmp_path / "step-00000002"
     write(tmp_path, 1)

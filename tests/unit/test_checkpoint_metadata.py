@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composable_fsdp.errors import CheckpointError
-from tests._internals import read_metadata
+from tests._internals import chunks_overlap, read_metadata
 from tests.helpers.pickle_fuzz import attributes, harmless, valid_metadata, watched
 
 FILE = "__0_0.distcp"
@@ -180,6 +182,8 @@ def test_a_small_file_asks_for_no_large_memory(folder: Path) -> None:
     [
         ({"sizes": (2, 3)}, "a chunk lies outside its tensor"),
         ({"sizes": (2, 1)}, "do not have its number of elements"),
+        ({"size": (3,), "offsets": (0, 0), "sizes": (2, 1)}, "chunks of a tensor overlap"),
+        ({"offsets": (0, 1)}, "chunks of a tensor overlap"),
         ({"size": (10**15,), "offsets": (0,), "sizes": (10**15,)}, "a chunk of 4000000000000000 bytes has 100"),
         ({"size": (2**40,) * 2, "offsets": (), "sizes": ()}, "no memory can hold"),
         ({"at": 950}, "ends behind the end of __0_0.distcp"),
@@ -210,6 +214,16 @@ def test_sizes_and_names_are_checked(folder: Path, changed: dict[str, Any], text
     (inside / "device").symlink_to("/dev/zero")
     os.mkfifo(inside / "pipe")
     assert text in refused(inside, pickle.dumps(metadata(**changed)))
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), max_size=5))
+def test_overlaps_are_found_in_two_dims(boxes: list[tuple[int, int, int, int]]) -> None:
+    counts = torch.zeros(8, 8, dtype=torch.int32)
+    chunks = []
+    for row, column, height, width in boxes:
+        counts[row : row + height + 1, column : column + width + 1] += 1
+        chunks.append(ChunkStorageMetadata(torch.Size([row, column]), torch.Size([height + 1, width + 1])))
+    assert chunks_overlap(chunks) is bool(counts.gt(1).any())
 
 
 def test_a_negative_dim_is_refused(folder: Path) -> None:

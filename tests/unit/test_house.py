@@ -24,24 +24,24 @@ HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
     ".": 330,
-    "_api": 993,
+    "_api": 968,
     "_consistency": 1176,
-    "_core": 6082,
-    "checkpoint": 3194,
+    "_core": 6057,
+    "checkpoint": 3212,
     "cli": 514,
     "codecs": 408,
-    "diagnostics": 758,
+    "diagnostics": 761,
     "init": 304,
     "interop": 41,
     "optim": 1722,
     "plan": 1069,
-    "plugins": 5010,
+    "plugins": 4985,
     "testing": 368,
     "wrap": 297,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22226
+MOST_CODE_OF_ALL = 22212
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

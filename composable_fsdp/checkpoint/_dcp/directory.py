@@ -211,11 +211,11 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory as far as possible, or a link or file of its name."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    else:
+    """Delete a directory as far as possible, or a link, a file or a pipe of its name. A pipe must not be opened."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _acquire_lock(path: Path) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, ItemsView
+from itertools import combinations, starmap
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -46,6 +47,9 @@ _ADMITTED = b"".join(
     )
 )
 """The opcodes that do only what Python's unpickler does. They make plain values."""
+
+_MOST_IRREGULAR = 1000
+"""The most chunks that are compared in pairs. Meshes cut each dim alike, and such chunks are compared dim by dim."""
 
 T = TypeVar("T")
 
@@ -228,7 +232,36 @@ def _stored(value: object, most_chunks: int) -> TensorStorageMetadata | BytesSto
         chunks.append(chunk)
     if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
         raise pickle.UnpicklingError("the chunks of a tensor do not have its number of elements")
+    if chunks_overlap([chunk for chunk in chunks if prod(chunk.sizes)]):
+        raise pickle.UnpicklingError("chunks of a tensor overlap")
     return TensorStorageMetadata(TensorProperties(_dtype(fields["properties"])), size, chunks)
+
+
+def chunks_overlap(chunks: list[ChunkStorageMetadata], dim: int = 0) -> bool:
+    """Return whether two of ``chunks``, which are equal in the dims before ``dim``, overlap."""
+    if len(chunks) < 2 or dim == len(chunks[0].sizes):
+        return len(chunks) > 1
+    clusters: list[list[ChunkStorageMetadata]] = []
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
+        if not clusters or chunk.offsets[dim] >= end:
+            clusters.append([])
+        clusters[-1].append(chunk)
+        end = max(end, chunk.offsets[dim] + chunk.sizes[dim])
+    for cluster in clusters:
+        if len({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in cluster}) == 1:
+            if chunks_overlap(cluster, dim + 1):
+                return True
+        elif len(cluster) > _MOST_IRREGULAR or any(starmap(_both_hold, combinations(cluster, 2))):
+            return True
+    return False
+
+
+def _both_hold(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    return all(
+        a < b + length and b < a + width
+        for a, width, b, length in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
 
 
 def _dtype(value: object) -> torch.dtype:
