@@ -14,12 +14,19 @@ from weakref import ref
 import torch
 from torch import nn
 
+from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._api.group_setters import (
     check_between_steps,
     check_count,
     check_factor,
     on_stream,
     set_root_options,
+)
+from composable_fsdp._api.torch_types import (
+    TorchFSDPModule,
+    TorchGradientReductionHandle,
+    TorchUnshardHandle,
+    find_state,
 )
 from composable_fsdp._core.context import runs_outside
 from composable_fsdp._core.deepcopy import copy_sharded
@@ -38,13 +45,6 @@ from composable_fsdp.errors import (
     LifecycleError,
     MissingNameError,
     UnsupportedError,
-)
-from composable_fsdp.init.allocate_shards import allocated_shards
-from composable_fsdp.plugins.torch_views import (
-    TorchFSDPModule,
-    TorchGradientReductionHandle,
-    TorchUnshardHandle,
-    find_state,
 )
 from composable_fsdp.policies import Reshard
 

@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp._api.fsdp_module import sharded_class
 from composable_fsdp._api.param_discovery import ParamDiscovery, PlacementFunction, tied_owner_states
 from composable_fsdp._api.strategy import ShardingStrategy, StrategyName, resolve_strategy
-from composable_fsdp._api.torch_types import as_mesh_dims, as_mixed_precision_policy, as_offload_policy, as_strategy
+from composable_fsdp._api.torch_types import (
+    as_mesh_dims,
+    as_mixed_precision_policy,
+    as_offload_policy,
+    as_strategy,
+    sharded_by_torch,
+)
 from composable_fsdp._core.context import outside_callers_context
 from composable_fsdp._core.full_mesh import FullMesh, default_mesh, named_data_parallel_axes, warn_without_cpu_backend
 from composable_fsdp._core.group import ParamGroup
@@ -23,7 +29,6 @@ from composable_fsdp._core.params import note_replaced
 from composable_fsdp._core.seams import OBSERVERS, check_observers
 from composable_fsdp._core.state import FSDPState, Options, find_ignored, find_state, state_of
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
-from composable_fsdp.plugins.torch_views import sharded_by_torch
 from composable_fsdp.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,

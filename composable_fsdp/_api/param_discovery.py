@@ -16,10 +16,9 @@ from composable_fsdp._core.full_mesh import FullMesh, named_data_parallel_axes, 
 from composable_fsdp._core.memory import is_accelerator
 from composable_fsdp._core.mesh import DataParallelAxes, ParameterSharding, data_parallel_axes, shard_over_axes
 from composable_fsdp._core.params import ParameterSource, ShardedParameter, find_replaced, local_part
-from composable_fsdp._core.state import FSDPState, find_state, state_of_parameter
+from composable_fsdp._core.state import TIED_ATTRIBUTE, FSDPState, find_state, state_of_parameter
 from composable_fsdp.errors import ConfigurationError, ParameterError, ShardDimError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
-from composable_fsdp.wrap.tied_weights import TIED_ATTRIBUTE
 
 __all__ = [
     "ParamDiscovery",

@@ -6,12 +6,18 @@ our class inherits from it. It inherits no behaviour: a test fails on any attrib
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar, cast
 
+from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor.placement_types import Shard
 
 from composable_fsdp._api.strategy import ShardingStrategy
@@ -19,6 +25,12 @@ from composable_fsdp._core.full_mesh import ShardPlacementResult
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from composable_fsdp.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
+TorchFSDPModule = torch_fsdp.FSDPModule
+TorchUnshardHandle = torch_fsdp.UnshardHandle
+TorchGradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
+"""Torch has it from 2.15 on."""
+_CONTRACT = cast(Any, torch_fsdp.fully_shard).__wrapped__
+"""The function under which torch's contract registers ``fully_shard``."""
 TORCH_FUNCTIONS = (torch_fsdp.fully_shard, torch_fsdp.register_fsdp_forward_method, torch_fsdp.share_comm_ctx)
 
 _PLACEMENT_RESULTS = (ShardPlacementResult, getattr(_fsdp_common, "ShardPlacementResult", ShardPlacementResult))
@@ -123,3 +135,40 @@ def _own_mesh(info: Any, name: str) -> tuple[DeviceMesh, DataParallelMeshDims | 
             "dims must be (shard,) or (replicate, shard), in this order."
         )
     return info.mesh, None
+
+
+# -- modules sharded by torch, and where torch keeps their state
+
+
+def modules_sharded_by_torch() -> list[nn.Module]:
+    """Return all modules in this process that torch's ``fully_shard`` sharded."""
+    gc.collect()  # torch's sharded models are in reference cycles
+    return [module for module in list(_module_state_mapping) if _is_sharded_by_torch(module)]
+
+
+def sharded_by_torch(module: nn.Module) -> str | None:
+    """Return the name (for ``module`` itself, the class) of the first module that torch's ``fully_shard`` sharded."""
+    named = module.named_modules()
+    return next((name or type(each).__name__ for name, each in named if _is_sharded_by_torch(each)), None)
+
+
+def _is_sharded_by_torch(module: nn.Module) -> bool:
+    return issubclass(type(find_state(module)), FSDPState)  # ours pass isinstance, but not issubclass
+
+
+def set_torch_state(module: nn.Module, state: object) -> None:
+    """Make torch's ``fully_shard.state(module)`` return ``state``, and register ``module`` as sharded."""
+    namespace = vars(module)
+    namespace.setdefault(STATE_KEY, {})[_CONTRACT] = state
+    namespace.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    register_state(module, state)
+
+
+def register_state(module: nn.Module, state: object) -> None:
+    """Make torch's ``_get_module_fsdp_state(module)`` return ``state``, for as long as the module keeps it."""
+    _module_state_mapping[module] = cast(Any, weakref.ref(state))
+
+
+def find_state(module: nn.Module) -> object:
+    """Return the result of torch's ``fully_shard.state(module)``."""
+    return vars(module).get(STATE_KEY, {}).get(_CONTRACT)

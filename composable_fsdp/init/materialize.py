@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from composable_fsdp._api.allocate_shards import allocated_shards
 from composable_fsdp._consistency.broadcast import broadcast_
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.verify_ranks import verify_same
@@ -23,7 +24,6 @@ from composable_fsdp._core.params import ShardedParameter
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp._core.state import FSDPState, Ignored, find_state, state_of_parameter
 from composable_fsdp.errors import ConfigurationError, ParameterError
-from composable_fsdp.init.allocate_shards import allocated_shards
 from composable_fsdp.init.random_shards import ShardedRandom, seeded
 from composable_fsdp.plugins.full_params import (
     empty_full_parameter,

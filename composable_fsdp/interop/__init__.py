@@ -20,9 +20,8 @@ from typing import Any
 
 from composable_fsdp._api.fsdp_module import share_comm_ctx
 from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
-from composable_fsdp._api.torch_types import TORCH_FUNCTIONS
+from composable_fsdp._api.torch_types import TORCH_FUNCTIONS, modules_sharded_by_torch
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.plugins.torch_views import modules_sharded_by_torch
 
 __all__ = ["TorchPatch", "patch_torch"]
 

@@ -8,23 +8,20 @@ stores only the handles of hooks that clients replace.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from operator import attrgetter
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 from torch.utils.hooks import RemovableHandle
 
+from composable_fsdp._api.torch_types import find_state, register_state, set_torch_state
 from composable_fsdp._core.events import Pass
 from composable_fsdp._core.hooks import ModuleHooks, calling_frame, root_of, wrapped_hook
 from composable_fsdp._core.memory import CommStreams
@@ -35,14 +32,6 @@ from composable_fsdp.errors import MissingNameError, UnsupportedError
 from composable_fsdp.policies import Reshard, ReshardKind
 
 __all__ = ["ClientState", "TorchViews", "client_state"]
-
-TorchFSDPModule = torch_fsdp.FSDPModule
-TorchUnshardHandle = torch_fsdp.UnshardHandle
-TorchGradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)
-"""Torch has it from 2.15 on."""
-_CONTRACT = cast(Any, torch_fsdp.fully_shard).__wrapped__
-"""The function under which torch's contract registers ``fully_shard``."""
-
 
 _REMEDIES = {
     "_is_root": (
@@ -334,40 +323,3 @@ def client_state(module: nn.Module) -> ClientState | None:
     """Return what torch's ``fully_shard.state(module)`` finds, or ``None`` if this package did not shard it."""
     state = find_state(module)
     return state if isinstance(state, ClientState) else None
-
-
-# -- modules sharded by torch, and where torch keeps their state
-
-
-def modules_sharded_by_torch() -> list[nn.Module]:
-    """Return all modules in this process that torch's ``fully_shard`` sharded."""
-    gc.collect()  # torch's sharded models are in reference cycles
-    return [module for module in list(_module_state_mapping) if _is_sharded_by_torch(module)]
-
-
-def sharded_by_torch(module: nn.Module) -> str | None:
-    """Return the name (for ``module`` itself, the class) of the first module that torch's ``fully_shard`` sharded."""
-    named = module.named_modules()
-    return next((name or type(each).__name__ for name, each in named if _is_sharded_by_torch(each)), None)
-
-
-def _is_sharded_by_torch(module: nn.Module) -> bool:
-    return issubclass(type(find_state(module)), TorchFSDPState)  # ours pass isinstance, but not issubclass
-
-
-def set_torch_state(module: nn.Module, state: object) -> None:
-    """Make torch's ``fully_shard.state(module)`` return ``state``, and register ``module`` as sharded."""
-    namespace = vars(module)
-    namespace.setdefault(STATE_KEY, {})[_CONTRACT] = state
-    namespace.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
-    register_state(module, state)
-
-
-def register_state(module: nn.Module, state: object) -> None:
-    """Make torch's ``_get_module_fsdp_state(module)`` return ``state``, for as long as the module keeps it."""
-    _module_state_mapping[module] = cast(Any, weakref.ref(state))
-
-
-def find_state(module: nn.Module) -> object:
-    """Return the result of torch's ``fully_shard.state(module)``."""
-    return vars(module).get(STATE_KEY, {}).get(_CONTRACT)

@@ -9,13 +9,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from composable_fsdp._core.state import find_state
+from composable_fsdp._core.state import TIED_ATTRIBUTE, find_state
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["TIED_ATTRIBUTE", "tie_groups"]
-
-TIED_ATTRIBUTE = "_composable_fsdp_tied"
-"""The attribute of modules that ``tie_groups`` was called on."""
+__all__ = ["tie_groups"]
 
 
 def tie_groups(modules: Sequence[nn.Module]) -> None:

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from composable_fsdp._api.torch_types import TorchFSDPModule
 from composable_fsdp._core.extents import states_below
-from composable_fsdp.plugins.torch_views import TorchFSDPModule
 
 __all__ = ["allocated_shards"]
 
