@@ -125,6 +125,8 @@ def _keep_writes(root: ObservedRoot, state: FSDPState, known: _Known, *, compare
 def _keep(bucket: AnyBucket, k: int, parameter: ShardedParameter, *, is_counted: bool, shards_changed: bool) -> str:
     """Copy this rank's rows of ``parameter``, the ``k``-th of ``bucket``, to its shard, or return why it cannot."""
     plan, local = bucket.plan, parameter.local
+    if bucket.creates_parameters:  # the tensor's own hooks write to it, at any wait
+        return ""
     if plan.gather_claim is not None and plan.is_gathered:
         return "is gathered in another form than that of its shard" if is_counted else ""
     rows = plain_shard(parameter.name, parameter.full, plan.gather.shards[k], bucket.pgs.axes.shard.rank, local.device)
