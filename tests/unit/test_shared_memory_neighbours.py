@@ -35,7 +35,7 @@ def listeners() -> Iterator[list[Listener]]:
 def stranger(address: bytes, says: bytes = b"") -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setblocking(False)
-    with suppress(BlockingIOError):  # the queue is full
+    with suppress(BlockingIOError, ConnectionError):  # the queue is full, or it was dropped already
         connection.connect(address)
         if says:
             connection.send(says)
