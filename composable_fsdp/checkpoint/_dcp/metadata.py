@@ -99,7 +99,7 @@ class _BoundedFile(io.BufferedReader):
 
 
 class _Opcodes(dict[int, Callable[[Any], None]]):
-    """What to do by opcode. Torch's metadata has no others than these."""
+    """The handler of each opcode. Torch's metadata has no others than these."""
 
     def __missing__(self, code: int) -> NoReturn:
         raise pickle.UnpicklingError(f"it has the opcode {bytes([code])!r}, which is no part of any metadata")

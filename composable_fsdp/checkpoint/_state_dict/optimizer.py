@@ -68,7 +68,7 @@ class OptimizerParam:
 
 @dataclass(frozen=True)
 class PackedState:
-    """What ``optimizer.state_dict()`` returned, with names of parameters in place of numbers.
+    """The result of ``optimizer.state_dict()``, with names of parameters in place of numbers.
 
     Attributes:
         state: a tree for each parameter that has any state.
