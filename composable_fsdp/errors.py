@@ -134,7 +134,7 @@ class ExecutionOrderWarning(UserWarning):
 
 
 class LostExtensionWarning(UserWarning):
-    """A tensor's all-gather or reduce-scatter hooks were lost, so its parameter is communicated like a plain one."""
+    """A tensor's all-gather hooks were lost, so its parameter is communicated like a plain one."""
 
 
 class LowPrecisionWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""A tensor class that defines how its values and its gradients are sent.
+"""A tensor class that defines how its values are sent.
 
 torchrun --standalone --nproc-per-node 2 examples/own_tensor.py
 """
@@ -13,7 +13,7 @@ from composable_fsdp import fully_shard, shutdown
 
 
 class RowInt8(torch.Tensor):
-    """Stores fp32 values. They are sent as int8 with one scale per row, and gradients as bf16.
+    """Stores fp32 values. They are sent as int8 with one scale per row.
 
     Operations such as ``chunk`` and ``copy_`` keep the class, as ``torch.Tensor`` does for its subclasses.
     """
@@ -30,12 +30,6 @@ class RowInt8(torch.Tensor):
             return full, (full,)  # the parameter, and the tensors that own its memory
         out.copy_(full)
         return None
-
-    def fsdp_pre_reduce_scatter(self, mesh: Any, pieces: torch.Tensor) -> Any:
-        return (pieces.bfloat16(),), None  # pieces[r] is for rank r
-
-    def fsdp_post_reduce_scatter(self, outputs: Any, metadata: Any, reduce_dtype: torch.dtype) -> torch.Tensor:
-        return outputs[0].to(reduce_dtype).sum(dim=0)  # outputs[0][r] is from rank r
 
 
 def main() -> None:

@@ -311,8 +311,7 @@ OWN: Mapping[str, Sequence[str]] = {
         "tests/parity/test_comparison.py::test_this_library_behaves",
     ),
     "ProfilerLabels": ("tests/parity/test_profiler_labels.py",),
-    "EncodedGradients": (*_OF_CODECS, "tests/ranks/test_gradient_extensions.py", *_WITH_CODECS),
-    "GradientHooks": ("tests/ranks/test_gradient_extensions.py", "tests/ranks/test_extensions.py"),
+    "EncodedGradients": (*_OF_CODECS, *_WITH_CODECS),
     "Residuals": (*_OF_CODECS, *_WITH_CODECS),
     "SkippedModules": ("tests/ranks/test_unused_modules.py",),
     "FunctionalCalls": (

@@ -652,8 +652,7 @@ _UNSUPPORTED = {
     "set_all_gather_output_fn": "leave it out: shards of dim 0 need no copy if they are large, and those of other dims "
     "are copied to their places once. fsdp_post_all_gather of a tensor subclass computes a parameter from what was "
     "gathered",
-    "set_reduce_scatter_input_fn": "leave it out, or change what is sent by comm_policy or by fsdp_pre_reduce_scatter "
-    "of a tensor subclass",
+    "set_reduce_scatter_input_fn": "leave it out, or change what is sent by comm_policy",
 }
 """Methods of earlier versions and of torch that sharded modules lack, and what to do instead."""
 

@@ -463,10 +463,8 @@ class OwnReduce(Protocol):
 class ReduceKind(Hashable, Protocol):
     """A way to reduce gradients other than by the communicator. Buckets have parameters of equal kinds."""
 
-    def claim(
-        self, parameters: Sequence[ShardedParameter], claimed: Mapping[ShardedParameter, ReduceKind]
-    ) -> Mapping[ShardedParameter, ReduceKind]:
-        """Return the kinds of those among ``parameters``, of one group, that it takes. They may wrap earlier ones."""
+    def claim(self, parameters: Sequence[ShardedParameter]) -> Mapping[ShardedParameter, ReduceKind]:
+        """Return the kinds of those among ``parameters``, of one group, that it takes."""
         ...
 
     def make(self, bucket: BucketReduceScatter, former: Any) -> OwnReduce:
@@ -475,14 +473,14 @@ class ReduceKind(Hashable, Protocol):
 
 
 REDUCE_KINDS: list[ReduceKind] = []
-"""Asked in this order. The communicator reduces gradients that none of them takes."""
+"""Asked in this order: the first that takes a gradient has it. The communicator reduces those that none takes."""
 
 
 def reduce_kinds_of(parameters: Sequence[ShardedParameter]) -> dict[ShardedParameter, ReduceKind]:
     """Return the kinds of those among ``parameters``, of one group, that have one."""
     claimed: dict[ShardedParameter, ReduceKind] = {}
     for kind in REDUCE_KINDS:
-        claimed |= kind.claim(parameters, claimed)
+        claimed = {**kind.claim(parameters), **claimed}
     return claimed
 
 

@@ -30,7 +30,6 @@ Plugin                  Does                                             On by d
 ``dynamo``              keeps torch.compile out of hooks                 all devices
 ``torch_views``         shows states to clients of torch's own FSDP2     all devices
 ``encoded_reduce``      sends gradients encoded, by their codecs         all devices
-``gradient_hooks``      reduces gradients of tensors with FSDP hooks     all devices
 ``residuals``           commits and restores those of error feedback     all devices
 ``functional_call``     computes with the values of torch's function     all devices
 ``captured_passes``     refuses what CUDA graphs cannot capture          accelerators
@@ -84,7 +83,6 @@ from composable_fsdp.plugins.codecs.residuals import Residuals
 from composable_fsdp.plugins.dynamo import DynamoDisabled, ManagedModules
 from composable_fsdp.plugins.explain_errors import ExplainedErrors, explained_methods
 from composable_fsdp.plugins.extensions.extension_bucket import Extensions
-from composable_fsdp.plugins.extensions.gradient_hooks import GradientHooks
 from composable_fsdp.plugins.full_params import FullParameters
 from composable_fsdp.plugins.functional_call import FunctionalCalls
 from composable_fsdp.plugins.gloo.functional_all_gather import FUNCTIONAL_ALL_GATHER
@@ -166,10 +164,7 @@ DEFAULT_GATHER_KINDS: tuple[type[GatherKind], ...] = (
 )
 """Asked for each parameter in this order."""
 
-DEFAULT_REDUCE_KINDS: tuple[type[ReduceKind], ...] = (
-    GradientHooks,
-    EncodedGradients,  # after those that replace its codecs
-)
+DEFAULT_REDUCE_KINDS: tuple[type[ReduceKind], ...] = (EncodedGradients,)
 """Asked for each group of parameters, in this order."""
 
 DEFAULT: tuple[type[Observer], ...] = (

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 import composable_fsdp
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
-from composable_fsdp.errors import LostExtensionWarning, ParameterError
+from composable_fsdp.errors import LostExtensionWarning, MissingNameError, ParameterError
 from tests._internals import state_of
 from tests.helpers.extension_tensors import Pair, Scaled, batch_of
 from tests.helpers.run_ranks import run_ranks
@@ -553,3 +553,28 @@ def lose_hooks() -> None:
 @pytest.mark.behaviour("E-06", "H-02")
 def test_lost_hooks_give_a_warning() -> None:
     run_ranks(lose_hooks, 2)
+
+
+class SendsGradients(torch.Tensor):
+    """A plain tensor with a reduce-scatter hook, without ``__torch_dispatch__``."""
+
+    def fsdp_pre_reduce_scatter(self, mesh: Any, pieces: torch.Tensor) -> Any: ...
+
+
+def refuse_removed_hooks() -> None:
+    with pytest.raises(
+        MissingNameError, match=r"'weight' is a SendsGradients with fsdp_pre_reduce_scatter, which is.*comm_policy="
+    ):
+        fully_shard(build_linear(SendsGradients))
+    layer = fully_shard(build_linear(torch.Tensor))  # hung on a shard, after sharding
+    layer.weight._local_tensor.fsdp_post_reduce_scatter = lambda *_: None
+    with pytest.raises(
+        MissingNameError,
+        match=r"'weight' is a Tensor with fsdp_post_reduce_scatter, which.*reduce_scatter=codec",
+    ):
+        layer(torch.ones(1, 3))
+
+
+@pytest.mark.behaviour("E-09", "H-02")
+def test_reduce_scatter_hooks_are_refused_with_what_replaces_them() -> None:
+    run_ranks(refuse_removed_hooks, 2)

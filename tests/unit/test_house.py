@@ -24,9 +24,9 @@ HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
     ".": 330,
-    "_api": 1001,
+    "_api": 1000,
     "_consistency": 1176,
-    "_core": 6058,
+    "_core": 6056,
     "checkpoint": 3212,
     "cli": 514,
     "codecs": 408,
@@ -35,13 +35,13 @@ MOST_CODE = {
     "interop": 41,
     "optim": 1722,
     "plan": 1069,
-    "plugins": 4966,
+    "plugins": 4841,
     "testing": 368,
     "wrap": 296,
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22214
+MOST_CODE_OF_ALL = 22086
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

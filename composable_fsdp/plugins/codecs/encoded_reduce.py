@@ -14,7 +14,7 @@ from composable_fsdp._core.gather import AnyBucket
 from composable_fsdp._core.layout import aligned_bytes
 from composable_fsdp._core.mesh import DataParallelAxes
 from composable_fsdp._core.params import ShardedParameter
-from composable_fsdp._core.reduce import BucketReduceScatter, Message, OwnReduce, ReduceKind, ReduceScatterBuffers
+from composable_fsdp._core.reduce import BucketReduceScatter, ReduceScatterBuffers
 from composable_fsdp.codecs._encoder import Encoder, GradientCodec
 from composable_fsdp.codecs.cast import Cast
 from composable_fsdp.plugins.codecs.chosen_codecs import encodable_among, name_of_own_bucket, policy_of, resolved
@@ -111,8 +111,6 @@ class EncodedReduce:
 
     def __init__(self, kind: EncodedGradients, bucket: BucketReduceScatter, former: EncodedReduce | None) -> None:
         self._layout, self._pgs, self._parameters = bucket.plan.reduce, bucket.pgs, bucket.parameters
-        wrapped = None if former is None else former._wrapped
-        self._wrapped: OwnReduce | None = kind.wrapped.make(bucket, wrapped) if kind.wrapped is not None else None
         self._version_before: int | None = None if former is None else former._version_before
         """The version of the shards before the first reduction of the step, if that has changed residuals."""
         self.encoders: dict[str, Encoder] = {}
@@ -129,8 +127,6 @@ class EncodedReduce:
 
     @property
     def row_bytes(self) -> int | None:
-        if self._wrapped is not None:
-            return self._wrapped.row_bytes
         return self.encoders["shard"].row_bytes + self._layout.num_flags if "shard" in self.encoders else None
 
     @property
@@ -146,9 +142,7 @@ class EncodedReduce:
 
     def message(
         self, bucket: BucketReduceScatter, gradients: list[torch.Tensor | None], scatter: ReduceScatterBuffers
-    ) -> Message:
-        if self._wrapped is not None:
-            return self._wrapped.message(bucket, gradients, scatter)
+    ) -> CodecMessage:
         take_rows = partial(bucket.packed_rows, gradients)
         return CodecMessage(self.encoders["shard"], take_rows, *self._values(bucket, scatter))
 
@@ -218,33 +212,28 @@ class EncodedGradients:
     Args:
         shard: the codec over the shard axis, if any.
         replicate: the same over the replicate axis.
-        wrapped: an earlier kind, which reduces over the shard axis in place of a codec.
         alone: the name of a parameter that needs a bucket of its own.
     """
 
     shard: GradientCodec | None = None
     replicate: GradientCodec | None = None
-    wrapped: ReduceKind | None = None
     alone: str = ""
 
-    def claim(
-        self, parameters: Sequence[ShardedParameter], claimed: Mapping[ShardedParameter, ReduceKind]
-    ) -> dict[ShardedParameter, ReduceKind]:
-        if not claimed and not any(p.communication for p in parameters):
+    def claim(self, parameters: Sequence[ShardedParameter]) -> dict[ShardedParameter, EncodedGradients]:
+        if not any(p.communication for p in parameters):
             return {}
         encodable = encodable_among(parameters)
         chosen = {p: _chosen_for(p) if p in encodable else EncodedGradients() for p in parameters}
         codecs_on: dict[DataParallelAxes, tuple[GradientCodec | None, GradientCodec | None]] = {}
         for p, own in chosen.items():
             shard, replicate = codecs_on.get(p.sharding.axes, (None, None))
-            codecs_on[p.sharding.axes] = shard or (EXACT if p in claimed else own.shard), replicate or own.replicate
+            codecs_on[p.sharding.axes] = shard or own.shard, replicate or own.replicate
         for p, own in chosen.items():
             shard, replicate = own.shard, own.replicate
             if p.dtype.itemsize <= torch.float32.itemsize:
                 others = codecs_on[p.sharding.axes]
                 shard, replicate = shard or (others[0] and EXACT), replicate or (others[1] and EXACT)
-            wrapped = claimed.get(p)
-            chosen[p] = replace(own, shard=None if wrapped else shard, replicate=replicate, wrapped=wrapped)
+            chosen[p] = replace(own, shard=shard, replicate=replicate)
         return {p: own for p, own in chosen.items() if own.shard is not None or own.replicate is not None}
 
     def make(self, bucket: BucketReduceScatter, former: EncodedReduce | None) -> EncodedReduce:

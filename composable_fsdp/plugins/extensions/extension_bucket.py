@@ -1,5 +1,4 @@
-"""A bucket of parameters whose local tensors have all-gather or reduce-scatter hooks.
-
+"""A bucket of parameters whose local tensors have all-gather hooks, or a class to keep.
 Invariants: the full tensor of a parameter is one object from its first all-gather on, because autograd saves it; later
 all-gathers refill it. Ranks agree once, at the first all-gather, on the sizes of their inputs, so that no rank hangs
 because another one sends something else.
@@ -38,6 +37,7 @@ from composable_fsdp.plugins.extensions.tensor_classes import (
     cut_shard,
     hooks_of,
     keeps_class,
+    refuse_removed_hooks,
     warn_of_lost_hooks,
 )
 
@@ -46,6 +46,8 @@ class Extensions(GatherKind):
     """Gathers parameters whose local tensors have FSDP hooks, or a class to keep, for :class:`ExtendedBucket`."""
 
     def find(self) -> None:
+        for parameter in self.group.parameters:
+            refuse_removed_hooks(parameter.name, parameter.local)
         self._hooks = {p: hooks_of(p.local) for p in self.group.parameters if keeps_class(p.local)}
         self._found = {parameter: self._extension(parameter) for parameter in self._hooks}
 
@@ -85,6 +87,7 @@ class Extensions(GatherKind):
     def cut(
         name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device
     ) -> torch.Tensor | None:
+        refuse_removed_hooks(name, full)
         return cut_shard(name, full, shards, rank, device) if keeps_class(full) else None
 
     @staticmethod

@@ -24,17 +24,14 @@ from composable_fsdp.errors import ParameterError
 from composable_fsdp.plugins.extensions.tensor_classes import (
     GATHER_HOOKS,
     VIEW_HOOK,
-    check_hooks,
     cut_padding,
+    num_arguments,
     plain_values,
 )
 from composable_fsdp.policies import MixedPrecisionPolicy
 
 WANTS_PADDING = "fsdp_pads_shards"
 RELEASE_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
-_FORMS = (
-    "fsdp_pre_all_gather(self, mesh) or fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)"
-)
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class GatherExtension(Protocol):
 
 @dataclass(frozen=True)
 class PlainExtension:
-    """A parameter that is all-gathered like any other, whose tensor has a class to keep or hooks for its gradient.
+    """A parameter that is all-gathered like any other, whose tensor has a class to keep.
 
     Args:
         name: the parameter's name, for messages.
@@ -306,7 +303,7 @@ def find_extension(parameter: ShardedParameter) -> Extension | None:
         ParameterError: its answer whether outputs are released is no bool.
     """
     name, local, dim, axes = parameter.name, parameter.local, parameter.dim, parameter.sharding.axes
-    arity = check_hooks(name, local, GATHER_HOOKS, (1, 5), "how it is sent", _FORMS)
+    arity = num_arguments(name, local)
     if arity is None:
         return None
     shards = TensorShards(parameter.shape, dim, axes.shard.size)

@@ -13,42 +13,51 @@ from torch._subclasses.fake_tensor import FakeTensor
 from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.memory import contiguous_strides
 from composable_fsdp._core.params import first_supported
-from composable_fsdp.errors import ExtensionError, LostExtensionWarning
+from composable_fsdp.errors import ExtensionError, LostExtensionWarning, MissingNameError
 
 GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-GRADIENT_HOOKS = ("fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter")
+_REMOVED_HOOKS = ("fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter")
 VIEW_HOOK = "fsdp_get_unsharded_view"
 
 
 def hooks_of(tensor: torch.Tensor) -> frozenset[str]:
-    """Return the names of the hooks that ``tensor`` has, for itself and for its gradient."""
-    return frozenset(hook for hook in (*GATHER_HOOKS, *GRADIENT_HOOKS, VIEW_HOOK) if hasattr(tensor, hook))
+    """Return the names of the hooks that ``tensor`` has, also of those that were removed."""
+    return frozenset(hook for hook in (*GATHER_HOOKS, *_REMOVED_HOOKS, VIEW_HOOK) if hasattr(tensor, hook))
 
 
-def check_hooks(
-    name: str, local: torch.Tensor, pair: tuple[str, str], arities: Collection[int], what: str, forms: str
-) -> int | None:
-    """Return how many arguments the first hook of ``pair`` takes, or ``None`` if ``local`` has no hooks.
+def num_arguments(name: str, local: torch.Tensor) -> int | None:
+    """Return how many arguments ``fsdp_pre_all_gather`` of ``local`` takes, or ``None`` without all-gather hooks.
 
     Raises:
-        ExtensionError: ``local`` has only one of the two, or the number of the first's arguments is not in ``arities``.
+        ExtensionError: ``local`` has only one of the two hooks, or the first takes neither one nor five arguments.
     """
-    found = [hook for hook in pair if hasattr(local, hook)]
+    found = [hook for hook in GATHER_HOOKS if hasattr(local, hook)]
     if not found:
         return None
+    first, second = GATHER_HOOKS
     if len(found) == 1:
-        missing = pair[1] if found[0] == pair[0] else pair[0]
         raise ExtensionError(
-            f"the local tensor of parameter {name!r} ({type(local).__name__}) defines {found[0]} but not {missing}: "
-            f"a tensor that decides {what} needs both."
+            f"the local tensor of parameter {name!r} ({type(local).__name__}) defines {found[0]} but not "
+            f"{second if found == [first] else first}: a tensor that decides how it is sent needs both."
         )
-    arity = len(inspect.signature(getattr(local, pair[0])).parameters)
-    if arity not in arities:
+    arity = len(inspect.signature(getattr(local, first)).parameters)
+    if arity not in (1, 5):
         raise ExtensionError(
-            f"{pair[0]} of parameter {name!r} ({type(local).__name__}) takes {arity} arguments beside self; expected "
-            f"{forms}."
+            f"{first} of parameter {name!r} ({type(local).__name__}) takes {arity} arguments beside self; expected "
+            f"{first}(self, mesh) or {first}(self, mesh, outer_size, outer_stride, module, mp_policy)."
         )
     return arity
+
+
+def refuse_removed_hooks(name: str, tensor: torch.Tensor) -> None:
+    """Raise a ``MissingNameError`` if ``tensor``, of parameter ``name``, has reduce-scatter hooks."""
+    for hook in _REMOVED_HOOKS:
+        if hasattr(tensor, hook):
+            raise MissingNameError(
+                f"parameter {name!r} is a {type(tensor).__name__} with {hook}, which is not supported in this version. "
+                "Leave the reduce-scatter hooks out, and pass fully_shard(comm_policy=CommunicationPolicy("
+                "reduce_scatter=codec)) to choose what is sent of gradients."
+            )
 
 
 def keeps_class(tensor: torch.Tensor) -> bool:
