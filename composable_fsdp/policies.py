@@ -150,11 +150,12 @@ class MixedPrecisionPolicy:
         """True if gradients of a group are all reduced in the widest of their dtypes, as FSDP2 from 2.15 on does."""
         return self.reduce_dtype is None and _REDUCES_IN_GRADIENT_DTYPE
 
-    def note_reduce_dtype(self, compute: torch.dtype, gradient: torch.dtype | None) -> None:
-        """Log once if another version of torch would reduce such a parameter's gradients in another dtype."""
+    def note_reduce_dtype(self, parameter: str, compute: torch.dtype, gradient: torch.dtype | None) -> None:
+        """Log once for these dtypes if another version of torch would reduce the gradients in another dtype."""
         depends = self.reduce_dtype is None and self.grad_dtype is None and gradient is not None
-        if depends and compute.is_floating_point and compute != gradient:
-            _note_reduce_dtype(compute, gradient)
+        if depends and compute.is_floating_point and compute != gradient and (compute, gradient) not in _noted:
+            _noted.add((compute, gradient))
+            _note_reduce_dtype(parameter, compute, gradient)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -162,16 +163,20 @@ class MixedPrecisionPolicy:
         return self.param_dtype if self.cast_forward_inputs else None
 
 
-@functools.cache  # so it is said once
-def _note_reduce_dtype(compute: torch.dtype, gradient: torch.dtype) -> None:
+_noted: set[tuple[torch.dtype, torch.dtype]] = set()
+"""The dtypes of computation and gradient of which :func:`_note_reduce_dtype` was called."""
+
+
+def _note_reduce_dtype(parameter: str, compute: torch.dtype, gradient: torch.dtype) -> None:
     if dist.is_initialized() and dist.get_rank():
         return
     here, there = ("from 2.15 on", "up to 2.14") if _REDUCES_IN_GRADIENT_DTYPE else ("up to 2.14", "from 2.15 on")
     ours, other = (gradient, compute) if _REDUCES_IN_GRADIENT_DTYPE else (compute, gradient)
     logger.warning(
-        "MixedPrecisionPolicy(param_dtype=%s) without reduce_dtype reduces gradients in %s, as FSDP2 of torch %s. That "
-        "of torch %s reduces in %s. Pass reduce_dtype=%s or reduce_dtype=%s to get the same with every torch.",
-        *(compute, ours, here, there, other, ours, other),
+        "Parameter %s computes in %s, its gradient is kept in %s, and its reduce_dtype is None. So its gradients are "
+        "reduced in %s, as by FSDP2 of torch %s; that of torch %s reduces them in %s. Pass mp_policy="
+        "MixedPrecisionPolicy(reduce_dtype=%s) or reduce_dtype=%s to get the same with every torch.",
+        *(parameter, compute, gradient, ours, here, there, other, ours, other),
     )
 
 

@@ -73,9 +73,9 @@ class UnshardHandle(TorchUnshardHandle):
 class GradientReductionHandle(TorchGradientReductionHandle):  # type: ignore[misc]
     """Handle of gradient reductions in flight, returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
-    def __init__(self, root: Root) -> None:
-        self._root: Root | None = root
-        self._token = root.finalization.begin()
+    def __init__(self, root: Root | None) -> None:
+        self._root = root
+        self._token = root.finalization.begin() if root is not None else None
 
     @runs_outside
     def wait(self) -> None:
@@ -218,7 +218,7 @@ class FSDPModule(TorchFSDPModule):
         """Reduce what is left after the backwards of a step, and set all sharded gradients. All ranks must call it.
 
         Parameters are freed as after a backward (:meth:`set_reshard_after_backward`). Gradients of modules without
-        gradient synchronization stay unreduced. Call it on the root.
+        gradient synchronization stay unreduced. Call it on the root. Before the first forward it has no effect.
 
         Args:
             async_op: return a handle without waiting. Call its ``wait()`` before the optimizer's step.
@@ -228,6 +228,8 @@ class FSDPModule(TorchFSDPModule):
                 handle of the last finalization was not waited for.
         """
         state = _state(self)
+        if state.root is None or not state.root.is_verified:
+            return GradientReductionHandle(None) if async_op else None
         root = root_of(state)
         if state is not root.root_state:
             raise LifecycleError(f"finalize_backward() was called on {state.name!r}. Call it on the root module.")

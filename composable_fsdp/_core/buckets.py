@@ -500,8 +500,6 @@ class ParamGroupBuckets:
         specs = []
         for p, compute_dtype in zip(self.parameters, self._compute_dtypes, strict=True):
             reduce_dtype = p.precision.gradient_reduce_dtype(compute_dtype, p.grad_dtype)
-            if p.sharded.requires_grad:
-                p.precision.note_reduce_dtype(compute_dtype, p.grad_dtype)
             specs.append(
                 ParameterSpec(
                     name=p.name,

@@ -192,6 +192,12 @@ class ParamGroup:
         for parameter in self.parameters:
             parameter.check_grad_dtype()
 
+    def note_reduce_dtypes(self) -> None:
+        """Log once where another version of torch would reduce gradients in another dtype."""
+        for p in self.parameters:
+            if p.sharded.requires_grad:
+                p.precision.note_reduce_dtype(f"{p.name!r} of group {self.name!r}", p.compute_dtype, p.grad_dtype)
+
     def follow_patches(self) -> None:
         """Update after hooks were set on local tensors, if the parameters are sharded."""
         if self.parameter_state is ParameterState.SHARDED:

@@ -665,6 +665,7 @@ class Root:
         check_settings(self.root_state, self.states.values())
         for state in self.states.values():
             state.group.check_grad_dtypes()
+            state.group.note_reduce_dtypes()
         for observe in self.observers.before_first_collective:
             observe(self)
         self.is_verified = True

@@ -398,6 +398,24 @@ def finish_as_pipelines_do() -> None:
         reference.zero_grad()
 
 
+def finish_before_the_first_forward(library: Any) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        library.fully_shard(module)
+    for is_manual in (None, True, False):
+        if is_manual is not None:
+            model.set_manual_backward_finalization(is_manual)
+        for module in (model, model[1]):
+            assert module.finalize_backward() is None
+            handle = module.finalize_backward(async_op=True)
+            assert isinstance(handle, library.GradientReductionHandle)
+            handle.wait()
+            handle.wait()
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization\(True\)"):
+        model.finalize_backward()
+
+
 def finish_without_synchronization() -> None:
     model: Any = fully_shard(nn.Linear(4, 4))
     model.set_manual_backward_finalization(True)
@@ -658,6 +676,11 @@ def on_two_ranks() -> None:
         assert sum_of_split_backwards(composable_fsdp, torch.float32, ordinary) == 259
     finish()
     finish_as_pipelines_do()
+    for library in (
+        composable_fsdp,
+        *([torch.distributed.fsdp] if hasattr(torch.distributed.fsdp, "GradientReductionHandle") else []),
+    ):
+        finish_before_the_first_forward(library)
     finish_without_synchronization()
     synchronize_a_part()
 

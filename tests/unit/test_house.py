@@ -23,10 +23,10 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 330,
-    "_api": 1000,
+    ".": 332,
+    "_api": 1002,
     "_consistency": 1176,
-    "_core": 6056,
+    "_core": 6059,
     "checkpoint": 3212,
     "cli": 514,
     "codecs": 408,
@@ -41,7 +41,7 @@ MOST_CODE = {
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 22086
+MOST_CODE_OF_ALL = 22093
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -172,7 +172,7 @@ def reset_before_the_first_forward(library: Library, mesh: DeviceMesh) -> str:
 @row(
     SECTION,
     "`model.zero_grad()` in an accumulation under `set_requires_gradient_sync(False)`",
-    torch="keeps the accumulated gradients",
+    torch="keeps the accumulated gradients; torch 2.15 documents that `zero_grad()` leaves pending ones as they are",
     torch_reports=r"^wrong: gradient of trunk.weight",
     here="drops them; `optimizer.zero_grad()` cannot, since the `grad` of the sharded parameters is `None`",
     reason="`zero_grad` zeroes all gradients of an unsharded model.",
