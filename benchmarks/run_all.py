@@ -101,7 +101,6 @@ BENCHMARKS = [
             Benchmark(f"checkpoint-{ranks}", "checkpoint.py", ranks),
             Benchmark(f"weight-stream-{ranks}", "weight_stream.py", ranks),
             Benchmark(f"muon-{ranks}", "muon.py", ranks),
-            Benchmark(f"offload-optimizer-{ranks}", "offload_optimizer.py", ranks),
         )
     ),
     Benchmark("bucket-sweep", "bucket_sweep.py"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import NoReturn
 
 __all__ = [
     "ArgumentTypeError",
@@ -29,10 +30,15 @@ __all__ = [
     "PeerError",
     "PlainParameterWarning",
     "ShardDimError",
-    "StorageError",
     "UnsupportedError",
     "printable",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name == "StorageError":  # an AttributeError would lose its text in ``from composable_fsdp.errors import``
+        raise ImportError(f"{name} is gone: offload_optimizer keeps state in host memory, and writes no files.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -115,10 +121,6 @@ class DivergenceError(FSDPError, RuntimeError):
 
 class CheckpointError(FSDPError, RuntimeError):
     """A checkpoint or state dict is damaged, incomplete, or of another model. The text says what is wrong and where."""
-
-
-class StorageError(FSDPError, OSError):
-    """A file of optimizer state cannot be written, or is damaged. The text names its folder and what to do."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):

@@ -164,6 +164,7 @@ if TYPE_CHECKING:
         cast_and_move,
         device_capabilities,
         group_by_key,
+        is_host,
         without_grad,
     )
     from composable_fsdp._core.mesh import (

@@ -13,8 +13,6 @@ disagree on is a word before each rank's part of a message: which units have a t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -44,7 +42,6 @@ __all__ = [
     "make_exchanges",
     "tiling_of",
     "title_of",
-    "without_gradients",
 ]
 
 Coordinate = tuple[int, ...]
@@ -357,8 +354,7 @@ class Exchange:
 
         Raises:
             DivergenceError: ranks have tasks for different units. Raised on all ranks, before anything is computed.
-            PeerError: an owner raised in ``compute``. Raised on all ranks; on the owner, from its own exception. Or,
-                before anything is computed, a rank is in :func:`without_gradients`.
+            PeerError: an owner raised in ``compute``. Raised on all ranks; on the owner, from its own exception.
         """
         present = crc32(bytes(task is not None for task in tasks))
         flight = self._send_shards(self.buckets[0], tasks, present) if self.buckets else None
@@ -431,14 +427,8 @@ class Exchange:
             if (task := tasks[piece.unit]) is not None:
                 task.store(piece.slot, piece.box, piece.of(received))
 
-    def _difference(self, tasks: Sequence[Task | None]) -> DivergenceError | PeerError:
-        own = {index for index, task in enumerate(tasks) if task is not None}
-        found = self._gathered((own, _reason.get()))
-        failed = {rank: reason for rank, (_, reason) in found.items() if reason}
-        if failed:
-            who = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
-            return PeerError(f"a rank cannot take part in the step. {who}", () if _reason.get() else failed)
-        sets = {rank: indices for rank, (indices, _) in found.items()}
+    def _difference(self, tasks: Sequence[Task | None]) -> DivergenceError:
+        sets = self._gathered({index for index, task in enumerate(tasks) if task is not None})
         differing = sorted(set.union(*sets.values()) - set.intersection(*sets.values()))
         names = [f"{self.units[i].name} on ranks {[r for r in sets if i in sets[r]]} only" for i in differing]
         shown = ", ".join(names[:5] + ["..."] * (len(names) > 5))
@@ -462,27 +452,6 @@ class Exchange:
         dist.all_gather_object(values, value, group=self.members.group)
         group = cast(dist.ProcessGroup, self.members.group)
         return dict(zip(dist.get_process_group_ranks(group), values, strict=True))
-
-
-_reason: ContextVar[str] = ContextVar("reason", default="")
-
-
-@contextmanager
-def without_gradients(parameters: Sequence[torch.Tensor], reason: str) -> Iterator[None]:
-    """Hide the gradients of ``parameters`` from a step, which tells the other ranks of its exchanges ``reason``.
-
-    A rank that cannot update its shards does this, or the others would wait for it. Where they have gradients, the step
-    raises ``PeerError`` on all ranks.
-    """
-    gradients, token = [p.grad for p in parameters], _reason.set(reason)
-    try:
-        for p in parameters:
-            p.grad = None
-        yield
-    finally:
-        _reason.reset(token)
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
 
 
 def _compute(bucket: _Bucket, index: int, task: Task, owned: torch.Tensor, results: torch.Tensor) -> None:

@@ -105,11 +105,8 @@ def update_of(optimizer: Optimizer, call: str) -> Step:
     return _updates[replaced]
 
 
-def replace_step(optimizer: Optimizer, step_of: Step, after_hooks: Callable[[], None] | None = None) -> None:
-    """Replace ``optimizer.step`` by ``step_of``, which takes the optimizer first. Hooks run around it as before.
-
-    ``after_hooks`` is called last. It may raise: the step counts all the same.
-    """
+def replace_step(optimizer: Optimizer, step_of: Step) -> None:
+    """Replace ``optimizer.step`` by ``step_of``, which takes the optimizer first. Hooks run around it as before."""
     hooked = Optimizer.profile_hook_step(step_of)
     # A reference cycle would keep the state alive until the next garbage collection.
     itself, name = ref(optimizer), type(optimizer).__name__
@@ -121,10 +118,7 @@ def replace_step(optimizer: Optimizer, step_of: Step, after_hooks: Callable[[], 
             raise LifecycleError(
                 f"this step of {name} belongs to an object that is gone. Keep the optimizer, not only its step method."
             )
-        result = hooked(this, *args, **kwargs)
-        if after_hooks is not None:
-            after_hooks()
-        return result
+        return hooked(this, *args, **kwargs)
 
     _updates[step] = step_of
     cast(Any, step).__func__ = hooked  # learning-rate schedulers read it: they expect a bound method

@@ -66,7 +66,6 @@ REMEDIES = {
     "CheckpointError": "Restore the file, or load another checkpoint: "
     "[damaged checkpoints](checkpoints.md#save-and-resume).",
     "MissingNameError": "Use what the text names instead.",
-    "StorageError": "Check the disk, and do [as the text says](how-to/offload-optimizer.md).",
     "UnsupportedError": "Use what the text names instead.",
     "warning": "Filter the warning if it is meant so.",
 }

@@ -1,11 +1,9 @@
-"""Optimizer state that rests in files or host memory, over sharded parameters of several ranks."""
+"""Optimizer state that rests in host memory, over sharded parameters of several ranks."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,12 +20,11 @@ from composable_fsdp import (
     clip_grad_norm_,
     fully_shard,
     local_optimizer,
-    offload_optimizer,
     owner_step,
 )
 from composable_fsdp.checkpoint import load, save
-from composable_fsdp.errors import CheckpointError, StorageError
 from tests._internals import local_part, optimizer_offloads
+from tests.helpers.host_as_device import host_as_device, offload
 from tests.helpers.models import UnevenMLP
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, full_value
@@ -80,11 +77,12 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert_exact(found[name], value, name)
 
 
-def compare(kind: str, folder: Path, shape: tuple[int, ...]) -> int:
+@host_as_device()
+def compare(kind: str, shape: tuple[int, ...]) -> int:
     layers = 9 if kind in ("muon", "adafactor") else 0  # a bucket has a matrix for each rank
     expected, model = build(shape, layers), build(shape, layers)
     plain, optimizer = OPTIMIZERS[kind](expected), OPTIMIZERS[kind](model)
-    offload_optimizer(optimizer, folder, bucket_bytes=BUCKET)
+    offload(optimizer, bucket_bytes=BUCKET)
     for step in range(4):
         train(expected, plain, range(step, step + 1))
         train(model, optimizer, range(step, step + 1))
@@ -95,18 +93,17 @@ def compare(kind: str, folder: Path, shape: tuple[int, ...]) -> int:
 @pytest.mark.behaviour("C-01", "C-02", "D-02")
 @pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), (4, (4,)), (4, (2, 2))])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_offloaded_state_gives_the_bits_of_the_plain_step(
-    kind: str, ranks: int, shape: tuple[int, ...], tmp_path: Path
-) -> None:
-    buckets = run_ranks(compare, ranks, kind, tmp_path, shape)
+def test_offloaded_state_gives_the_bits_of_the_plain_step(kind: str, ranks: int, shape: tuple[int, ...]) -> None:
+    buckets = run_ranks(compare, ranks, kind, shape)
     assert len(set(buckets)) == 1, "ranks cut alike"
     assert buckets[0] > 2
 
 
-def make_plans_once(folder: Path) -> None:
+@host_as_device()
+def make_plans_once() -> None:
     for kind in ("muon", "adafactor"):
         model = build()
-        optimizer = offload_optimizer(OPTIMIZERS[kind](model), folder, bucket_bytes=BUCKET)
+        optimizer = offload(OPTIMIZERS[kind](model), bucket_bytes=BUCKET)
         train(model, optimizer, range(3))
         again = {"make_exchanges": mock.Mock(side_effect=AssertionError("a plan was made again"))}
         globals_of = Muon.add_param_group.__globals__, owner_step.__globals__
@@ -114,18 +111,19 @@ def make_plans_once(folder: Path) -> None:
             train(model, optimizer, range(3, 5))
 
 
-def test_buckets_of_matrices_are_planned_once(tmp_path: Path) -> None:
-    run_ranks(make_plans_once, 2, tmp_path)
+def test_buckets_of_matrices_are_planned_once() -> None:
+    run_ranks(make_plans_once, 2)
 
 
 # -- checkpoints
 
 
+@host_as_device()
 def train_and_save(kind: str, folder: Path) -> None:
     model = build()
-    optimizer = offload_optimizer(OPTIMIZERS[kind](model), folder / "state", bucket_bytes=BUCKET)
+    optimizer = offload(OPTIMIZERS[kind](model), bucket_bytes=BUCKET)
     train(model, optimizer, range(2))
-    pending = save(folder / "run", model, optimizer, step=2, asynchronous=True)
+    pending = save(folder, model, optimizer, step=2, asynchronous=True)
     train(model, optimizer, range(2, 4))  # while it is being written
     pending.wait()
 
@@ -137,12 +135,13 @@ def train_plainly(kind: str) -> dict[str, torch.Tensor]:
     return values(model, optimizer)
 
 
-def resume(kind: str, folder: Path, *, offload: bool) -> dict[str, torch.Tensor]:
+@host_as_device()
+def resume(kind: str, folder: Path, *, is_offloaded: bool) -> dict[str, torch.Tensor]:
     model = build()
     optimizer = OPTIMIZERS[kind](model)
-    if offload:
-        offload_optimizer(optimizer, folder / "state", bucket_bytes=BUCKET)
-    load(folder / "run", model, optimizer)
+    if is_offloaded:
+        offload(optimizer, bucket_bytes=BUCKET)
+    load(folder, model, optimizer)
     return values(model, optimizer)
 
 
@@ -152,28 +151,8 @@ def test_checkpoints_resume_on_other_numbers_of_ranks_with_and_without_offload(k
     run_ranks(train_and_save, 2, kind, tmp_path)
     expected = run_ranks(train_plainly, 2, kind)[0]
     for ranks in (1, 2, 4):
-        for offload in (False, True):
-            assert_same(run_ranks(resume, ranks, kind, tmp_path, offload=offload)[0], expected)
-
-
-def save_damaged_state(folder: Path) -> None:
-    model = build()
-    optimizer = offload_optimizer(OPTIMIZERS["adamw-local"](model), folder / "state", bucket_bytes=BUCKET)
-    train(model, optimizer, range(2))
-    save(folder / "run", model, optimizer, step=2)
-    expected = values(model, optimizer)
-    if dist.get_rank() == 1:
-        rest: Any = optimizer_offloads[optimizer]._buckets[1].rest
-        os.pwrite(rest._file.fileno(), b"damage", 8)
-    with pytest.raises((StorageError, CheckpointError), match=r"a file of optimizer state in '.*' is damaged"):
-        save(folder / "run", model, optimizer, step=3)
-    load(folder / "run", model, optimizer)
-    assert_same(values(model, optimizer), expected)
-
-
-@pytest.mark.behaviour("F-12", "H-05")
-def test_state_damaged_on_one_rank_is_saved_on_none(tmp_path: Path) -> None:
-    run_ranks(save_damaged_state, 2, tmp_path)
+        for is_offloaded in (False, True):
+            assert_same(run_ranks(resume, ranks, kind, tmp_path, is_offloaded=is_offloaded)[0], expected)
 
 
 # -- accelerators
@@ -192,14 +171,6 @@ class AtOnce:
     def shutdown(self) -> None: ...
 
 
-@contextmanager
-def as_accelerator() -> Iterator[None]:
-    """Take tensors of the simulated accelerator, whose device is the host's, for those of an accelerator."""
-    replaced = {"is_host": lambda _: False, "ThreadPoolExecutor": AtOnce}
-    with mock.patch.dict(offload_optimizer.__globals__, replaced):
-        yield
-
-
 def shards(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     found = {}
     for name, p in model.named_parameters():
@@ -209,17 +180,17 @@ def shards(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return found
 
 
-def step_on_a_device(to: str | Path, kept: int) -> None:
+def step_on_a_device(kept: int) -> None:
     """Step on a simulated device, which would find an access that its streams do not order."""
     mesh = DeviceMesh.from_group(dist.new_group(backend=BACKEND), "cpu")
     models = []
-    with simulated_accelerator() as device, as_accelerator():
-        for offload in (False, True):
+    with simulated_accelerator() as device, host_as_device(ThreadPoolExecutor=AtOnce):
+        for is_offloaded in (False, True):
             torch.manual_seed(0)
             model = fully_shard(UnevenMLP(), mesh=mesh)
             optimizer = OPTIMIZERS["adamw-local"](model)
-            if offload:
-                offload_optimizer(optimizer, to, bucket_bytes=BUCKET, keep_bytes=kept, pin_memory=False)
+            if is_offloaded:
+                offload(optimizer, bucket_bytes=BUCKET, keep_bytes=kept)
             train(model, optimizer, range(4))
             models.append((model, optimizer))
         device.synchronize()
@@ -231,6 +202,5 @@ def step_on_a_device(to: str | Path, kept: int) -> None:
 
 @pytest.mark.behaviour("M-01", "D-02")
 @pytest.mark.parametrize("kept", [0, 200])
-@pytest.mark.parametrize("to", ["cpu", "files"])
-def test_copies_have_no_races_on_a_device(to: str, kept: int, tmp_path: Path) -> None:
-    run_ranks(step_on_a_device, 2, "cpu" if to == "cpu" else tmp_path, kept, environment=SOCKETS, timeout=120)
+def test_copies_have_no_races_on_a_device(kept: int) -> None:
+    run_ranks(step_on_a_device, 2, kept, environment=SOCKETS, timeout=120)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,11 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from composable_fsdp import DivergenceError, Muon, PeerError, fully_shard, offload_optimizer, owner_step
-from composable_fsdp.checkpoint import load, save
-from composable_fsdp.errors import StorageError
+from composable_fsdp import DivergenceError, Muon, PeerError, fully_shard, owner_step
 from composable_fsdp.optim import muon
-from tests._internals import Exchange, optimizer_offloads
+from tests._internals import Exchange
+from tests.helpers.host_as_device import host_as_device, offload
 from tests.helpers.models import seeded
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact, full_value
@@ -94,10 +91,11 @@ def test_gradients_of_different_parameters_are_an_error_on_all_ranks(name: str) 
     run_ranks(step_with_other_gradients, 4, name, ("up.weight", "", "again.weight", ""))  # of equal sizes
 
 
-def step_offloaded_with_other_gradients(name: str, folder: str) -> None:
+@host_as_device()
+def step_offloaded_with_other_gradients(name: str) -> None:
     """Each parameter is a bucket. The ranks lack the gradients of two parameters of one shape."""
     model, optimizer = trained(name)
-    offload_optimizer(optimizer, folder, bucket_bytes=1)
+    offload(optimizer, bucket_bytes=1)
     model.get_parameter(("up.weight", "again.weight")[dist.get_rank()]).grad = None
     with pytest.raises(DivergenceError, match=r"different parameters: 'up\.weight' on ranks \[1\] only"):
         optimizer.step()
@@ -105,42 +103,8 @@ def step_offloaded_with_other_gradients(name: str, folder: str) -> None:
 
 @pytest.mark.behaviour("H-05")
 @pytest.mark.parametrize("name", MAKERS)
-def test_gradients_of_different_parameters_are_an_error_also_with_state_in_files(name: str, tmp_path: Path) -> None:
-    run_ranks(step_offloaded_with_other_gradients, 2, name, str(tmp_path))
-
-
-def step_with_a_damaged_file(name: str, folder: Path, number: int) -> None:
-    """Damage the file of bucket ``number`` on rank 1. All ranks raise in each step, and go on from a checkpoint."""
-    model, optimizer = trained(name)
-    offload_optimizer(optimizer, folder / "state", bucket_bytes=1)
-    save(folder / "run", model, optimizer)
-    optimizer.step()
-    expected = values(model)
-    load(folder / "run", model, optimizer)
-    if dist.get_rank() == 1:
-        rests: list[Any] = [bucket.rest for bucket in optimizer_offloads[optimizer]._buckets]
-        os.truncate(rests[number]._file.fileno(), 0)
-    damage = "a file of optimizer state in .* is damaged: it has 0 bytes.* load the newest checkpoint"
-    for _ in range(2):
-        if dist.get_rank() == 1:
-            with pytest.raises(StorageError, match=damage):
-                optimizer.step()
-        else:
-            with pytest.raises(PeerError, match=rf"^a rank cannot take part in the step\. rank 1: {damage}") as caught:
-                optimizer.step()
-            assert caught.value.ranks == (1,)
-    assert all(p.grad is not None for p in model.parameters())
-    load(folder / "run", model, optimizer)
-    optimizer.step()
-    for each, value in values(model).items():
-        assert_exact(value, expected[each], each)
-
-
-@pytest.mark.behaviour("H-05")
-@pytest.mark.parametrize(("ranks", "number"), [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1)])
-@pytest.mark.parametrize("name", MAKERS)
-def test_state_lost_on_one_rank_is_an_error_on_all_ranks(name: str, ranks: int, number: int, tmp_path: Path) -> None:
-    run_ranks(step_with_a_damaged_file, ranks, name, tmp_path, number)
+def test_gradients_of_different_parameters_are_an_error_also_with_offloaded_state(name: str) -> None:
+    run_ranks(step_offloaded_with_other_gradients, 2, name)
 
 
 def step_without(name: str) -> None:

@@ -185,17 +185,6 @@ def test_the_program_of_the_data_page_sees_every_sample_once_over_a_stop_and_ano
 
 
 @pytest.mark.multiprocess
-def test_the_program_of_the_page_on_optimizer_state_goes_on_where_it_has_saved(tmp_path: Path) -> None:
-    options = ("--out", str(tmp_path / "run"), "--disk", str(tmp_path / "disk"))
-    whole = run_script_on_ranks("examples/offloaded_state.py", "--out", str(tmp_path / "whole"))
-    parts = [run_script_on_ranks("examples/offloaded_state.py", *options, "--steps", steps) for steps in ("10", "20")]
-    losses = re.findall(r"step \d+ loss [\d.]+", whole)
-    assert len(losses) == 4
-    assert re.findall(r"step \d+ loss [\d.]+", "".join(parts)) == losses
-    assert list((tmp_path / "disk").iterdir()) == []
-
-
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("options", [(), ("--nf4",)], ids=["lora", "qlora"])
 def test_the_program_of_the_peft_page_trains(options: tuple[str, ...]) -> None:
     for package in ("peft", "transformers", "torchao"):  # `make clients` installs them
