@@ -22,8 +22,8 @@ from composable_fsdp._api.fsdp_module import (
 )
 from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
 from composable_fsdp._api.strategy import ShardingStrategy
+from composable_fsdp._consistency.rank_report import set_wait_warning
 from composable_fsdp._consistency.shutdown import shutdown
-from composable_fsdp._consistency.wait_warning import set_wait_warning
 from composable_fsdp._core.full_mesh import ShardPlacementResult
 from composable_fsdp._core.seams import OBSERVERS
 from composable_fsdp.codecs.blockwise import Int4, Int8

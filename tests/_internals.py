@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from composable_fsdp._api.param_discovery import on_other_accelerators, resolve_dim
     from composable_fsdp._api.strategy import StrategyName, resolve_strategy
     from composable_fsdp._api.torch_types import as_strategy
-    from composable_fsdp._consistency import broadcast, interrupt, missing_ranks, watchdog
+    from composable_fsdp._consistency import main_thread, process_groups, watchdog
+    from composable_fsdp._consistency import shutdown as missing_ranks
+    from composable_fsdp._consistency.main_thread import main_thread_frames, user_line, waits_in_torch
     from composable_fsdp._consistency.order_check import (
         CONTEXT,
         OrderCheck,
@@ -31,21 +33,19 @@ if TYPE_CHECKING:
         RESET,
         OperationId,
         RankReport,
+        WarningTimes,
         diagnose,
         format_ranks,
+        wait_text,
     )
-    from composable_fsdp._consistency.stacks import main_thread_frames, user_line, waits_in_torch
-    from composable_fsdp._consistency.starting_values import Candidate, differing_starts, start_details
-    from composable_fsdp._consistency.store_rendezvous import StoreRendezvous, Verdict
+    from composable_fsdp._consistency.rendezvous import StoreRendezvous, Verdict, world_store
     from composable_fsdp._consistency.verify_ranks import (
         difference_text,
         library_version,
         verify_same,
         verify_same_lines,
     )
-    from composable_fsdp._consistency.wait_warning import WarningTimes, wait_text
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
-    from composable_fsdp._consistency.world_store import world_store
     from composable_fsdp._core import (
         backward,
         buckets,
@@ -268,7 +268,8 @@ if TYPE_CHECKING:
     )
     from composable_fsdp.plan.simulated_job import simulated_job
     from composable_fsdp.plugins.captured_passes import CapturedPasses
-    from composable_fsdp.plugins.checks.version_check import reads_shards
+    from composable_fsdp.plugins.checks.model_check import Candidate, differing_starts, start_details
+    from composable_fsdp.plugins.checks.writes import reads_shards
     from composable_fsdp.plugins.codecs.encoded_reduce import EncodedReduce
     from composable_fsdp.plugins.custom_comm import Pooled
     from composable_fsdp.plugins.explain_errors import explanation_of
@@ -287,8 +288,7 @@ if TYPE_CHECKING:
     from composable_fsdp.plugins.smaller_mesh import plan_slices, smaller_shard_axis
     from composable_fsdp.plugins.torch_views import ClientState
     from composable_fsdp.plugins.visible_collectives import Visible
-    from composable_fsdp.plugins.watchdog.attach import compare, compared
-    from composable_fsdp.plugins.watchdog.decorators import Watched, _WatchedWork, level_through_store
+    from composable_fsdp.plugins.watched_waits import Watched, _WatchedWork, compare, compared, level_through_store
     from composable_fsdp.plugins.weight_stream.stream import _BucketGather
     from composable_fsdp.testing.ranks import (
         START_TIMEOUT,

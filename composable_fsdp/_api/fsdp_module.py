@@ -409,7 +409,7 @@ class FSDPModule(TorchFSDPModule):
             ConfigurationError: ``level`` is none of these.
         """
         from composable_fsdp._consistency.order_check import order_check_from
-        from composable_fsdp.plugins.watchdog.attach import compare
+        from composable_fsdp.plugins.watched_waits import compare
 
         chosen = order_check_from(level)
         states = _states(self, recurse=True)
@@ -428,7 +428,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigurationError: ``level`` is none of these.
         """
-        from composable_fsdp.plugins.checks.version_check import set_in_place_check
+        from composable_fsdp.plugins.checks.writes import set_in_place_check
 
         set_in_place_check(_states(self, recurse), level)
 

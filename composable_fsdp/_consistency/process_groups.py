@@ -1,13 +1,17 @@
-"""Process groups of torch: parts of them, their timeouts, and the error of an operation that is lost."""
+"""Process groups of torch: parts of them, their timeouts, an operation that is lost, and collectives of setup."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from composable_fsdp._core.comm import Communicator, is_over_group
+from composable_fsdp._core.context import runs_unseen
 from composable_fsdp._core.memory import is_host
 from composable_fsdp.errors import PeerError
 
@@ -55,3 +59,74 @@ def timeout_of(group: dist.ProcessGroup) -> float:
         return timeout_of_backend(group)
     device = min(group._device_types, key=lambda device: not is_host(device))
     return timeout_of_backend(group._get_backend(device))
+
+
+# -- Collectives of setup: tensors from the first rank of a mesh to all of its ranks, and objects from every rank
+
+T = TypeVar("T")
+
+MESSAGE_BYTES = 32 << 20
+"""Small tensors are packed into buckets of up to this size. A larger tensor is sent alone, without a copy."""
+
+
+@torch.no_grad()
+def broadcast_(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Overwrite ``tensors`` in place with those of the first rank of ``mesh``, along all of its axes.
+
+    All ranks of the mesh must pass plain tensors of the same shapes and dtypes, of any dtype, in the same order. They
+    may be on any device, and are sent on the mesh's.
+    """
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if not groups:
+        return
+    for bucket in _buckets(tensors):
+        (first, *others) = bucket
+        zero_copy = not others and first.is_contiguous() and first.device.type == mesh.device_type
+        flat = first if zero_copy else torch.cat([t.to(mesh.device_type).reshape(-1) for t in bucket])
+        # As bytes, since not every backend supports every dtype. Each iteration makes one more axis agree.
+        for group in groups:
+            dist.broadcast(flat.detach().view(-1).view(torch.uint8), group=group, group_src=0)
+        if not zero_copy:
+            for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                fill_(tensor, piece.view(tensor.shape))
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group non-empty tensors of one dtype into buckets of up to ``MESSAGE_BYTES``."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for tensor in same:
+            if bucket and size + tensor.nbytes > MESSAGE_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
+
+
+def fill_(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Overwrite ``tensor``, which may be expanded, with ``values`` of the same shape from any device."""
+    if torch._debug_has_internal_overlap(tensor) == 1:  # torch refuses to copy: elements share memory
+        tensor.data = values.to(tensor.device, tensor.dtype, copy=True)
+    else:
+        tensor.copy_(values)
+
+
+@runs_unseen
+def gather_objects(own: T, axis: Communicator | dist.ProcessGroup) -> list[T]:
+    """Return ``own`` of every rank of ``axis``, in rank order. For setup only. All ranks must call it together."""
+    if isinstance(axis, dist.ProcessGroup):
+        group = axis
+    elif is_over_group(axis):
+        group = axis.group
+    else:
+        return [own] * axis.size
+    gathered = [own] * dist.get_world_size(group)
+    with torch.device("cpu"):  # the caller may have set another default device
+        dist.all_gather_object(gathered, own, group=group)
+    return gathered

@@ -28,14 +28,29 @@ from zlib import crc32
 import torch.distributed as dist
 
 from composable_fsdp import trace
-from composable_fsdp._consistency import interrupt
-from composable_fsdp._consistency.later_end import record_at_end, record_now, wait_for_ends
-from composable_fsdp._consistency.process_identity import exit_text, has_died, is_of_this_host, process_identity
-from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, format_ranks, ranks_text
-from composable_fsdp._consistency.stacks import Frame, main_thread_frames, user_line, waits_in_torch
-from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
-from composable_fsdp._consistency.wait_warning import WarningTimes, reports_with_places, wait_text, wait_warning
-from composable_fsdp._consistency.world_store import own_client
+from composable_fsdp._consistency import main_thread
+from composable_fsdp._consistency.main_thread import Frame, main_thread_frames, user_line, waits_in_torch
+from composable_fsdp._consistency.process_identity import (
+    exit_text,
+    has_died,
+    is_of_this_host,
+    process_identity,
+    record_at_end,
+    record_now,
+    wait_for_ends,
+)
+from composable_fsdp._consistency.rank_report import (
+    OperationId,
+    RankReport,
+    WarningTimes,
+    diagnose,
+    format_ranks,
+    ranks_text,
+    reports_with_places,
+    wait_text,
+    wait_warning,
+)
+from composable_fsdp._consistency.rendezvous import StoreRendezvous, own_client
 from composable_fsdp._core.events import RunningPass, error_summary
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, printable
 
@@ -144,12 +159,12 @@ class Watchdog:
         here = self.here
         here.since, here.interrupt, here.waiting = time.monotonic() - seconds, end, operation
         if end is not None:
-            interrupt.listen()
+            main_thread.listen()
 
     def end_wait(self, *, done: bool) -> None:
         here = self.here
         if here.interrupt is not None:
-            interrupt.stop_listening()
+            main_thread.stop_listening()
         operation = here.waiting
         if done and operation is not None:
             here.last = operation
@@ -435,7 +450,7 @@ class Watchdog:
         operation, end = here.waiting, here.interrupt
         if operation is None or end is None:
             return
-        if interrupt.arrived():
+        if main_thread.arrived():
             end(f"rank {self.rank} was interrupted")
         elif time.monotonic() - here.since >= PATIENCE:
             error = self.diagnose_wait(operation)

@@ -28,11 +28,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from composable_fsdp._consistency.missing_ranks import MissingRanks
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
+from composable_fsdp._consistency.rendezvous import StoreRendezvous, world_store
+from composable_fsdp._consistency.shutdown import MissingRanks
 from composable_fsdp._consistency.verify_ranks import check_versions, versions
-from composable_fsdp._consistency.world_store import world_store
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, FSDPError, printable
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp._consistency.rank_report import format_ranks
-from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
+from composable_fsdp._consistency.rendezvous import StoreRendezvous
 from composable_fsdp.cli import printing
 from composable_fsdp.diagnostics.fault_file import versions
 from composable_fsdp.errors import ConfigurationError

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import trace
-from composable_fsdp._consistency.stacks import Frame, thread_stacks
+from composable_fsdp._consistency.main_thread import Frame, thread_stacks
 from composable_fsdp._consistency.watchdog import known_watchdog
 from composable_fsdp._core.seams import Observer
 from composable_fsdp._files import read_text, replace_file

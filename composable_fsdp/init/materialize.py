@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp._api.allocate_shards import allocated_shards
-from composable_fsdp._consistency.broadcast import broadcast_
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
+from composable_fsdp._consistency.process_groups import broadcast_
 from composable_fsdp._consistency.verify_ranks import verify_same
 from composable_fsdp._core.buckets import ParamPlace, registered_buffers, registered_parameters
 from composable_fsdp._core.extents import states_below

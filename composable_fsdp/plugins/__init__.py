@@ -3,7 +3,7 @@
 A plugin imports the core, and no other plugin. It attaches itself to a seam of the core. The code of a user may do so
 too (docs/plugins.md); the seams are provisional. Remove the line of a plugin from the lists below, and the library
 trains without it: ``make plugins`` does so for each, and runs the tests. Among those that
-are on for accelerators only ``watchdog`` has a thread: it uses the store of the job, and never a device.
+are on for accelerators only ``watched_waits`` has a thread: it uses the store of the job, and never a device.
 
 ======================= ================================================ ==================
 Plugin                  Does                                             On by default
@@ -15,18 +15,15 @@ Plugin                  Does                                             On by d
 ``extensions``          gathers tensors with FSDP hooks                  all devices
 ``encoded_gather``      gathers parameters encoded, by their codecs      all devices
 ``gloo``                own collectives over gloo's point-to-point       CPU
-``watchdog``            reports waits, and compares operations           all devices
+``watched_waits``       reports waits and passes, compares operations    all devices
 ``visible_collectives`` shows launches in traces and profiles            all devices
 ``full_params``         registers full parameters, and refuses forwards  all devices
 ``recovery``            lets ranks meet and reconnect in a reset         all devices
-``pass_reports``        tells other ranks and traces which passes run    all devices
-``plain_parameters``    warns of parameters added after fully_shard      all devices
+``model_changes``       warns of added parameters and a changed order    all devices
 ``late_ties``           merges weights that were tied afterwards         all devices
 ``optimizer_checks``    refuses steps that would change nothing          all devices
 ``model_check``         compares the models and values of ranks          all devices
-``forward_order``       warns of a changed order of modules              all devices
-``version_check``       finds parameters changed before their backward   all devices
-``unsharded_writes``    keeps writes between passes in the shards        all devices
+``writes``              refuses or keeps writes to parameters            all devices
 ``dynamo``              keeps torch.compile out of hooks                 all devices
 ``torch_views``         shows states to clients of torch's own FSDP2     all devices
 ``encoded_reduce``      sends gradients encoded, by their codecs         all devices
@@ -69,13 +66,11 @@ from composable_fsdp._core.reduce import REDUCE_KINDS, BucketReduceScatter, OwnR
 from composable_fsdp._core.schedule import PASSES, Plan, PlannedRun
 from composable_fsdp._core.seams import CLASS_MEMBERS, HOOK_WRAPPERS, OBSERVERS, ObservedRoot, Observer
 from composable_fsdp.plugins.captured_passes import CapturedPasses
-from composable_fsdp.plugins.checks.forward_order import ForwardOrder
+from composable_fsdp.plugins.checks.model_changes import ForwardOrder, PlainParameters
 from composable_fsdp.plugins.checks.model_check import ModelCheck
 from composable_fsdp.plugins.checks.optimizer_checks import OptimizerChecks
-from composable_fsdp.plugins.checks.plain_parameters import PlainParameters
 from composable_fsdp.plugins.checks.requested_gradients import RequestedGradients
-from composable_fsdp.plugins.checks.unsharded_writes import UnshardedWrites
-from composable_fsdp.plugins.checks.version_check import VersionCheck
+from composable_fsdp.plugins.checks.writes import UnshardedWrites, VersionCheck
 from composable_fsdp.plugins.codecs.compiled_codecs import CompiledCodecs
 from composable_fsdp.plugins.codecs.encoded_gather import EncodedParameters
 from composable_fsdp.plugins.codecs.encoded_reduce import EncodedGradients
@@ -88,7 +83,6 @@ from composable_fsdp.plugins.functional_call import FunctionalCalls
 from composable_fsdp.plugins.gloo.functional_all_gather import FUNCTIONAL_ALL_GATHER
 from composable_fsdp.plugins.gloo.gloo_communicator import over_gloo
 from composable_fsdp.plugins.late_ties import LateTies
-from composable_fsdp.plugins.pass_reports import ReportedPasses, TracedPasses
 from composable_fsdp.plugins.profiler_labels import ProfilerLabels
 from composable_fsdp.plugins.recovery import Recovery
 from composable_fsdp.plugins.shared_memory.shared_parameters import Epochs, SharedParameters
@@ -97,7 +91,7 @@ from composable_fsdp.plugins.skipped_modules import SkippedModules
 from composable_fsdp.plugins.spmd_types import SpmdTypes, read_types, without_type_checks
 from composable_fsdp.plugins.torch_views import TorchViews
 from composable_fsdp.plugins.visible_collectives import Visible
-from composable_fsdp.plugins.watchdog.attach import OrderCheckLevel, watched
+from composable_fsdp.plugins.watched_waits import OrderCheckLevel, ReportedPasses, TracedPasses, watched
 
 __all__ = [
     "AROUND",

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._consistency.broadcast import broadcast_
+from composable_fsdp._consistency.process_groups import broadcast_
 from composable_fsdp._core.buckets import ParamPlace, registered_parameters
 from composable_fsdp._core.extents import assemble_full, extent_of, states_below
 from composable_fsdp._core.group import ParamGroup

@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from composable_fsdp import DivergenceError, fully_shard, initialize, sharded_rng, to_empty, unsharded_params
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError, UnsupportedError
-from tests._internals import broadcast, reset_parameters
+from tests._internals import process_groups, reset_parameters
 from tests.helpers.model_parallel import Pairs, parallelize_pairs
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.peak_memory import Peak
@@ -65,7 +65,7 @@ def synchronise(shape: tuple[int, ...], message_bytes: int) -> None:
     ignored = {n: p.detach().clone() for n, p in module.left.named_parameters()}
     mesh = init_device_mesh("cpu", shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(broadcast, "MESSAGE_BYTES", message_bytes)
+        patch.setattr(process_groups, "MESSAGE_BYTES", message_bytes)
         fully_shard(module, mesh=mesh, sync_module_states=True, ignored_modules=[module.left])
     for name, value in parameters.items():
         assert_exact(full_value(module.get_parameter(name)), value, name)

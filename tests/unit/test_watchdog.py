@@ -44,8 +44,8 @@ from tests._internals import (
     exit_text,
     has_died,
     has_ended,
-    interrupt,
     level_through_store,
+    main_thread,
     main_thread_frames,
     order_check_from,
     process_identity,
@@ -394,39 +394,39 @@ def test_stacks_can_be_read_while_threads_enter_python_and_garbage_is_collected(
 
 
 def test_a_handled_interrupt_ends_no_later_wait() -> None:
-    interrupt.listen()
+    main_thread.listen()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    interrupt.stop_listening()
-    interrupt.listen()
+    main_thread.stop_listening()
+    main_thread.listen()
     try:
-        assert not interrupt.arrived()
+        assert not main_thread.arrived()
     finally:
-        interrupt.stop_listening()
+        main_thread.stop_listening()
 
 
 def test_an_interrupt_that_the_user_handles_ends_no_wait() -> None:
     handled: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: handled.append(number))
     try:
-        interrupt.listen()
+        main_thread.listen()
         signal.raise_signal(signal.SIGINT)
-        assert not interrupt.arrived()
-        interrupt.stop_listening()
+        assert not main_thread.arrived()
+        main_thread.stop_listening()
     finally:
         signal.signal(signal.SIGINT, before)
     assert handled == [signal.SIGINT]
 
 
 def test_an_interrupt_of_a_wait_is_seen_once() -> None:
-    interrupt.listen()
+    main_thread.listen()
     try:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        assert interrupt.arrived()
-        assert not interrupt.arrived()
+        assert main_thread.arrived()
+        assert not main_thread.arrived()
     finally:
-        interrupt.stop_listening()
+        main_thread.stop_listening()
 
 
 def test_a_wait_leaves_the_file_descriptor_of_another_library_alone() -> None:
@@ -434,8 +434,8 @@ def test_a_wait_leaves_the_file_descriptor_of_another_library_alone() -> None:
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)
     try:
-        interrupt.listen()
-        interrupt.stop_listening()
+        main_thread.listen()
+        main_thread.stop_listening()
         assert signal.set_wakeup_fd(before) == writer
     finally:
         signal.set_wakeup_fd(before)
@@ -578,7 +578,7 @@ def test_nothing_is_collected_while_stacks_are_read(monkeypatch: pytest.MonkeyPa
 def test_only_one_module_reads_stacks_of_other_threads() -> None:
     """Ranks have crashed when they read them with ``faulthandler``, or while garbage was collected."""
     sources = {path.name: path.read_text() for path in Path(composable_fsdp.__file__).parent.rglob("*.py")}
-    assert [name for name, text in sources.items() if "_current_frames" in text] == ["stacks.py"]
+    assert [name for name, text in sources.items() if "_current_frames" in text] == ["main_thread.py"]
     assert [name for name, text in sources.items() if "dump_traceback" in text] == []
 
 

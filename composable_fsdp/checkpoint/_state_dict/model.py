@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from composable_fsdp._consistency.broadcast import broadcast_, fill_, gather_objects
+from composable_fsdp._consistency.process_groups import broadcast_, fill_, gather_objects
 from composable_fsdp._core.extents import assemble_full, extent_of, gather, has_own_memory, plain_name
 from composable_fsdp._core.full_mesh import default_mesh
 from composable_fsdp._core.mesh import ParameterSharding

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from composable_fsdp._consistency.broadcast import fill_
+from composable_fsdp._consistency.process_groups import fill_
 from composable_fsdp._core.extents import ShardExtent, extent_of, has_own_memory, plain_name, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import local_part, plain_tensors

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from composable_fsdp._consistency.broadcast import gather_objects
+from composable_fsdp._consistency.process_groups import gather_objects
 from composable_fsdp._core.buckets import GatherKind
 from composable_fsdp._core.gather import AllGatherBuffers
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim

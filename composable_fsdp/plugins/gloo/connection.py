@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from composable_fsdp._consistency.process_groups import LostError
 from composable_fsdp._consistency.rank_report import OperationId
-from composable_fsdp._consistency.world_store import own_client, world_store
+from composable_fsdp._consistency.rendezvous import own_client, world_store
 from composable_fsdp._core.memory import Work
 from composable_fsdp.errors import PeerError
 

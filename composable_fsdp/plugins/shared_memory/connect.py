@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._consistency.broadcast import gather_objects
+from composable_fsdp._consistency.process_groups import gather_objects
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp.errors import ConfigurationError, PeerError, printable
 from composable_fsdp.plugins.shared_memory.engine import ShmEngine

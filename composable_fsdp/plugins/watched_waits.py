@@ -1,25 +1,51 @@
-"""The decorator of communicators that reports waits to the watchdog of the job, and lets ranks compare operations."""
+"""The watchdog of the job and the order check, around communicators, and reports of the running passes to it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Generic, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 
 import torch.distributed as dist
+from torch import nn
 
 from composable_fsdp import trace
-from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
-from composable_fsdp._consistency.process_groups import LostError
-from composable_fsdp._consistency.rank_report import OperationId
-from composable_fsdp._consistency.store_rendezvous import StoreRendezvous
-from composable_fsdp._consistency.watchdog import Watchdog
-from composable_fsdp._core.comm import SUM, Around, Collective, GroupCommunicator, Transfer
+from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker, order_check_from
+from composable_fsdp._consistency.process_groups import LostError, timeout_of
+from composable_fsdp._consistency.rank_report import ENDED_AT, REPORTED_AT, OperationId
+from composable_fsdp._consistency.rendezvous import StoreRendezvous
+from composable_fsdp._consistency.watchdog import Watchdog, job_watchdog
+from composable_fsdp._core.comm import (
+    SUM,
+    Around,
+    Collective,
+    Communicator,
+    GroupCommunicator,
+    Transfer,
+    communicators,
+    find,
+)
+from composable_fsdp._core.events import RunningPass
 from composable_fsdp._core.layout import ReduceOp
 from composable_fsdp._core.memory import Work
+from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
+from composable_fsdp._core.state import FSDPState, connections
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["Exchange", "StoreExchange", "Watched", "level_through_store"]
+__all__ = [
+    "Exchange",
+    "OrderCheckLevel",
+    "ReportedPasses",
+    "StoreExchange",
+    "TracedPasses",
+    "Watched",
+    "compare",
+    "compared",
+    "level_through_store",
+    "watched",
+]
+
+# -- The decorator of communicators that reports waits to the watchdog of the job, and lets ranks compare operations
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -231,3 +257,88 @@ class StoreExchange:
     def give_up(self, reason: str) -> None:
         """End an exchange. The process group stays in use: nothing was launched."""
         self._reason = reason
+
+
+# -- Attachment of the watchdog of the job and the order check to communicators
+
+
+def watched(communicator: Communicator) -> Communicator:
+    if communicator.traits.checks:
+        return communicator
+    base, watchdog = cast(GroupCommunicator, communicator), job_watchdog()
+    exchange = find(communicator, Exchange)  # type: ignore[type-abstract]
+    if exchange is None and watchdog is not None:
+        timeout = timeout_of(base.group)
+        watchdog.warn_within(REPORTED_AT * timeout)
+        exchange = StoreExchange(base.group, watchdog, ENDED_AT * timeout)
+    return Watched(base, watchdog, exchange, order_check_from())
+
+
+def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
+    """Set how much ranks compare before an operation over ``groups``. In shared memory, they always compare."""
+    for known in communicators(groups):
+        found = find(known, Watched)
+        if found is not None:
+            found.set_level(level)
+
+
+def compared(group: dist.ProcessGroup) -> int:
+    """Return the number of messages exchanged over ``group`` since it last connected to compare operations."""
+    found = (find(known, Watched) for known in communicators([group]))
+    return sum(each.checker.compared for each in found if each is not None and each.checker is not None)
+
+
+class OrderCheckLevel(Observer):
+    """Sets the level of each root that is assembled: an earlier model may have set another for its process groups."""
+
+    def after_sharding(self, state: FSDPState, modules: Mapping[nn.Module, HookHandles | None]) -> None:
+        state.change_for_plugin("order check", order_check_from())
+
+    def for_root(self, root: ObservedRoot) -> Observer | None:
+        compare(connections(root.states.values()), root.root_state.options.of_plugins["order check"])
+        return None
+
+
+# -- Reports of the running passes: to the watchdog of the job, which other ranks ask, and to traces
+
+
+class ReportedPasses(Observer):
+    """Tells the watchdog of the job which passes of a root run, and how they end."""
+
+    def for_root(self, root: ObservedRoot) -> Observer | None:
+        watchdog = job_watchdog()
+        return None if watchdog is None else _RootReports(watchdog)
+
+
+class _RootReports(Observer):
+    """Tells ``watchdog`` of the passes of one root."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+        self._completed = 0
+        """The number of completed backwards."""
+
+    def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+        self._watchdog.begin_pass(running)
+
+    def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+        ends_step = running.succeeded and running.kind == "backward"
+        self._completed += ends_step
+        self._watchdog.end_pass(running, self._completed if ends_step else 0)
+
+    def failed(self, root: ObservedRoot, running: RunningPass) -> None:
+        self._watchdog.fail(running.failure)
+
+
+class TracedPasses(Observer):
+    """Emits a trace event for each pass that succeeds."""
+
+    def begin_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+        if trace.listeners:
+            running.began = trace.now()
+
+    def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+        if trace.listeners and running.succeeded:
+            operation = trace.Operation.FORWARD if running.kind == "forward" else trace.Operation.BACKWARD
+            name = running.module if running.kind == "forward" else root.root_state.name
+            trace.emit(operation, name, begin=running.began)

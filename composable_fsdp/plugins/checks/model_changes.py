@@ -1,24 +1,29 @@
-"""Detection of parameters added after ``fully_shard``, such as adapters, which no group shards or reduces.
-
-``fully_shard`` shards every parameter that is not in ``ignored_params``. So a parameter that is plain in the first
-forward, and was not there when the root was sharded, was added in between.
-"""
+"""Warnings of models that change after ``fully_shard``: parameters that are added, and another order of modules."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._core.seams import HookHandles, Observer
+from composable_fsdp._consistency.order_check import OrderCheck
+from composable_fsdp._core.events import RunningPass
+from composable_fsdp._core.seams import HookHandles, ObservedRoot, Observer
 from composable_fsdp._core.state import FSDPState, find_state
-from composable_fsdp.errors import PlainParameterWarning
+from composable_fsdp.errors import ExecutionOrderWarning, PlainParameterWarning
 
-__all__ = ["PlainParameters"]
+__all__ = ["ForwardOrder", "PlainParameters"]
+
+# -- Parameters added after ``fully_shard``, such as adapters, which no group shards or reduces
+#
+# ``fully_shard`` shards every parameter that is not in ``ignored_params``. So a parameter that is plain in the first
+# forward, and was not there when the root was sharded, was added in between.
 
 _SHOWN = 5
 
@@ -77,3 +82,50 @@ def _plain(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, str, 
             if isinstance(parameter, DTensor | None) or (id(owner), attribute) in held:
                 continue
             yield path, owner, attribute, parameter
+
+
+# -- The order of modules of a rank, compared with that of its first iteration
+#
+# ``_consistency/order_check.py`` compares the order between ranks.
+
+
+class ForwardOrder(Observer):
+    """The order of post-forwards in the first forward that led to a backward."""
+
+    def __init__(self) -> None:
+        self._first: tuple[str, ...] = ()
+        self._has_warned = False
+
+    def for_root(self, root: ObservedRoot) -> Observer:
+        return ForwardOrder()
+
+    def end_pass(self, root: ObservedRoot, running: RunningPass) -> None:
+        is_whole = running.kind == "forward" and running.module == root.root_state.name and running.succeeded
+        if is_whole and root.root_state.options.of_plugins.get("order check") is not OrderCheck.OFF:
+            self.compare(root.plans.record.ended)
+
+    def compare(self, order: Sequence[str]) -> None:
+        """Compare ``order``, that of a completed forward, with the first one.
+
+        Warns:
+            ExecutionOrderWarning: they differ. It is warned once.
+        """
+        if self._has_warned or not order:
+            return
+        if not self._first:
+            self._first = tuple(order)
+            return
+        if self._first == tuple(order):
+            return
+        self._has_warned = True
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        pairs = enumerate(zip_longest(self._first, order, fillvalue="the end of forward"))
+        place, (then, now) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+        warnings.warn(
+            f"Forward order differs from that of the first iteration on rank {rank}: number {place + 1} was "
+            f"{then} and is {now} now. The groups prefetched were not the next ones, which costs time in each "
+            "iteration whose order is new. If the new order differs between ranks, an error says so. "
+            'model.set_order_check("off") silences this.',
+            ExecutionOrderWarning,
+            stacklevel=2,
+        )
