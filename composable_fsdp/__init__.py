@@ -113,20 +113,41 @@ _attributes: Any = fully_shard
 _attributes.state = client_state  # as torch's has
 _attributes.groups = lambda model: list(describe(model).groups)
 
-# Imported on first use: those of checkpoints because they import torch.distributed.checkpoint, which is slow.
+# Imported on first use, because they take time: torch.distributed.checkpoint is slow.
 _ON_FIRST_USE = {
     "copy_params": "plugins.weight_stream.stream",
     "stream_full_params": "plugins.weight_stream.stream",
 }
+_SUBMODULES = (
+    *("checkpoint", "codecs", "diagnostics", "errors", "interop", "optim", "plan", "plugins", "policies"),
+    *("testing", "trace", "wrap"),
+)
 _HOMES = ("errors", "diagnostics", "plugins.weight_stream")
 """The modules of classes that few programs name."""
+_IN_CHECKPOINT = "is in composable_fsdp.checkpoint: from composable_fsdp.checkpoint import {0}"
+_IN_PLACE = "is FSDP1's wrapper: fully_shard(module) shards a module in place: from composable_fsdp import fully_shard"
+_OTHER_NAMES = {
+    **dict.fromkeys(("save", "load", "latest"), _IN_CHECKPOINT),
+    **dict.fromkeys(("FSDP", "FullyShardedDataParallel"), _IN_PLACE),
+    "summon_full_params": "is unsharded_params here: from composable_fsdp import unsharded_params",
+}
+"""What replaces names that programs for other libraries import."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
-        if name[0].isupper():
-            for home in (import_module(f"{__name__}.{home}") for home in _HOMES):
-                if name in home.__all__:  # an AttributeError would lose its text in ``from composable_fsdp import``
-                    raise ImportError(f"{name} is in {home.__name__}: from {home.__name__} import {name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
+    if name in _ON_FIRST_USE:
+        return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    # An AttributeError would lose its text in ``from composable_fsdp import``.
+    if name in _OTHER_NAMES:
+        raise ImportError(f"{name} {_OTHER_NAMES[name].format(name)}")
+    if name[0].isupper():
+        for home in (import_module(f"{__name__}.{home}") for home in _HOMES):
+            if name in home.__all__:
+                raise ImportError(f"{name} is in {home.__name__}: from {home.__name__} import {name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_SUBMODULES, "__version__"])

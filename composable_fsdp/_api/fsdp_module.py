@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import types
@@ -657,6 +658,17 @@ _UNSUPPORTED = {
     "set_reduce_scatter_input_fn": "leave it out, or change what is sent by comm_policy",
 }
 """Methods of earlier versions and of torch that sharded modules lack, and what to do instead."""
+_OF_FSDP1 = {
+    "module": "the model itself: fully_shard wraps nothing",
+    "no_sync": "composable_fsdp.no_sync(model), or model.set_requires_gradient_sync(False)",
+    "summon_full_params": "composable_fsdp.unsharded_params(model)",
+    "clip_grad_norm_": "composable_fsdp.clip_grad_norm_(model.parameters(), max_norm)",
+    **dict.fromkeys(
+        ("full_optim_state_dict", "sharded_optim_state_dict", "optim_state_dict", "optim_state_dict_to_load"),
+        "composable_fsdp.checkpoint.optimizer_state_dict(model, optimizer), and load_optimizer_state_dict",
+    ),
+}
+"""Attributes of torch's FullyShardedDataParallel, and what replaces them."""
 
 
 def _of_torch_alone() -> list[str]:
@@ -687,6 +699,10 @@ def _getattr(module: nn.Module, name: str) -> Any:
             f"{name} is a method of FSDPModule in torch {torch.__version__} that is not supported in this version. "
             "Leave it out, or shard the model by torch's own fully_shard."
         )
+    if name in _OF_FSDP1:
+        raise MissingNameError(f"{name} is of FSDP1's wrapper. Use {_OF_FSDP1[name]}.")
+    if name.startswith("set_") and (meant := difflib.get_close_matches(name, vars(FSDPModule), 1, 0.8)):
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}. Did you mean {meant[0]!r}?")
     return nn.Module.__getattr__(module, name)
 
 

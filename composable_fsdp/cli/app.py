@@ -7,7 +7,6 @@ command is invalid.
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
 import runpy
 import sys
@@ -107,11 +106,16 @@ def _run(arguments: Sequence[str], *, as_module: bool) -> None:
     if not getattr(sys.flags, "safe_path", False):  # of Python 3.11 and newer
         sys.path[0] = str(Path.cwd() if as_module else Path(arguments[0]).resolve().parent)
     patch_torch()
-    atexit.register(_report_unused)
-    if as_module:
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(arguments[0], run_name="__main__")
+    try:
+        if as_module:
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if not end.code:
+            _report_unused()
+        raise
+    _report_unused()
 
 
 def _report_unused() -> None:

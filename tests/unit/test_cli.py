@@ -169,8 +169,19 @@ UNUSED = "composable-fsdp run: this process sharded nothing. Its program did not
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("uses", [False, True])
-def test_a_program_that_sharded_nothing_says_so(tmp_path: Path, uses: bool) -> None:
-    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM) if uses else "print('done')")
+@pytest.mark.parametrize(
+    ("program", "code", "says"),
+    [
+        (textwrap.dedent(PROGRAM), 0, False),
+        ("print('done')", 0, True),
+        ("import sys; sys.exit()", 0, True),
+        ("import sys; sys.exit(3)", 3, False),
+        ("raise KeyError('no data')", 1, False),
+    ],
+)
+def test_a_program_that_ended_well_and_sharded_nothing_says_so(
+    tmp_path: Path, program: str, code: int, says: bool
+) -> None:
+    (tmp_path / "program.py").write_text(program)
     done = run_module("composable_fsdp", "run", tmp_path / "program.py")
-    assert (done.returncode, UNUSED in done.stderr) == (0, not uses), done.stderr
+    assert (done.returncode, UNUSED in done.stderr) == (code, says), done.stderr

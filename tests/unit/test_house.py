@@ -23,12 +23,12 @@ from tests.helpers.house import (
 HOOKS = "_core/hooks.py"
 
 MOST_CODE = {
-    ".": 335,
-    "_api": 1002,
+    ".": 352,
+    "_api": 1016,
     "_consistency": 1060,
     "_core": 6059,
     "checkpoint": 3212,
-    "cli": 514,
+    "cli": 518,
     "codecs": 408,
     "diagnostics": 761,
     "init": 292,
@@ -41,7 +41,7 @@ MOST_CODE = {
 }
 """The lines of code of each folder: with a statement that is no import, docstring or ``__all__``."""
 
-MOST_CODE_OF_ALL = 21868
+MOST_CODE_OF_ALL = 21903
 
 MOST_FILES_OF_HOOKS, MOST_CODE_OF_HOOKS = 23, 6400
 """The files and lines of code that importing the hooks reads."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +61,52 @@ def test_importing_a_class_from_the_top_says_where_it_is(name: str, home: str) -
         exec(f"from composable_fsdp import {name}")
     with pytest.raises(AttributeError, match=r"^module 'composable_fsdp' has no attribute 'Shard'$"):
         composable_fsdp.Shard  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("save", r"^save is in composable_fsdp\.checkpoint: from composable_fsdp\.checkpoint import save$"),
+        ("FSDP", r"^FSDP is FSDP1's wrapper: fully_shard\(module\) shards .* from composable_fsdp import fully_shard$"),
+        ("FullyShardedDataParallel", r"^FullyShardedDataParallel is FSDP1's wrapper: fully_shard\(module\)"),
+        ("summon_full_params", r"^summon_full_params is unsharded_params here: "),
+    ],
+)
+def test_names_of_other_libraries_say_what_to_import(name: str, text: str) -> None:
+    with pytest.raises(ImportError, match=text):
+        exec(f"from composable_fsdp import {name}")
+
+
+def test_submodules_are_attributes_and_are_listed() -> None:
+    program = "import composable_fsdp as c; print(c.checkpoint.save, c.plan, c.interop.patch_torch, c.testing, dir(c))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert not done.returncode, done.stderr
+    listed = set(dir(composable_fsdp))
+    assert listed == {*composable_fsdp.__all__, *submodules(), "__version__"}
+
+
+def submodules() -> set[str]:
+    folder = Path(composable_fsdp.__file__).parent
+    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    return {name for name in names - {"cli", "init"} if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("module", r"^module is of FSDP1's wrapper\. Use the model itself: fully_shard wraps nothing\.$"),
+        ("no_sync", r"^no_sync is of FSDP1's wrapper\. Use composable_fsdp\.no_sync\(model\), or "),
+        ("summon_full_params", r".* Use composable_fsdp\.unsharded_params\(model\)\.$"),
+        ("clip_grad_norm_", r".* Use composable_fsdp\.clip_grad_norm_\(model\.parameters\(\), max_norm\)\.$"),
+        ("set_requires_gradient_sinc", r"^'FSDPLinear' object has no .* Did you mean 'set_requires_gradient_sync'\?$"),
+        ("set_input_embeddings", r"^'FSDPLinear' object has no attribute 'set_input_embeddings'$"),
+    ],
+)
+def test_methods_of_fsdp1_and_mistyped_setters_say_what_to_use(name: str, text: str) -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=text):
+        getattr(model, name)
 
 
 BY_HAND = r"is not supported in this version; set_schedule\(prefetch_limit=, max_fused_bytes=, .* by hand"
