@@ -104,10 +104,9 @@ def fail_and_continue(plan: Plan) -> None:
 @pytest.mark.parametrize(("number", "transport"), list(enumerate(TRANSPORTS.values())), ids=TRANSPORTS)
 def test_a_failed_step_leaves_no_state(number: int, transport: Environment) -> None:
     """Each transport has other plans."""
-    examples = int(os.environ.get("COMPOSABLE_FSDP_FAULT_EXAMPLES", "8"))
 
     @seed(number)
-    @settings(max_examples=examples, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, database=None, suppress_health_check=list(HealthCheck))
     @given(plans)
     def holds(plan: Plan) -> None:
         run_ranks(fail_and_continue, 2, plan, environment=transport)
