@@ -238,6 +238,7 @@ if TYPE_CHECKING:
     from composable_fsdp.optim._owner_exchange import (
         AxisCut,
         Exchange,
+        OwnerPlans,
         Slot,
         Tiling,
         Unit,

@@ -35,6 +35,7 @@ from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, messag
 __all__ = [
     "Exchange",
     "Members",
+    "OwnerPlans",
     "Slot",
     "Tiling",
     "Unit",
@@ -46,6 +47,8 @@ __all__ = [
 
 Coordinate = tuple[int, ...]
 
+_MOST_PLANS = 256
+"""With more lists of parameters that get gradients together, plans are made again."""
 _WORD, _ALIGNMENT = 8, 16
 """The bytes of a word; and of what every piece begins at a multiple of, so that it can be viewed in any dtype."""
 
@@ -163,6 +166,8 @@ class Unit:
     cost: float
     name: str = ""
     """The name in errors, such as that of the parameter."""
+    shape: tuple[int, ...] = ()
+    """The shape in which the owner computes it, if that is not the shape of its input."""
 
     @property
     def largest(self) -> int:
@@ -551,6 +556,42 @@ def _places(mesh: DeviceMesh) -> Iterator[tuple[Coordinate, int]]:
             number, index = divmod(number, size)
             at.append(index)
         yield tuple(reversed(at)), rank
+
+
+class OwnerPlans:
+    """The exchanges of an optimizer's steps, planned once for each list of parameters that are stepped together.
+
+    With ``offload_optimizer``, a step has several lists. For ``bucket_bytes`` see :func:`make_exchanges`.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes = bucket_bytes
+        self._plans: dict[tuple[int, ...], tuple[list[Any], list[tuple[Exchange, list[tuple[int, int]]]]]] = {}
+        """By the ids of their parameters, which are kept, with their meshes and forms, so that ids are not reused."""
+
+    def of(
+        self,
+        parameters: Sequence[torch.Tensor],
+        units_of: Callable[[], Sequence[Sequence[Unit]]],
+        forms: Sequence[Any] = (),
+    ) -> list[tuple[Exchange, list[tuple[int, int]]]]:
+        """Return the exchanges of ``parameters``, planned again if their meshes or ``forms`` have changed.
+
+        Args:
+            parameters: as for :func:`make_exchanges`.
+            units_of: returns the units of each parameter.
+            forms: what units depend on beside parameters and meshes.
+        """
+        ids = tuple(map(id, parameters))
+        meshes = [p.device_mesh if isinstance(p, DTensor) else None for p in parameters]
+        key = [list(map(id, meshes)), list(forms)]
+        known, exchanges = self._plans.get(ids, ([], []))
+        if known[:2] != key:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            exchanges = make_exchanges(parameters, units_of().__getitem__, self.bucket_bytes)
+            self._plans[ids] = [*key, list(parameters), meshes], exchanges
+        return exchanges
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()

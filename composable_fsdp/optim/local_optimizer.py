@@ -125,6 +125,24 @@ def replace_step(optimizer: Optimizer, step_of: Step) -> None:
     cast(Any, optimizer).step = step
 
 
+def with_closure(update: Step, carry_out: Step) -> Step:
+    """Return a step like ``update`` that calls its closure, then ``carry_out(optimizer, **options)``.
+
+    The closure calls ``backward``, and ``zero_grad`` on the optimizer, so it comes before parameters are replaced.
+    """
+
+    @wraps(update)
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        if closure is None:
+            return carry_out(optimizer, **options)
+        with torch.enable_grad():
+            loss = closure()
+        carry_out(optimizer, **options)
+        return loss
+
+    return step
+
+
 def check_step(optimizer: Optimizer, call: str) -> None:
     """Raise if the step of ``optimizer`` has been replaced before ``call`` replaces it."""
     if "step" in vars(optimizer):
@@ -158,20 +176,10 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
 
 
 def _on_shards(update: Step) -> Step:
-    """Return ``update``, the step of an optimizer's class, with local copies in place of sharded parameters.
+    """Return ``update``, the step of an optimizer's class, with local copies in place of sharded parameters."""
 
-    The closure runs before the replacement: it calls ``backward``, and ``zero_grad`` on the optimizer.
-    """
+    def carry_out(optimizer: Optimizer, **options: Any) -> Any:
+        with local_copies_of(optimizer):
+            return update(optimizer, **options)
 
-    @wraps(update)
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        if closure is None:
-            with local_copies_of(self):
-                return update(self, **options)
-        with torch.enable_grad():
-            loss = closure()
-        with local_copies_of(self):
-            update(self, **options)
-        return loss
-
-    return step
+    return with_closure(update, carry_out)

@@ -19,7 +19,7 @@ from composable_fsdp._core.extents import Box, like
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import local_copies_of
-from composable_fsdp.optim._owner_exchange import Exchange, Slot, Unit, is_planned, make_exchanges, tiling_of, title_of
+from composable_fsdp.optim._owner_exchange import OwnerPlans, Slot, Unit, is_planned, tiling_of, title_of
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim.owner_step import placed
 
@@ -32,8 +32,6 @@ Matrices = Callable[[str, torch.Tensor], bool | Iterable[Index] | None]
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MOST_STEPS = 99
-_MOST_PLANS = 256
-"""With more sets of parameters that get gradients together, plans are made again."""
 _OF_BOTH = ("lr", "weight_decay")
 
 
@@ -126,8 +124,7 @@ class Muon(Optimizer):
             raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}.")
         self._matrices, self._bucket_bytes = matrices, bucket_bytes
         self._adamw_options = dict(adamw or {})
-        self._plans: dict[tuple[int, ...], _Plan] = {}
-        """By the ids of their parameters: with ``offload_optimizer``, a step has several."""
+        self._plans = OwnerPlans(bucket_bytes)
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,7 +132,8 @@ class Muon(Optimizer):
         return {**cast(Any, super()).__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_plans": {}})
+        super().__setstate__(state)
+        self._plans = OwnerPlans(self._bucket_bytes)
         for group in self.param_groups:  # those of torch's Muon and AdamW do not say
             group.setdefault("algorithm", "muon" if "ns_steps" in group else "adamw")
 
@@ -210,26 +208,27 @@ class Muon(Optimizer):
 
     def _step_matrices(self, planned: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         parameters = [p for p, _ in planned]
-        key = tuple(map(id, parameters))
-        plan = self._plans.get(key)
-        if plan is None or not plan.is_of(parameters):
-            names = _names(self.param_groups) if self._matrices is not None else {}
-            regions = [_regions(self._matrices, names.get(id(p), ""), p) for p in parameters]
-            for p, found in zip(parameters, regions, strict=True):
-                if not found:
-                    raise ConfigurationError(
-                        f"matrices= returned matrices for a parameter of shape {tuple(p.shape)} before, but none for "
-                        f"its name now, {names.get(id(p))!r}. load_state_dict takes the names from the state dict."
-                    )
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan = _Plan(parameters, regions, self._bucket_bytes)
+        exchanges = self._plans.of(parameters, lambda: self._units(parameters))
         steps = [None if p.grad is None else _ParameterStep(p, group, self.state[p]) for p, group in planned]
-        for exchange, keys in plan.exchanges:
-            of_units = [(steps[index], plan.regions[index][number]) for index, number in keys]
-            exchange.run([None if step is None else _MatrixTask(step, region) for step, region in of_units])
+        for exchange, keys in exchanges:
+            of_units = zip(exchange.units, [steps[index] for index, _ in keys], strict=True)
+            exchange.run([None if step is None else _MatrixTask(step, unit.shape) for unit, step in of_units])
         # Autograd's version counter of the DTensors does not see writes to the local shards.
         increment_version([p for p in parameters if p.grad is not None])
+
+    def _units(self, parameters: Sequence[torch.Tensor]) -> list[list[Unit]]:
+        """Return the matrices of each of ``parameters``."""
+        names = _names(self.param_groups) if self._matrices is not None else {}
+        found = []
+        for p in parameters:
+            regions = _regions(self._matrices, names.get(id(p), ""), p)
+            if not regions:
+                raise ConfigurationError(
+                    f"matrices= returned matrices for a parameter of shape {tuple(p.shape)} before, but none for its "
+                    f"name now, {names.get(id(p))!r}. load_state_dict takes the names from the state dict."
+                )
+            found.append([_unit(p, region) for region in regions])
+        return found
 
 
 def _check(settings: Mapping[str, Any]) -> None:
@@ -347,36 +346,12 @@ def _overlap(pair: tuple[Region, Region]) -> bool:
 # -- one step
 
 
-class _Plan:
-    """The exchanges of ``parameters``, which all may have gradients."""
-
-    def __init__(
-        self, parameters: list[torch.Tensor], regions: Sequence[tuple[Region, ...]], bucket_bytes: int
-    ) -> None:
-        self.parameters, self.regions = parameters, regions
-        self._meshes = [_mesh(p) for p in parameters]
-        self.exchanges: list[tuple[Exchange, list[tuple[int, int]]]] = make_exchanges(
-            parameters, lambda index: [_unit(parameters[index], region) for region in regions[index]], bucket_bytes
-        )
-
-    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether these are the exchanges of ``parameters``, on the same meshes."""
-        own = self.parameters
-        return len(own) == len(parameters) and all(
-            a is b and _mesh(b) is mesh for a, b, mesh in zip(own, parameters, self._meshes, strict=True)
-        )
-
-
-def _mesh(parameter: torch.Tensor) -> Any:
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None
-
-
 def _unit(parameter: torch.Tensor, region: Region) -> Unit:
     # The iterations are in bfloat16, so nothing is lost if that is what is sent.
     slot = Slot(tiling_of(parameter), torch.bfloat16, region.offsets, region.sizes)
     title = title_of(parameter)
     name = title if region.sizes == tuple(parameter.shape) else f"{title} from {region.offsets} on"
-    return Unit((slot,), (slot,), newton_schulz_cost(*region.matrix), name)
+    return Unit((slot,), (slot,), newton_schulz_cost(*region.matrix), name, region.matrix)
 
 
 class _ParameterStep:
@@ -407,9 +382,9 @@ class _ParameterStep:
 class _MatrixTask:
     """The update of one matrix of a parameter."""
 
-    def __init__(self, step: _ParameterStep, region: Region) -> None:
-        self.step, self.region = step, region
-        self.rate: Any = step.lr * _adjustment(step.group["adjust_lr_fn"], *region.matrix)
+    def __init__(self, step: _ParameterStep, shape: tuple[int, ...]) -> None:
+        self.step, self.shape = step, shape
+        self.rate: Any = step.lr * _adjustment(step.group["adjust_lr_fn"], *shape)
 
     def load(self, slot: int, box: Box) -> torch.Tensor:
         step, momentum = self.step, self.step.group["momentum"]
@@ -420,9 +395,7 @@ class _MatrixTask:
     def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         (whole,) = inputs
         group = self.step.group
-        update = orthogonalised(
-            whole.view(self.region.matrix), group["ns_coefficients"], group["ns_steps"], group["eps"]
-        )
+        update = orthogonalised(whole.view(self.shape), group["ns_coefficients"], group["ns_steps"], group["eps"])
         return (update.reshape(whole.shape),)
 
     def store(self, slot: int, box: Box, piece: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial, wraps
+from functools import partial
 from math import inf, prod
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from composable_fsdp._core.mesh import as_dtensor_at_zero
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._owner_exchange import is_planned
-from composable_fsdp.optim.local_optimizer import Step, replace_step, update_of
+from composable_fsdp.optim.local_optimizer import Step, replace_step, update_of, with_closure
 
 __all__ = ["offload_optimizer", "reload_optimizer"]
 
@@ -77,7 +77,8 @@ def offload_optimizer(
     """
     _check(optimizer, to, bucket_bytes, keep_bytes)
     offload = _Offload(bucket_bytes, keep_bytes, pin_memory)
-    replace_step(optimizer, offload.by_buckets(update_of(optimizer, "offload_optimizer")))
+    update = update_of(optimizer, "offload_optimizer")
+    replace_step(optimizer, with_closure(update, partial(offload.carry_out, update)))
     optimizer.register_load_state_dict_pre_hook(offload.hold)
     optimizer.register_load_state_dict_post_hook(offload.take)
     _offloads[optimizer] = offload
@@ -341,20 +342,11 @@ class _Offload:
 
     # -- in a step
 
-    def by_buckets(self, update: Step) -> Step:
-        """Return the step. The closure runs before: it calls ``backward``, and ``zero_grad`` on the optimizer."""
-
-        @wraps(update)
-        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-            with torch.enable_grad():
-                loss = None if closure is None else closure()
-            with torch.inference_mode(False), torch.no_grad():
-                self._carry_out(optimizer, _Update(optimizer, lambda: update(optimizer, **options)))
-            return loss
-
-        return step
-
-    def _carry_out(self, optimizer: Optimizer, update: _Update) -> None:
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def carry_out(self, step: Step, optimizer: Optimizer, **options: Any) -> None:
+        """Call ``step(optimizer, **options)`` for each bucket while its state is on the device."""
+        update = _Update(optimizer, lambda: step(optimizer, **options))
         self._follow(optimizer)
         stepped = [bucket for bucket in self._buckets if bucket.is_stepped]
         others = [*self._resident.members, *(m for b in self._buckets if not b.is_stepped for m in b.members)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,21 +21,18 @@ from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._owner_exchange import (
     Exchange,
+    OwnerPlans,
     Slot,
     Tiling,
     Unit,
     is_planned,
-    make_exchanges,
     tiling_of,
     title_of,
 )
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
-from composable_fsdp.optim.local_optimizer import Step, check_step, class_step, replace_step
+from composable_fsdp.optim.local_optimizer import Step, check_step, class_step, replace_step, with_closure
 
 __all__ = ["matrix_cost", "owner_step"]
-
-_MOST_PLANS = 256
-"""With more sets of parameters that get gradients together, plans are made again."""
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Cost = Callable[[torch.Size], float]
@@ -92,7 +88,8 @@ def owner_step(optimizer: OptimizerT, *, cost: Cost = matrix_cost, bucket_bytes:
         optimizer = owner_step(torch.optim.Adafactor(model.parameters(), lr=1e-2))
     """
     _check(optimizer, bucket_bytes)
-    replace_step(optimizer, _OwnerStep(class_step(optimizer), cost, bucket_bytes).on_owners())
+    update = class_step(optimizer)
+    replace_step(optimizer, with_closure(update, _OwnerStep(update, cost, bucket_bytes).carry_out))
     cast(Any, optimizer)._is_exchanged = lambda group: True
     return optimizer
 
@@ -212,25 +209,9 @@ class _OwnerStep:
     """The step of an optimizer, with its plan."""
 
     def __init__(self, update: Step, cost: Cost, bucket_bytes: int) -> None:
-        self.update, self.cost, self.bucket_bytes = update, cost, bucket_bytes
-        self._plans: dict[tuple[int, ...], tuple[Any, list[tuple[Exchange, list[tuple[int, int]]]]]] = {}
-        """By the ids of their parameters: with ``offload_optimizer``, a step has several. The key is what they fit."""
+        self.update, self.cost, self._plans = update, cost, OwnerPlans(bucket_bytes)
 
-    def on_owners(self) -> Step:
-        """Return the step. The closure runs before: it calls ``backward``, and ``zero_grad`` on the optimizer."""
-
-        @wraps(self.update)
-        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-            if closure is None:
-                return self.carry_out(optimizer, options)
-            with torch.enable_grad():
-                loss = closure()
-            self.carry_out(optimizer, options)
-            return loss
-
-        return step
-
-    def carry_out(self, optimizer: Optimizer, options: Mapping[str, Any]) -> Any:
+    def carry_out(self, optimizer: Optimizer, **options: Any) -> Any:
         """Update the sharded parameters by their owners, then the plain ones."""
         groups = optimizer.param_groups
         sharded = [
@@ -241,7 +222,11 @@ class _OwnerStep:
         ]
         with torch.no_grad():
             tasks = [_Task(self, optimizer, p, group, options) for p, group in sharded]
-            for exchange, keys in self._planned(tasks):
+            for exchange, keys in self._plans.of(
+                [p for p, _ in sharded],
+                lambda: [[task.unit(self.cost)] for task in tasks],
+                [(task.dtype, task.form) for task in tasks],
+            ):
                 in_order = [tasks[index] for index, _ in keys]
                 exchange.run([None if task.gradient is None else task for task in in_order])
                 _share_new_state(exchange, in_order)
@@ -257,18 +242,6 @@ class _OwnerStep:
         finally:
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params
-
-    def _planned(self, tasks: Sequence[_Task]) -> list[tuple[Exchange, list[tuple[int, int]]]]:
-        key = [(id(task.parameter), id(task.parameter.device_mesh), task.dtype, task.form) for task in tasks]
-        ids = tuple(id(task.parameter) for task in tasks)
-        found, exchanges = self._plans.get(ids, (None, []))
-        if found != key:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            parameters = [task.parameter for task in tasks]
-            exchanges = make_exchanges(parameters, lambda i: [tasks[i].unit(self.cost)], self.bucket_bytes)
-            self._plans[ids] = key, exchanges
-        return exchanges
 
 
 class _Task:

@@ -142,8 +142,8 @@ def most_bytes(exchange: Exchange) -> int:
 
 
 def exchanges_of(optimizer: Muon) -> list[Exchange]:
-    first, *_ = optimizer._plans.values()
-    return [exchange for exchange, _ in first.exchanges]
+    (_, exchanges), *_ = optimizer._plans._plans.values()
+    return [exchange for exchange, _ in exchanges]
 
 
 def compare(shape: tuple[int, ...], bucket_bytes: int, options: dict[str, Any]) -> tuple[int, int]:

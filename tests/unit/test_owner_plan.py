@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests._internals import (
     AxisCut,
+    OwnerPlans,
     Slot,
     Tiling,
     Unit,
@@ -81,6 +83,23 @@ def test_matrices_that_exceed_bucket_bytes_are_computed_together(shape: tuple[in
         assert sorted(exchange.owners) == [*range(8)]
     finally:
         dist.destroy_process_group()
+
+
+def test_a_plan_is_made_once_and_keeps_its_parameters() -> None:
+    """Otherwise another parameter could get the ``id`` of one that is gone, and its plan."""
+    plans, calls, parameters = OwnerPlans(1), list[int](), [torch.zeros(4, 6)]
+    alive = weakref.ref(parameters[0])
+
+    def units() -> list[list[Unit]]:
+        slot = Slot(tiling_of(parameters[0]), torch.bfloat16)
+        calls.append(1)
+        return [[Unit((slot,), (slot,), 1.0)]]
+
+    for forms in ([], [], ["new state"], ["new state"]):
+        plans.of(parameters, units, forms)
+    assert len(calls) == 2
+    parameters.clear()
+    assert alive() is not None
 
 
 @given(COSTS, st.integers(1, 9))
