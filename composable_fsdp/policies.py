@@ -152,8 +152,8 @@ class MixedPrecisionPolicy:
 
     def note_reduce_dtype(self, parameter: str, compute: torch.dtype, gradient: torch.dtype | None) -> None:
         """Log once for these dtypes if another version of torch would reduce the gradients in another dtype."""
-        depends = self.reduce_dtype is None and self.grad_dtype is None and gradient is not None
-        if depends and compute.is_floating_point and compute != gradient and (compute, gradient) not in _noted:
+        depends = self.reduce_dtype is None and self.grad_dtype is None and compute.is_floating_point
+        if depends and gradient not in (None, compute) and (compute, gradient) not in _noted:
             _noted.add((compute, gradient))
             _note_reduce_dtype(parameter, compute, gradient)
 
