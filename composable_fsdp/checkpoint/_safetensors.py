@@ -56,7 +56,7 @@ from composable_fsdp.checkpoint._coordination import (
     refuse,
     tensor_text,
 )
-from composable_fsdp.checkpoint._state_dict.model import digest
+from composable_fsdp.checkpoint._state_dict.model import check_meshes, digest
 from composable_fsdp.checkpoint._state_dict.tensors import LocalShard, check_parts, prepare_for_access, tensors_of
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -496,6 +496,7 @@ def save_safetensors(
 
     try:
         target, own = ranks.exchange(what, plan, begin)
+        check_meshes(ranks, what, shards)
         target = replace(target, folder=Path(path))
         ranks.combine(what, lambda: target.write(shards, own), lambda written: target.commit())
     except BaseException:

@@ -59,6 +59,7 @@ from composable_fsdp._core.memory import current_accelerator, is_accelerator
 from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet, said
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
 from composable_fsdp.checkpoint._state_dict import inner_tensors
+from composable_fsdp.checkpoint._state_dict.model import check_meshes
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, check_replicated, on_host
 from composable_fsdp.checkpoint._state_dict.state_tree import (
     OBJECT,
@@ -611,6 +612,7 @@ class _Save:
             return contents.contribution()
 
         merged = self._ranks.combine(what, contribution, merge)
+        check_meshes(self._ranks, what, {path[1]: part for path, part in contents.parts.items() if path[0] == "model"})
 
         def each() -> tuple[SavePlan, Mapping[str, str]]:
             contents.settle(merged)

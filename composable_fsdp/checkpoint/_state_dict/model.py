@@ -26,8 +26,16 @@ from composable_fsdp._core.extents import assemble_full, extent_of, gather, has_
 from composable_fsdp._core.full_mesh import default_mesh
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import alias_of, local_part
-from composable_fsdp.checkpoint._coordination import Mismatch, differ, dtype_name, refuse, said, tensor_text
-from composable_fsdp.checkpoint._state_dict.tensors import Entry, entries_of, on_meta, prepare_for_access
+from composable_fsdp.checkpoint._coordination import Mismatch, RankGroup, differ, dtype_name, refuse, said, tensor_text
+from composable_fsdp.checkpoint._state_dict.tensors import (
+    Entry,
+    LocalShard,
+    checksum,
+    differences,
+    entries_of,
+    on_meta,
+    prepare_for_access,
+)
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 T = TypeVar("T")
@@ -253,6 +261,36 @@ class OwnerRanks:
     def _mesh_of(self, value: object) -> DeviceMesh | None:
         is_smaller = isinstance(value, DTensor) and value.device_mesh in self.smaller_meshes
         return cast(DTensor, value).device_mesh if is_smaller else self.mesh
+
+
+def check_meshes(ranks: RankGroup, what: str, parts: Mapping[str, LocalShard]) -> None:
+    """Raise on all ``ranks`` if parameters of one name are on several smaller meshes, with other values on each.
+
+    A checkpoint has one tensor of each name, so it would have the values of one mesh. Values are compared only if there
+    are several meshes.
+    """
+    smaller = OwnerRanks.of((part.value, part.sharding) for part in parts.values()).smaller_meshes
+    meshes = {key: part.value.device_mesh for key, part in parts.items() if isinstance(part.value, DTensor)}
+    own = {key: mesh.mesh.flatten().tolist() for key, mesh in meshes.items() if mesh in smaller}
+
+    def on_several(found: list[dict[str, list[int]]]) -> set[str]:
+        first = {key: mesh for each in found for key, mesh in each.items()}
+        return {key for each in found for key, mesh in each.items() if mesh != first[key]}
+
+    def checksums() -> dict[tuple[str, Any], int]:
+        return {(key, parts[key].extent.ranges): checksum(parts[key].local) for key in own if key in several}
+
+    def compare_shards(found: list[dict[tuple[str, Any], int]]) -> None:
+        for (key, _), rank, first_rank in differences(dict(enumerate(found))):
+            raise CheckpointError(
+                f"{key} is on several meshes, with other values on rank {rank} than on rank {first_rank}, but only one "
+                "is saved. Give the parameters of each mesh, such as its experts, names of their own, or make one "
+                "DTensor of them that is sharded over the axis between the meshes."
+            )
+
+    several = ranks.combine(what, lambda: own, on_several)
+    if several:
+        ranks.combine(what, checksums, compare_shards)
 
 
 @dataclass

@@ -49,6 +49,7 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
 )
 from composable_fsdp.checkpoint._state_dict.tensors import (
     checksum,
+    differences,
     on_meta,
     parameter_names,
     prepare_for_access,
@@ -274,15 +275,11 @@ def restored(group: Mapping[str, Any], saved: Mapping[str, Any], numbers: Iterab
 
 def check_replicated(checksums: Mapping[int, Mapping[str, int]]) -> None:
     """Raise unless the plain tensors are equal on all ranks, which have ``checksums`` of them by key."""
-    first: dict[str, tuple[int, int]] = {}
-    for rank, on_rank in checksums.items():
-        for key, found in on_rank.items():
-            first_rank, expected = first.setdefault(key, (rank, found))
-            if found != expected:
-                raise CheckpointError(
-                    f"{key} is a plain tensor with other values on rank {rank} than on rank {first_rank}, but only one "
-                    "is saved. Have the optimizer keep a DTensor."
-                )
+    for key, rank, first_rank in differences(checksums):
+        raise CheckpointError(
+            f"{key} is a plain tensor with other values on rank {rank} than on rank {first_rank}, but only one is "
+            "saved. Have the optimizer keep a DTensor."
+        )
 
 
 # -- save

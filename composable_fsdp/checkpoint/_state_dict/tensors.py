@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -23,6 +23,8 @@ from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import local_part, plain_tensors
 from composable_fsdp.checkpoint._coordination import said
 from composable_fsdp.errors import CheckpointError
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -215,3 +217,13 @@ def checksum(value: torch.Tensor) -> int:
         data = own.contiguous().reshape(-1).view(torch.uint8)
         found = crc32(data.numpy().data, crc32(repr((tuple(plain.shape), plain.dtype)).encode(), found))
     return found
+
+
+def differences(checksums: Mapping[int, Mapping[K, int]]) -> Iterator[tuple[K, int, int]]:
+    """Yield each key with another checksum on some rank than on the first rank that has the key, and both ranks."""
+    first: dict[K, tuple[int, int]] = {}
+    for rank, on_rank in checksums.items():
+        for key, found in on_rank.items():
+            first_rank, expected = first.setdefault(key, (rank, found))
+            if found != expected:
+                yield key, rank, first_rank
