@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,7 @@ from composable_fsdp.checkpoint import (
     save,
 )
 from composable_fsdp.errors import CheckpointError
+from tests.helpers.checkpoint_worlds import all_ranks_raise
 from tests.helpers.run_ranks import run_ranks
 
 
@@ -171,6 +172,83 @@ def refusals(folder: Path) -> None:
 
 def test_what_one_rank_alone_would_save_is_refused(tmp_path: Path) -> None:
     run_ranks(refusals, 2, tmp_path)
+
+
+SETTINGS: dict[Any, Any] = {
+    "milestones": {3: 0.5, 10: {"rate": 0.25}},
+    "options": {},
+    "stages": [{}, {"length": 2}, {True: OrderedDict(a=(1, {}))}],
+    "a.b": 1.5,
+    7: torch.arange(3),
+}
+
+
+def settings(folder: Path, *, saves: bool) -> None:
+    model = built("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if saves:
+        optimizer.param_groups[0].update(SETTINGS)
+        save(folder, model, optimizer)
+    else:
+        load(folder, model, optimizer)
+        assert {key: repr(optimizer.param_groups[0][key]) for key in SETTINGS} == {
+            k: repr(v) for k, v in SETTINGS.items()
+        }
+
+
+@pytest.mark.behaviour("F-09")
+def test_settings_of_every_type_and_key_come_back(tmp_path: Path) -> None:
+    run_ranks(settings, 2, tmp_path, saves=True)
+    run_ranks(settings, 3, tmp_path, saves=False)
+
+
+def state_of_some_ranks(folder: Path) -> None:
+    model, rank = built("hybrid"), dist.get_rank()
+    weight, last = (model.get_parameter(name) for name in ("1.weight", "2.weight"))  # of 5 rows and of 1 row
+
+    def optimizer() -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, made, 0, 1)
+        return made
+
+    def refused(text: str, change: Any) -> None:
+        changed = optimizer()
+        change(changed)
+        with all_ranks_raise(text):
+            save(folder / "no", model, changed)
+
+    some = optimizer()
+    expected = state_of(model, some)
+    if rank < 2:
+        some.state[weight] = {}  # all of it is on ranks 2 and 3 too
+    if rank % 2:  # the row is on ranks 0 and 2
+        some.state[last]["step"] = torch.tensor(0.0)
+        some.state[last]["note"] = "no step here"
+    save(folder, model, some)
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load(folder, model, fresh)
+    assert state_of(model, fresh) == expected
+
+    if rank == 3:
+        refused(
+            "the optimizer state of 1.weight on rank 3 is another than on ranks before it, in note, but only one is",
+            lambda changed: changed.state[weight].update(note=1),
+        )
+    else:
+        refused("on rank 3 is another than on ranks before it, in note", lambda changed: None)
+    refused(
+        r"state\.1\.weight\.norm is a plain tensor with other values on rank 2 than on rank 0",
+        lambda changed: changed.state[weight].update(norm=torch.tensor(rank // 2)),
+    )
+    refused(
+        r"state\.mean is a plain tensor with other values on rank 1 than on rank 0",
+        lambda changed: changed.state.update(mean=torch.tensor(rank)),
+    )
+
+
+@pytest.mark.behaviour("F-09")
+def test_state_that_differs_between_ranks_is_refused_unless_a_shard_is_empty(tmp_path: Path) -> None:
+    run_ranks(state_of_some_ranks, 4, tmp_path)
 
 
 def loads_of_torch(folder: Path) -> None:

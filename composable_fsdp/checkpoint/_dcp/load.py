@@ -409,7 +409,8 @@ class _Restore:
     def _match_optimizer(self, optimizer: Optimizer) -> None:
         self._params = params = OptimizerParams(self._model, optimizer)
         layouts = self.objects.get("optimizer.layouts") or {"state": self._layouts_of_torch()}
-        saved_groups = self._saved_groups([[member.name for member in group] for group in params.groups])
+        own = [[member.name for member in group] for group in params.groups]
+        saved_groups = layouts["groups"] if "groups" in layouts else self._saved_groups(own)
         if saved_groups:
             self._groups = params.match_groups(saved_groups, self.mismatch)
         else:

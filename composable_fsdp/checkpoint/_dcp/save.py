@@ -4,8 +4,9 @@
 ``model.<name>``                          parameters, buffers, extra states of modules
 ``optimizer.state.<name>.<key>``          optimizer state of the parameter of that name; below lists and dicts, further
                                           indices and keys; also state under a key that is no parameter
-``optimizer.layouts``                     ``Layout`` (``state_tree.py``) of each of these states
-``optimizer.param_groups.<i>.<setting>``  setting of the group of that number, with parameter names in ``params``
+``optimizer.layouts``                     ``Layout`` (``state_tree.py``) of each of these states; under ``groups`` the
+                                          param groups, with parameter names in ``params``
+``optimizer.param_groups.<i>.<setting>``  the same settings as torch reads them: without types of keys and empty dicts
 ``averages.values.<name>``                averages of parameters; ``averages.steps`` is the number of updates
 ``communication.<name>.residual``         state of codecs with error feedback; ``.rounds`` beside it
 ``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
@@ -67,6 +68,7 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
     Layout,
     TreePath,
     kind_of,
+    kinds_of,
     layout_of,
     leaves,
 )
@@ -117,10 +119,22 @@ def merge(contributions: Sequence[Contribution]) -> Contribution:
     check_replicated({rank: each.replicated for rank, each in enumerate(contributions)})
     groups = {members: group for each in contributions[::-1] for members, group in each.groups.items()}
     layouts: Layouts = {}
-    for each in contributions[::-1]:
+    for rank, each in enumerate(contributions):
         for section, found in each.layouts.items():
-            layouts.setdefault(section, {}).update(found)
+            known = layouts.setdefault(section, {})
+            for key, layout in found.items():
+                if (first := known.setdefault(key, layout)) != layout:
+                    _check_kinds(key, kinds_of(first), kinds_of(layout), rank)
     return Contribution(groups, layouts, {}, inner_tensors.agreed([each.inner for each in contributions]))
+
+
+def _check_kinds(key: Any, first: Mapping[TreePath, str], found: Mapping[TreePath, str], rank: int) -> None:
+    """Raise if the optimizer state of ``key`` on ``rank`` has other tensors or values than on a rank before it."""
+    if differing := sorted({key_of(path) for path, _ in first.items() ^ found.items()}):
+        raise CheckpointError(
+            f"the optimizer state of {key} on rank {rank} is another than on ranks before it, in "
+            f"{', '.join(differing) or 'all of it'}, but only one is saved. Have all ranks make the same steps."
+        )
 
 
 @dataclass
@@ -155,6 +169,7 @@ class Contents:
         state = {
             name: self._add_tree(("state", name), tree, params.members[name]) for name, tree in packed.state.items()
         }
+        state = {name: layout for name, layout in state.items() if not params.members[name].is_empty}
         others = {key: self._add_tree(("state", key), tree) for key, tree in packed.others.items()}
         rest = {key: self._add_tree((key,), tree) for key, tree in packed.rest.items()}
         self.layouts = {"state": state, "others": others, "rest": rest}
@@ -162,6 +177,7 @@ class Contents:
     def _add_tree(self, at: TreePath, tree: Any, member: OptimizerParam | None = None) -> Layout:
         """Add the leaves of the ``tree`` of optimizer state at ``at``, and return its layout."""
         kinds = []
+        is_empty = member is not None and member.is_empty
         for path, value in leaves(tree, ("optimizer", *at)):
             own = tuple(each if isinstance(each, int) else str(each) for each in path)
             key = key_of(own)
@@ -172,11 +188,13 @@ class Contents:
             self._keys.add(key)
             kind = kind_of(value, None if member is None else member.parameter, key)
             kinds.append(kind)
+            if is_empty and kind in (OBJECT, PLAIN):
+                continue
             if kind == OBJECT:
                 self.objects[own] = value
                 continue
             self.parts[own] = LocalShard(value, None if member is None else member.sharding)
-            if kind == PLAIN and value.ndim:
+            if kind == PLAIN:
                 inner_tensors.refuse_unknown(key, self.parts[own])
                 self.replicated[key] = checksum(value)
         remaining = iter(kinds)
@@ -206,7 +224,7 @@ class Contents:
             else:
                 self.objects[paths[key]] = value
         if merged.groups:
-            self.objects["optimizer", "layouts"] = merged.layouts
+            self.objects["optimizer", "layouts"] = {**merged.layouts, "groups": list(merged.groups.values())}
         for path in [path for path in self.parts if key_of(path) in merged.inner]:
             part, record = self.parts.pop(path), merged.inner[key_of(path)]
             aliases = [alias for alias, of in self.aliases.items() if of == path]
@@ -533,8 +551,9 @@ def save(
 
     Raises:
         CheckpointError: writing failed, ranks are missing, an earlier asynchronous save failed, an object could not be
-            loaded again, ``extra`` has DTensors, or plain optimizer state of a DTensor differs between ranks. All ranks
-            raise the same error.
+            loaded again, ``extra`` has DTensors, parameters of one name on several smaller meshes have other values on
+            each, or plain optimizer state of a DTensor, or what state there is, differs between ranks. All ranks raise
+            the same error.
         ConfigurationError: an argument is invalid.
     """
     own, folder = {} if extra is None else extra, Path()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp._core.extents import like, plain_name, shardings_of, states_below
+from composable_fsdp._core.extents import extent_of, like, plain_name, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import find_replaced, local_part
 from composable_fsdp.checkpoint._coordination import Mismatch
@@ -65,6 +65,11 @@ class OptimizerParam:
     name: str
     parameter: torch.Tensor
     sharding: ParameterSharding | None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if other ranks have all elements. An optimizer may make no step here, so the state here is not saved."""
+        return extent_of(self.parameter, self.sharding).is_empty and self.parameter.numel() > 0
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,11 @@ class OptimizerParams:
             for group, members in zip(found["param_groups"], self.groups, strict=True)
         ]
         return PackedState(
-            {name: found["state"][number] for number, name in names.items() if number in found["state"]},
+            {
+                name: tree
+                for number, name in names.items()
+                if not isinstance(tree := found["state"].get(number, {}), Mapping) or tree
+            },
             {key: entry for key, entry in found["state"].items() if key not in names},
             groups,
             {key: value for key, value in found.items() if key not in ("state", "param_groups")},

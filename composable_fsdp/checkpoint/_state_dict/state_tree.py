@@ -79,6 +79,12 @@ def built(layout: Layout, leaf: Callable[[TreePath, str], Any], path: TreePath =
     return deque(values, maxlen) if name == "deque" else _SEQUENCES[name](values)
 
 
+def kinds_of(layout: Layout) -> dict[TreePath, str]:
+    found: dict[TreePath, str] = {}
+    built(layout, found.setdefault)
+    return found
+
+
 def mapped(leaf: Callable[[TreePath, Any], Any], tree: Any) -> Any:
     return built(layout_of(tree, lambda _: OBJECT), lambda path, _: leaf(path, at(tree, path)))
 
