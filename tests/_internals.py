@@ -235,17 +235,7 @@ if TYPE_CHECKING:
     from composable_fsdp.diagnostics.fault_file import Recorder as DiagnosticsRecorder
     from composable_fsdp.diagnostics.timeline import merged, write_chrome_trace
     from composable_fsdp.init.materialize import reset_parameters
-    from composable_fsdp.optim._owner_exchange import (
-        AxisCut,
-        Exchange,
-        OwnerPlans,
-        Slot,
-        Tiling,
-        Unit,
-        axis_cuts,
-        make_exchanges,
-        tiling_of,
-    )
+    from composable_fsdp.optim._owner_exchange import Exchange, OwnerPlans, make_exchanges
     from composable_fsdp.optim._owner_plan import (
         assign_owners,
         cut_buckets,
@@ -253,6 +243,7 @@ if TYPE_CHECKING:
         newton_schulz_cost,
         replicas_together,
     )
+    from composable_fsdp.optim._owner_units import AxisCut, Slot, Tiling, Unit, axis_cuts, tiling_of
     from composable_fsdp.optim.offload_optimizer import _offloads as optimizer_offloads
     from composable_fsdp.plan import dry_run
     from composable_fsdp.plan.dry_run import Replay, Snapshot, events_of

@@ -1,9 +1,7 @@
 """Sends whole tensors to the ranks that compute with them, and the results back to the ranks that hold their shards.
 
-A *unit* is what one owner computes at once, such as a matrix: it has input tensors and output tensors, each cut over
-the ranks of a mesh. For a bucket of units, one all-to-all sends the shards of all inputs to the owners, and one more
-sends the shards of all outputs back. The next bucket's inputs and the last one's outputs are on their way while a
-bucket is computed.
+For a bucket of units, one all-to-all sends the shards of all inputs to the owners, and one more sends the shards of all
+outputs back. The next bucket's inputs and the last one's outputs are on their way while a bucket is computed.
 
 Invariant: all ranks of an exchange have the same units in the same order, so they assign the same owners and cut the
 same buckets. Every rank computes its own part of the messages' layout, and nothing of it is sent. What ranks may
@@ -12,9 +10,9 @@ disagree on is a word before each rank's part of a message: which units have a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -24,160 +22,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
-from composable_fsdp._core.extents import Box, Cut, ShardExtent
+from composable_fsdp._core.extents import Box
+from composable_fsdp._core.layout import ALIGNMENT_BYTES, aligned_bytes
 from composable_fsdp._core.memory import current_device
 from composable_fsdp._core.params import find_parameter
 from composable_fsdp.errors import DivergenceError, PeerError
 from composable_fsdp.optim._owner_plan import assign_owners, cut_buckets, message_limit, replicas_together
+from composable_fsdp.optim._owner_units import Coordinate, Unit, tiling_of
 
 __all__ = [
     "Exchange",
     "Members",
     "OwnerPlans",
-    "Slot",
-    "Tiling",
-    "Unit",
     "is_planned",
     "make_exchanges",
-    "tiling_of",
     "title_of",
 ]
 
-Coordinate = tuple[int, ...]
-
 _MOST_PLANS = 256
 """With more lists of parameters that get gradients together, plans are made again."""
-_WORD, _ALIGNMENT = 8, 16
-"""The bytes of a word; and of what every piece begins at a multiple of, so that it can be viewed in any dtype."""
-
-
-class AxisCut(NamedTuple):
-    """A mesh axis that cuts tensor dim ``dim``, which is first split into ``blocks``."""
-
-    axis: int
-    dim: int
-    blocks: int = 1
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a tensor of ``shape`` is cut over a mesh of ``sizes``, by ``cuts`` in their order."""
-
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...] = ()
-    cuts: tuple[AxisCut, ...] = ()
-
-    @cached_property
-    def uncut(self) -> tuple[int, ...]:
-        """The mesh axes whose ranks hold the same shards."""
-        cut = {each.axis for each in self.cuts}
-        return tuple(axis for axis in range(len(self.sizes)) if axis not in cut)
-
-    def extent(self, coordinate: Coordinate) -> ShardExtent:
-        """Return the part of the tensor that the rank at ``coordinate`` holds."""
-        key = tuple(coordinate[cut.axis] for cut in self.cuts)
-        if key not in self._extents:
-            cuts = [Cut(c.dim, self.sizes[c.axis], at, c.blocks) for c, at in zip(self.cuts, key, strict=True)]
-            self._extents[key] = ShardExtent.after(self.shape, cuts)
-        return self._extents[key]
-
-    @cached_property
-    def _extents(self) -> dict[Coordinate, ShardExtent]:
-        return {}
-
-    @cached_property
-    def largest(self) -> int:
-        """The elements of the largest shard: the first rank's, as of ``torch.chunk``."""
-        return prod(self.extent((0,) * len(self.sizes)).local_shape)
-
-
-def tiling_of(tensor: torch.Tensor) -> Tiling:
-    """Return how ``tensor`` is cut: a parameter at rest, another DTensor without partial sums, or a plain tensor."""
-    if not isinstance(tensor, DTensor):
-        return Tiling(tuple(tensor.shape))
-    sizes = tuple(tensor.device_mesh.shape)
-    return Tiling(tuple(tensor.shape), sizes, axis_cuts(tensor.placements, sizes, find_parameter(tensor) is not None))
-
-
-def axis_cuts(placements: Sequence[Placement], sizes: tuple[int, ...], is_parameter: bool) -> tuple[AxisCut, ...]:
-    """Return the cuts of ``placements`` in their order.
-
-    ``fully_shard`` cuts what tensor parallelism has left. A strided shard says so, but describes it exactly only if the
-    rows can be divided evenly. So for its parameters the order is followed instead.
-    """
-    found = [
-        AxisCut(axis, cast(Any, placement).dim, getattr(placement, "split_factor", 1))
-        for axis, placement in enumerate(placements)
-        if not placement.is_replicate()
-    ]
-    for cut in found if is_parameter else ():
-        later = prod(sizes[other.axis] for other in found if other.axis > cut.axis and other.dim == cut.dim)
-        if cut.blocks == later > 1:
-            return (*(other for other in found if other is not cut), AxisCut(cut.axis, cut.dim))
-    return tuple(found)
-
-
-class Slot:
-    """One tensor of a unit: the block of ``sizes`` from ``offsets`` on of a tensor that is cut by ``tiling``."""
-
-    def __init__(
-        self,
-        tiling: Tiling,
-        dtype: torch.dtype,
-        offsets: tuple[int, ...] | None = None,
-        sizes: tuple[int, ...] | None = None,
-    ) -> None:
-        self.tiling, self.dtype = tiling, dtype
-        self.offsets = (0,) * len(tiling.shape) if offsets is None else offsets
-        self.sizes = tiling.shape if sizes is None else sizes
-        self.nbytes = _aligned(prod(self.sizes) * dtype.itemsize)
-
-    def boxes(self, coordinate: Coordinate) -> Iterator[Box]:
-        """Yield the boxes of this block that the rank at ``coordinate`` holds, with offsets in the block."""
-        for box in self.tiling.extent(coordinate).boxes():
-            sides = zip(box.offsets, box.local_offsets, box.sizes, self.offsets, self.sizes, strict=True)
-            inside = [(max(o, b), lo, o, min(o + n, b + m), b) for o, lo, n, b, m in sides]
-            if all(start < stop for start, _, _, stop, _ in inside):
-                yield Box(
-                    tuple(start - begin for start, *_, begin in inside),
-                    tuple(lo + start - o for start, lo, o, _, _ in inside),
-                    tuple(stop - start for start, _, _, stop, _ in inside),
-                )
-
-    def comes_from(self, sender: Coordinate, owner: Coordinate) -> bool:
-        """Return whether ``owner`` receives the part of ``sender``: one of the ranks that hold it sends it."""
-        return all(sender[axis] == owner[axis] for axis in self.tiling.uncut)
-
-    @property
-    def held(self) -> int:
-        """The most bytes of this block that a rank may hold, about: its share of the largest shard."""
-        share = min(prod(self.sizes), self.tiling.largest)
-        return _aligned(share * self.dtype.itemsize)
-
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """Tensors that one rank computes at once. ``cost`` is the time that it takes, in the same measure for all units."""
-
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
-    cost: float
-    name: str = ""
-    """The name in errors, such as that of the parameter."""
-    shape: tuple[int, ...] = ()
-    """The shape in which the owner computes it, if that is not the shape of its input."""
-
-    @property
-    def largest(self) -> int:
-        """The bytes of the whole inputs, or of the whole outputs, whichever are more."""
-        return max(sum(slot.nbytes for slot in slots) for slots in (self.inputs, self.outputs))
-
-    @property
-    def held(self) -> int:
-        """The bytes of the largest shards of the inputs, or of the outputs."""
-        return max(sum(slot.held for slot in slots) for slots in (self.inputs, self.outputs))
+_WORD = 8
+"""The bytes of a word. It takes ``ALIGNMENT_BYTES``, at a multiple of which every piece begins."""
 
 
 class Task(Protocol):
@@ -251,13 +117,13 @@ class _Message:
     def begin_part(self) -> None:
         """Begin the part of the next rank."""
         self.words.append(self.nbytes // _WORD)
-        self.splits.append(_ALIGNMENT)
-        self.nbytes += _ALIGNMENT
+        self.splits.append(ALIGNMENT_BYTES)
+        self.nbytes += ALIGNMENT_BYTES
 
     def append(self, unit: int, slot: int, box: Box, dtype: torch.dtype) -> None:
         """Append a piece to the part of the last rank that was begun."""
         self.pieces.append(_Piece(unit, slot, box, self.nbytes, dtype))
-        nbytes = _aligned(prod(box.sizes) * dtype.itemsize)
+        nbytes = aligned_bytes(prod(box.sizes) * dtype.itemsize)
         self.splits[-1] += nbytes
         self.nbytes += nbytes
 
@@ -469,10 +335,6 @@ def _compute(bucket: _Bucket, index: int, task: Task, owned: torch.Tensor, resul
         piece.of(results).copy_(outputs[piece.slot][piece.box.slices])
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
 # -- the ranks of an exchange
 
 
@@ -516,7 +378,7 @@ def make_exchanges(
     for (mesh, uncut, device), keys in by_ranks.items():
         of_mesh = [units[key] for key in keys]
         largest = max(unit.largest for unit in of_mesh)
-        limit = message_limit(bucket_bytes, largest, _ALIGNMENT * (1 if mesh is None else mesh.size()))
+        limit = message_limit(bucket_bytes, largest, ALIGNMENT_BYTES * (1 if mesh is None else mesh.size()))
         if mesh is None:
             members, copies = Members(device=device), 1
         else:
@@ -539,23 +401,14 @@ def _members(mesh: DeviceMesh, uncut: tuple[int, ...], copies: int) -> Members:
             replica = replica * size + coordinate[axis]
         return replica // copies
 
-    places = {int(rank): tuple(at) for at, rank in _places(mesh) if team(at) == team(own)}
+    everywhere = zip(mesh.mesh.flatten().tolist(), product(*map(range, mesh.mesh.shape)), strict=True)
+    places = {rank: at for rank, at in everywhere if team(at) == team(own)}
     group = _group_of(mesh, list(places))
     if group is None:
         return Members(None, (tuple(own),), 0, current_device(mesh.device_type))
     ranks = dist.get_process_group_ranks(group)
     coordinates = tuple(places[rank] for rank in ranks)
     return Members(group, coordinates, dist.get_rank(group), current_device(mesh.device_type))
-
-
-def _places(mesh: DeviceMesh) -> Iterator[tuple[Coordinate, int]]:
-    ranks = mesh.mesh
-    for number, rank in enumerate(ranks.flatten().tolist()):
-        at = []
-        for size in reversed(ranks.shape):
-            number, index = divmod(number, size)
-            at.append(index)
-        yield tuple(reversed(at)), rank
 
 
 class OwnerPlans:

@@ -19,8 +19,9 @@ from composable_fsdp._core.extents import Box, like
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._local_step import local_copies_of
-from composable_fsdp.optim._owner_exchange import OwnerPlans, Slot, Unit, is_planned, tiling_of, title_of
+from composable_fsdp.optim._owner_exchange import OwnerPlans, is_planned, title_of
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
+from composable_fsdp.optim._owner_units import Slot, Unit, tiling_of
 from composable_fsdp.optim.owner_step import placed
 
 __all__ = ["Muon"]

@@ -22,14 +22,11 @@ from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.optim._owner_exchange import (
     Exchange,
     OwnerPlans,
-    Slot,
-    Tiling,
-    Unit,
     is_planned,
-    tiling_of,
     title_of,
 )
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
+from composable_fsdp.optim._owner_units import Slot, Tiling, Unit, tiling_of
 from composable_fsdp.optim.local_optimizer import Step, check_step, class_step, replace_step, with_closure
 
 __all__ = ["matrix_cost", "owner_step"]
