@@ -302,7 +302,7 @@ def tests(target: Target, result: Result) -> None:
     files = (
         ["tests/gpu"]
         if target.device == "cuda"
-        else ["tests/gpu", "tests/ranks/test_races.py", "tests/unit/test_accelerator.py"]
+        else ["tests/gpu", "tests/ranks/test_races_of_processes.py", "tests/unit/test_accelerator.py"]
     )
     plugins_off = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # the latter warns of -n, and warnings are errors
     command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "-rs", *plugins_off, "--tb=short", *files]

@@ -109,7 +109,7 @@ EXPLAINED = {
         ),
         "Only where a module on another stream is the first to wait. "
         "test_memory_is_not_used_again_before_another_stream_that_has_waited_for_it_is_done of "
-        "tests/unit/test_streams.py fails.",
+        "tests/unit/test_comm_streams.py fails.",
     ),
     **{
         site: f"On streams, a collective runs on the stream that launches it. Where it is asynchronous, as over gloo, "
@@ -124,7 +124,7 @@ EXPLAINED = {
     },
     "CommStream.join: self._module.current_stream().wait_stream(stream)": "Only after a failed "
     "launch, or aborted collectives. test_memory_of_a_failed_launch_is_not_used_again_before_its_copies_are_done of "
-    "tests/unit/test_streams.py fails.",
+    "tests/unit/test_comm_streams.py fails.",
 }
 """The sites that nothing reports on streams, by function and call, with what reports them elsewhere."""
 

@@ -52,11 +52,10 @@ _WITH_CODECS = (
             "test_parameters_with_policies",
             "test_ranks_with_other",
         ),
-        "tests/ranks/test_schedule_costs.py",
     ),
     *("tests/ranks/test_shared_unsharded_buffer.py", "tests/ranks/test_tensor_parallel.py"),
     *(
-        "tests/ranks/test_dropped_models.py",
+        "tests/ranks/test_freed_models.py",
         "tests/ranks/test_streams.py",
     ),
     *(
@@ -76,7 +75,7 @@ _WITH_CODECS = (
             "test_drawn_programs_have",
             "test_training_has_no",
         ),
-        "tests/parity/test_nccl.py::test_drawn_programs_break",
+        "tests/parity/test_nccl_training.py::test_drawn_programs_break",
     ),
     *(
         "tests/parity/test_comparison.py::test_this_library_behaves",
@@ -100,7 +99,11 @@ _OF_ERRORS_INSTEAD_OF_HANGS = (
         "tests/ranks/test_diagnostics.py::test_all_ranks_write",
     ),
     *("tests/ranks/test_soak.py", "tests/ranks/test_root_cause.py", "tests/ranks/test_recovery.py"),
-    *("tests/ranks/test_schedule_reset.py", "tests/ranks/test_evaluation.py", "tests/ranks/test_end_of_program.py"),
+    *(
+        "tests/ranks/test_schedule.py::test_a_forward_that_failed",
+        "tests/ranks/test_evaluation.py",
+        "tests/ranks/test_end_of_program.py",
+    ),
     "tests/ranks/test_launch.py::test_two_hosts",
     *(
         "tests/ranks/test_fused_groups.py::test_ranks_may_use",
@@ -121,8 +124,8 @@ _OF_TRACED_COLLECTIVES = (
         *_in("tests/ranks/test_memory.py", "test_reading_a_kept", "test_the_ledger_of"),
     ),
     *(
-        "tests/ranks/test_cached_gathers.py::test_backward_gathers_from",
-        "tests/ranks/test_timeline.py",
+        "tests/ranks/test_repeated_gathers.py::test_backward_gathers_from",
+        "tests/ranks/test_timeline_of_steps.py",
         "tests/ranks/test_prefetch_in_backward.py::test_ranks_with_different",
     ),
     *(
@@ -215,7 +218,7 @@ OWN: Mapping[str, Sequence[str]] = {
         *("tests/unit/test_codec_fused.py::test_codecs_are_compiled", *_WITH_CODECS),
     ),
     "watched": (
-        *("tests/ranks/test_watchdog.py", "tests/ranks/test_wait_warning.py", *_OF_ERRORS_INSTEAD_OF_HANGS),
+        *("tests/ranks/test_watchdog_faults.py", "tests/ranks/test_wait_warning.py", *_OF_ERRORS_INSTEAD_OF_HANGS),
         *("tests/unit/test_testing_ranks.py::test_every_end", "tests/ranks/test_forward_order.py"),
     ),
     "Visible": _OF_TRACED_COLLECTIVES,
@@ -234,7 +237,11 @@ OWN: Mapping[str, Sequence[str]] = {
         ),
     ),
     "LateTies": ("tests/unit/test_dropped_models.py::test_a_dropped_model", "tests/ranks/test_shared_parameters.py"),
-    "Recovery": ("tests/ranks/test_recovery.py", "tests/ranks/test_schedule_reset.py", "tests/ranks/test_soak.py"),
+    "Recovery": (
+        "tests/ranks/test_recovery.py",
+        "tests/ranks/test_schedule.py::test_a_forward_that_failed",
+        "tests/ranks/test_soak.py",
+    ),
     "PlainParameters": ("tests/ranks/test_module_kinds.py::test_parameters_added_after",),
     "ReportedPasses": _OF_ERRORS_INSTEAD_OF_HANGS,
     "TracedPasses": (*_OF_TRACED_COLLECTIVES, "tests/ranks/test_diagnostics.py::test_all_ranks_write"),
@@ -259,16 +266,16 @@ OWN: Mapping[str, Sequence[str]] = {
                 "test_parameters_that_an_optimizer_gets",
                 "test_an_optimizer_step_between",
             ),
-            "tests/unit/test_local_optimizer.py::test_an_optimizer_made",
+            "tests/unit/test_elementwise_optimizers.py::test_an_optimizer_made",
             _OF_GLOBAL_HOOKS,
         ),
         *("tests/ranks/test_threads.py", "tests/ranks/test_gradient_hooks.py::test_an_optimizer_built_before"),
         "tests/unit/test_global_effects.py::test_a_sharded_module_on_one_rank",
     ),
     "ModelCheck": (
-        *("tests/ranks/test_model_comparison.py", "tests/ranks/test_starting_values.py"),
+        *("tests/ranks/test_different_models.py", "tests/ranks/test_starting_values.py"),
         *(
-            "tests/ranks/test_initialize.py::test_initialisation_names",
+            "tests/ranks/test_initial_values.py::test_initialisation_names",
             *_in(
                 "tests/ranks/test_mixed_precision.py",
                 "test_a_subclass_of",

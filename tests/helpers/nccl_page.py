@@ -77,7 +77,7 @@ def rules_table() -> str:
         "|---|---|---|---|---|",
     ]
     for rule, row in RULES.items():
-        file = "tests/ranks/test_nccl.py" if rule in ON_RANKS else "tests/unit/test_nccl.py"
+        file = "tests/ranks/test_nccl_ranks.py" if rule in ON_RANKS else "tests/unit/test_nccl.py"
         names = dict.fromkeys(map(_name_of, {**ALONE, **ON_RANKS}[rule]))
         lines.append(f"| {rule} | {row.text} | {row.source} | {', '.join(names)} in `{file}` | {row.only_gpu} |")
     return "\n".join(lines) + "\n"

@@ -1,20 +1,25 @@
-"""Test the order of unshard, reshard and reduce events in the trace, which shows the promised overlap."""
+"""Test the order of unshard, reshard and reduce events in the trace, and that results do not depend on it."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp import FSDPModule, PeerError, fully_shard
 from composable_fsdp.testing import assert_trace
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import state_of
+from tests._internals import ForwardRecord, Planner, events, state_of
 from tests.helpers.models import TASKS, Routed, shard_layers
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.training import check_parity
-from tests.helpers.transports import SOCKETS
+from tests.helpers.transports import SOCKETS, TRANSPORTS
 
 PARAMETERS = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD)
 SCHEDULE = (*PARAMETERS, Operation.REDUCE)
@@ -256,3 +261,127 @@ def train_along_changing_routes() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_an_order_that_changes_between_iterations_trains_and_keeps_one_group_ahead_at_most(world_size: int) -> None:
     run_ranks(train_along_changing_routes, world_size, environment=SOCKETS)
+
+
+# -- orders that were not expected
+
+STEPS = 4
+Expect = Callable[[list[events.Event], random.Random], list[events.Event]]
+
+
+def expect_nothing(order: list[events.Event], draws: random.Random) -> list[events.Event]:
+    return []
+
+
+def expect_another_order(order: list[events.Event], draws: random.Random) -> list[events.Event]:
+    """Return each group of ``order`` at a random position, some groups twice and some never."""
+    groups = list(dict.fromkeys(event.group for event in order))
+    drawn = draws.choices(groups, k=len(groups) + 1) if groups else []
+    both = (events.Hook.PRE_FORWARD, events.Hook.POST_FORWARD)
+    return [events.Event(hook, group) for group in drawn for hook in both]
+
+
+def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tuple[list[bytes], int]:
+    """Train, and return the bytes of losses, gradients and parameters, and the number of eagerly served runs.
+
+    ``expect`` changes the order that each forward expects, in the same way on all ranks.
+    """
+    task, rank, draws, eager = TASKS[task_name], dist.get_rank(), random.Random(0), []
+    begin, run = Planner.begin_forward, Planner.eager
+
+    def begin_forward(self: Planner, **arguments: Any) -> None:
+        if expect is not None:
+            wrong = ForwardRecord()
+            wrong.events = expect(self.known.events, draws)
+            known, self.known = self.known, wrong
+            begin(self, **arguments)
+            self.known = known
+        else:
+            begin(self, **arguments)
+
+    def eager_run(self: Planner, *arguments: Any, **more: Any) -> Any:
+        eager.append(arguments)
+        return run(self, *arguments, **more)
+
+    Planner.begin_forward, Planner.eager = begin_forward, eager_run  # type: ignore[method-assign]
+    try:
+        model = shard_layers(task.build(), fully_shard)
+        schedule, setters = dict(options), cast(Any, model)
+        setters.set_reshard_after_backward(schedule.pop("reshard_after_backward", True))
+        setters.set_schedule(**schedule)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen = []
+        for step in range(STEPS):
+            loss = task.loss(model, task.batch_of(step, rank))
+            loss.backward()
+            seen.append(loss.detach())
+            seen += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        seen += [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+        return [each.detach().numpy().tobytes() for each in seen], len(eager)
+    finally:
+        Planner.begin_forward, Planner.eager = begin, run  # type: ignore[method-assign]
+
+
+def compare_expectations(task_name: str, options: dict[str, Any]) -> None:
+    expected, usual = train(task_name, None, options)
+    for expect in (expect_nothing, expect_another_order):
+        found, eager = train(task_name, expect, options)
+        assert found == expected, expect.__name__
+        assert eager > usual, "some events must be unexpected"
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize(
+    ("task", "options", "transport"),
+    [
+        ("mlp", {"max_fused_bytes": 0}, "sockets"),
+        *(("transformer", {"prefetch_limit": 3}, transport) for transport in TRANSPORTS),
+        ("transformer", {"max_unsharded_bytes": 1000, "reshard_after_backward": False}, "in common"),
+    ],
+)
+def test_results_do_not_depend_on_the_expected_order(task: str, options: dict[str, Any], transport: str) -> None:
+    run_ranks(compare_expectations, 2, task, options, environment=TRANSPORTS[transport])
+
+
+# -- a forward that failed
+
+WIDTH = 16
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.fails = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        if self.fails:
+            raise ArithmeticError
+        return out
+
+
+def fail_once_then_train() -> int:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), Last())
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    x = torch.ones(1, WIDTH)
+    last = model[-1]
+    assert isinstance(last, Last)
+    last.fails = dist.get_rank() == 1
+    with suppress(ArithmeticError, PeerError):
+        model(x).sum().backward()
+    last.fails = False
+    model.reset_iter_state()  # type: ignore[operator]
+    for _ in range(2):
+        model(x).sum().backward()
+    return 1
+
+
+def test_a_forward_that_failed_on_one_rank_leaves_no_order() -> None:
+    assert run_ranks(fail_once_then_train, 2, timeout=40) == [1, 1]
