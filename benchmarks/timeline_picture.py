@@ -2,8 +2,8 @@
 
     python benchmarks/timeline_picture.py
 
-It trains four transformer layers on two gloo ranks for 8 steps, after which ``composable-fsdp timeline`` draws the last
-one. Two idle cores take half a minute.
+It trains four transformer layers on two gloo ranks for 8 steps, after which ``composable-fsdp timeline`` draws the
+one of median time. Two idle cores take half a minute.
 """
 
 from __future__ import annotations

@@ -26,13 +26,27 @@ from composable_fsdp.trace import Operation, TraceEvent
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Lanes", "Slice", "draw_step", "merged", "performed", "write_chrome_trace", "write_timeline"]
+__all__ = [
+    "Lanes",
+    "Slice",
+    "Step",
+    "draw_step",
+    "merged",
+    "performed",
+    "straggler",
+    "write_chrome_trace",
+    "write_timeline",
+]
 
 PASSES, COMPUTE, GATHER, REDUCE, WAITS = LANES = ("passes", "compute", "gather", "reduce", "waits")
 """The lanes in the order of their display."""
 _COLORS = {COMPUTE: "#8fb9dd", GATHER: "#7cc39a", REDUCE: "#f0b26b", WAITS: "#d9534f"}
 _MOST_PROCESSES = 8
-_LETTERS_PER_WIDTH = 130
+_LATE = 0.05
+"""The least part of a step for which a rank waits for another one that is named."""
+_FONT_SIZE = 10
+"""Of a picture 7 inches wide: its letters are 8 pixels high where the picture is shown 420 pixels wide."""
+_LETTERS_PER_WIDTH = 75
 """The letters of a label that fit into the width of the picture."""
 
 
@@ -50,6 +64,38 @@ class Slice(NamedTuple):
         return self.end - self.begin
 
 
+class Step(NamedTuple):
+    """A training step: from the begin of its first forward to the end of its last backward, and on to ``end``."""
+
+    begin: float
+    passed: float
+    end: float
+    exposed_seconds: float
+    gathered_bytes: float
+    reduced_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def passes_seconds(self) -> float:
+        return self.passed - self.begin
+
+    @property
+    def between_seconds(self) -> float:
+        """The time of the optimizer, the data and the rest of the program."""
+        return self.end - self.passed
+
+
+_SUMS: Mapping[str, Callable[[Slice], float]] = {
+    WAITS: lambda each: each.seconds,
+    GATHER: lambda each: each.details["bytes"],
+    REDUCE: lambda each: each.details["bytes"],
+}
+"""What is summed for each step, by lane."""
+
+
 @dataclass(frozen=True)
 class Lanes:
     """The timeline of the rank ``title``: the slices of all lanes, and the bytes of unsharded parameters by time."""
@@ -63,44 +109,89 @@ class Lanes:
         return [each for each in self.slices if each.lane == name]
 
     @property
-    def steps(self) -> list[tuple[float, float]]:
-        """The times of the training steps: from the begin of the first forward to the end of the last backward.
+    def steps(self) -> list[Step]:
+        """The training steps. A step lasts to the begin of the next one; the last, to the end of its passes.
 
         Backwards without a forward between them are of one step. Forwards without a backward belong to none.
         """
-        steps: list[tuple[float, float]] = []
+        passes: list[tuple[float, float]] = []
         forward: float | None = None
         for each in self.lane(PASSES):
             if each.name.startswith("forward"):
                 forward = each.begin
             elif forward is not None:
-                steps.append((forward, each.end))
+                passes.append((forward, each.end))
                 forward = None
-            elif steps:
-                steps[-1] = steps[-1][0], each.end
-        return steps
+            elif passes:
+                passes[-1] = passes[-1][0], each.end
+        ends = [*(begin for begin, _ in passes[1:]), *(end for _, end in passes[-1:])]
+        return [
+            Step(begin, passed, end, *self._sums(begin, end)) for (begin, passed), end in zip(passes, ends, strict=True)
+        ]
+
+    def _sums(self, begin: float, end: float) -> Iterator[float]:
+        """Yield the exposed seconds, and the bytes gathered and reduced, of slices that begin in an interval."""
+        for lane, value_of in _SUMS.items():
+            yield sum(value_of(each) for each in self.lane(lane) if begin <= each.begin < end)
+
+    @property
+    def typical(self) -> int:
+        """The number of the step whose time is the nearest to the median."""
+        seconds = [each.seconds for each in self.steps]
+        counted = seconds[:-1] or seconds
+        return min(range(len(counted)), key=lambda step: abs(counted[step] - median(counted)), default=0)
 
     def summary(self) -> dict[str, Any]:
-        """Return the number of steps and, as medians of them, their seconds, exposed seconds, and bytes sent."""
+        """Return the number of steps and, as medians of them, their seconds and bytes.
+
+        ``seconds`` is the time from forward to forward. The last step has no next one, so that it counts only if it is
+        the only one.
+        """
         steps = self.steps
+        counted = steps[:-1] or steps
 
-        def per_step(lane: str, value_of: Callable[[Slice], float]) -> float:
-            own = self.lane(lane)
-            sums = [sum(value_of(each) for each in own if begin <= each.begin < end) for begin, end in steps]
-            return median(sums or [0])
+        def middle(value_of: Callable[[Step], float]) -> float:
+            return median([value_of(each) for each in counted] or [0.0])
 
-        seconds = median([end - begin for begin, end in steps] or [0.0])
-        exposed = per_step(WAITS, lambda each: each.seconds)
+        seconds, exposed = middle(lambda each: each.seconds), middle(lambda each: each.exposed_seconds)
         return {
             "title": self.title,
             "steps": len(steps),
             "seconds": seconds,
+            "passes_seconds": middle(lambda each: each.passes_seconds),
+            "between_seconds": middle(lambda each: each.between_seconds),
             "exposed_seconds": exposed,
             "exposed_share": exposed / seconds if seconds else 0.0,
-            "gathered_bytes": per_step(GATHER, lambda each: each.details["bytes"]),
-            "reduced_bytes": per_step(REDUCE, lambda each: each.details["bytes"]),
+            "gathered_bytes": middle(lambda each: each.gathered_bytes),
+            "reduced_bytes": middle(lambda each: each.reduced_bytes),
             "peak_bytes": max((held for _, held in self.memory), default=0),
         }
+
+
+def straggler(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return which ranks wait for which rank, from the summaries of all ranks, or an empty text if none is late.
+
+    A rank that others wait for has more work of its own in each step, which is the time that it does not wait itself.
+    """
+    work = [
+        {"in its passes": row["passes_seconds"] - row["exposed_seconds"], "between its steps": row["between_seconds"]}
+        for row in rows
+    ]
+    late = max(range(len(rows)), key=lambda rank: sum(work[rank].values()), default=0)
+    waits: dict[int, float] = {}
+    for rank, row in enumerate(rows):
+        seconds = min(sum(work[late].values()) - sum(work[rank].values()), row["exposed_seconds"])
+        if seconds > _LATE * row["seconds"]:
+            waits[rank] = seconds
+    if not waits:
+        return ""
+    where = max(work[late], key=lambda part: work[late][part] - median(work[rank][part] for rank in waits))
+    others = f" and {len(waits) - 1} other ranks wait" if len(waits) > 1 else " waits"
+    milliseconds = 1e3 * median(waits.values())
+    return (
+        f"{rows[min(waits)]['title']}{others} {milliseconds:.0f} ms a step for {rows[late]['title']}, which is late "
+        f"{where}"
+    )
 
 
 def performed(events: Iterable[TraceEvent], title: str = "rank 0") -> Lanes:
@@ -181,7 +272,7 @@ def _collectives(events: Sequence[TraceEvent]) -> Iterator[Slice]:
 
 
 def write_timeline(events: Iterable[TraceEvent], path: str | os.PathLike[str], *, title: str = "rank 0") -> None:
-    """Write recorded events as a timeline: a Chrome trace, or a picture of the last training step.
+    """Write recorded events as a timeline: a Chrome trace, or a picture of the training step of median duration.
 
     Perfetto (ui.perfetto.dev) and chrome://tracing show Chrome traces.
 
@@ -250,13 +341,14 @@ def _chrome_events(process: int, lanes: Lanes, origin: float) -> Iterator[dict[s
 # -- pictures
 
 
-def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: int = -1) -> None:
+def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: int | None = None) -> None:
     """Draw one training step as a picture, the processes one above the other.
 
     Args:
         path: the file. Its ending chooses the format, such as ``.png`` or ``.svg``.
         processes: the timelines of ranks, with one clock. Eight of them are drawn at most.
-        step: the number of the step of the first rank, from 0; negative numbers count from the end.
+        step: the number of the step, from 0; negative numbers count from the end. ``None``: that whose duration on the
+            first rank is the nearest to the median.
 
     Raises:
         ConfigurationError: there is no such step.
@@ -267,21 +359,26 @@ def draw_step(path: str | os.PathLike[str], processes: Sequence[Lanes], step: in
     except ModuleNotFoundError as error:
         raise UnsupportedError("a picture needs matplotlib: pip install matplotlib") from error
     steps = processes[0].steps if processes else []
-    if not -len(steps) <= step < len(steps):
+    if not steps:
+        raise ConfigurationError("there is no training step to draw: no forward with a backward was recorded.")
+    if step is not None and not -len(steps) <= step < len(steps):
         raise ConfigurationError(f"there is no step {step}: {len(steps)} training steps were recorded.")
-    begin, end = steps[step]
+    number = processes[0].typical if step is None else range(len(steps))[step]
     shown = processes[:_MOST_PROCESSES]
-    figure = Figure(figsize=(13, 1 + 1.9 * len(shown)), layout="constrained")
+    begin, end = steps[number].begin, steps[number].end
+    figure = Figure(figsize=(7, 0.6 + 1.7 * len(shown)), layout="constrained")
     rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, lanes in zip(rows, shown, strict=True):
-        _draw_lanes(axes, lanes, begin, end)
-    rows[-1].set(xlabel="ms", xlim=(0, 1e3 * (end - begin)))
+        _draw_lanes(axes, lanes, number, begin, end)
+    rows[-1].set_xlabel("ms", fontsize=_FONT_SIZE)
+    rows[-1].set_xlim(0, 1e3 * (end - begin))
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=120, format=Path(path).suffix[1:] or None)
+    figure.savefig(drawn, dpi=200, format=Path(path).suffix[1:] or None)
     replace_file(path, drawn.getvalue())
 
 
-def _draw_lanes(axes: Axes, lanes: Lanes, begin: float, end: float) -> None:
+def _draw_lanes(axes: Axes, lanes: Lanes, number: int, begin: float, end: float) -> None:
+    """Draw the slices of ``lanes`` between two times, and name its step with that number."""
     for row, (lane, color) in enumerate(_COLORS.items()):
         inside = [each for each in lanes.lane(lane) if each.end > begin and each.begin < end]
         bars = [(1e3 * (each.begin - begin), 1e3 * each.seconds) for each in inside]
@@ -289,14 +386,21 @@ def _draw_lanes(axes: Axes, lanes: Lanes, begin: float, end: float) -> None:
         for each, (left, width) in zip(inside, bars, strict=True):
             label = each.name.removeprefix(f"{lane} ")
             if len(label) <= _LETTERS_PER_WIDTH * each.seconds / (end - begin):
-                axes.text(
-                    left + width / 2, row, label, ha="center", va="center", fontsize=6, clip_on=True, parse_math=False
-                )
+                text = axes.text(left + width / 2, row, label, fontsize=_FONT_SIZE, parse_math=False)
+                text.set(ha="center", va="center", clip_on=True)
     for each in lanes.lane(PASSES):
         if begin <= each.end <= end:
             axes.axvline(1e3 * (each.end - begin), color="grey", linewidth=0.6, linestyle=":")
-    axes.set_yticks(range(len(_COLORS)), _COLORS, fontsize="small")
+    axes.set_yticks(range(len(_COLORS)), _COLORS, fontsize=_FONT_SIZE)
+    axes.tick_params(axis="x", labelsize=_FONT_SIZE)
     axes.invert_yaxis()
-    found = lanes.summary()
-    title = f"{lanes.title}: {1e3 * found['seconds']:.1f} ms per step, {found['exposed_share']:.0%} exposed"
-    axes.set_title(title + ", median of all steps", loc="left", fontsize="medium")
+    axes.set_title(_step_title(lanes, number), loc="left", fontsize=_FONT_SIZE)
+
+
+def _step_title(lanes: Lanes, number: int) -> str:
+    steps = lanes.steps
+    if number >= len(steps):
+        return f"{lanes.title}: has no step {number}"
+    drawn = steps[number]
+    share = drawn.exposed_seconds / drawn.seconds if drawn.seconds else 0.0
+    return f"{lanes.title}, step {number} of {len(steps)}: {1e3 * drawn.seconds:.1f} ms, {share:.0%} exposed"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from composable_fsdp.diagnostics import write_timeline
-from composable_fsdp.diagnostics.timeline import Lanes, performed
+from composable_fsdp.diagnostics.timeline import Lanes, performed, straggler
 from composable_fsdp.trace import Recorder
 from tests.helpers.faults import build, step
 from tests.helpers.run_ranks import run_ranks
@@ -25,6 +28,25 @@ def record_steps(folder: Path) -> Lanes:
     title = f"rank {dist.get_rank()}"
     write_timeline(recorder, folder / f"{title}.json", title=title)
     return performed(recorder, title)
+
+
+def record_a_late_rank() -> Lanes:
+    """Record four steps, before which rank 1 sleeps."""
+    model = build()
+    step(model)
+    with Recorder() as recorder:
+        for _ in range(4):
+            step(model)
+            time.sleep(0.3 * dist.get_rank())
+    return performed(recorder, f"rank {dist.get_rank()}")
+
+
+def test_a_rank_that_is_late_between_its_steps_is_named() -> None:
+    both = [lanes.summary() for lanes in run_ranks(record_a_late_rank, 2, environment=SOCKETS)]
+    text = straggler(both)
+    assert re.fullmatch(r"rank 0 waits \d+ ms a step for rank 1, which is late between its steps", text), both
+    assert both[1]["between_seconds"] > 0.3 > both[0]["between_seconds"]
+    assert both[0]["seconds"] == pytest.approx(both[1]["seconds"], rel=0.2), "from forward to forward"
 
 
 def test_ranks_record_the_same_collectives_and_write_them(tmp_path: Path) -> None:

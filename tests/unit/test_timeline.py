@@ -15,7 +15,7 @@ from torch import nn
 
 from composable_fsdp import fully_shard, trace
 from composable_fsdp.diagnostics import CommunicationReport, CommunicationRow, write_timeline
-from composable_fsdp.diagnostics.timeline import Lanes, performed
+from composable_fsdp.diagnostics.timeline import Lanes, draw_step, performed, straggler
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.trace import Operation, Position, TraceEvent
 from tests._internals import (
@@ -112,6 +112,8 @@ def test_the_summary_is_of_training_steps() -> None:
         "title": "rank 3",
         "steps": 1,
         "seconds": 7.0,
+        "passes_seconds": 7.0,
+        "between_seconds": 0.0,
         "exposed_seconds": pytest.approx(2.2),
         "exposed_share": pytest.approx(2.2 / 7),
         "gathered_bytes": 400,
@@ -119,6 +121,60 @@ def test_the_summary_is_of_training_steps() -> None:
         "peak_bytes": 4096,
     }
     assert performed([]).summary()["seconds"] == 0.0
+
+
+def steps_of(title: str, *, passes: float, between: float, waits: float, number: int = 3, last: float = 0.0) -> Lanes:
+    """Return the timeline of ``number`` steps that take these seconds each, the last one ``last`` more."""
+    events, begin = list[TraceEvent](), 100.0
+    for step in range(number):
+        end = begin + passes + (last if step == number - 1 else 0.0)
+        events += [
+            event("unshard", "a", begin, begin, 8),
+            event("wait", "a", begin, begin + waits),
+            event("forward", "root", begin, begin + waits),
+            event("backward", "root", begin + waits, end),
+        ]
+        begin = end + between
+    return performed(events, title)
+
+
+def test_a_step_lasts_from_forward_to_forward_with_what_is_between() -> None:
+    found = steps_of("rank 0", passes=0.25, between=0.5, waits=0.125, last=9.0).summary()
+    assert (found["seconds"], found["passes_seconds"], found["between_seconds"]) == (0.75, 0.25, 0.5)
+    assert (found["exposed_seconds"], found["exposed_share"]) == (0.125, pytest.approx(1 / 6))
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "text"),
+    [
+        ((0.5, 0.5, 0.0), (0.9, 0.1, 0.4), "rank 0 waits 400 ms a step for rank 9, which is late between its steps"),
+        ((0.8, 0.2, 0.1), (0.8, 0.2, 0.4), "rank 0 waits 300 ms a step for rank 9, which is late in its passes"),
+        ((0.5, 0.5, 0.0), (0.5, 0.5, 0.0), ""),
+        ((0.8, 0.2, 0.4), (0.8, 0.2, 0.41), ""),  # both wait for data as long as each other
+    ],
+)
+def test_the_rank_that_others_wait_for_is_named(
+    own: tuple[float, float, float], others: tuple[float, float, float], text: str
+) -> None:
+    late, *waiting = [
+        steps_of(title, passes=passes, between=between, waits=waits)
+        for title, (passes, between, waits) in (("rank 9", own), ("rank 0", others), ("rank 1", others))
+    ]
+    assert straggler([waiting[0].summary(), late.summary()]) == text
+    assert straggler([late.summary()]) == straggler([]) == ""
+    several = straggler([*(each.summary() for each in waiting), late.summary()])
+    assert several == text.replace("waits", "and 1 other ranks wait")
+
+
+def test_the_step_of_median_time_is_drawn_and_named(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
+    lanes = steps_of("rank 0", passes=0.25, between=0.25, waits=0.125, number=4, last=9.0)
+    path = tmp_path / "t.svg"
+    draw_step(path, [lanes])
+    drawn = path.read_text()
+    assert "<!-- rank 0, step 0 of 4: 500.0 ms, 25% exposed -->" in drawn
+    draw_step(path, [lanes], -1)
+    assert "<!-- rank 0, step 3 of 4: 9250.0 ms, 1% exposed -->" in path.read_text()
 
 
 def test_the_lanes_of_a_chrome_trace_do_not_overlap(tmp_path: Path) -> None:
@@ -144,7 +200,7 @@ def test_a_picture_of_a_step_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
     write_timeline(STEP, tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigurationError, match=r"^there is no step -1: 0 training steps were recorded\.$"):
+    with pytest.raises(ConfigurationError, match=r"^there is no training step to draw: no forward with a backward"):
         write_timeline(STEP[:3], tmp_path / "u.png")
 
 
@@ -220,7 +276,7 @@ def test_the_command_merges_all_ranks(tmp_path: Path) -> None:
     assert found["files"] == [str(tmp_path / name) for name in ("timeline.json", "timeline.png")]
     processes = merged(tmp_path)
     assert processes[0].steps == processes[1].steps
-    assert processes[0].steps[0] == pytest.approx((1000.0, 1007.0))
+    assert processes[0].steps[0][:3] == pytest.approx((1000.0, 1007.0, 1007.0))
     shown = run_command("timeline", tmp_path)
     assert "rank 1" in shown.stdout
     assert "7000.00" in shown.stdout
