@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -29,6 +31,8 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.testing import assert_close
+from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import composable_fsdp as ours
 from composable_fsdp import trace
@@ -80,11 +84,13 @@ def batch_of(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, target
 
 
-def indices_of(schedule: str, rank: int) -> list[int]:
-    """Return the indices of the stages of ``rank``, of 2."""
+def indices_of(schedule: str, pp: DeviceMesh) -> list[int]:
+    """Return the indices of this rank's stages: two of a schedule of several stages, else one."""
+    rank, ranks = pp.get_local_rank(), pp.size()
     if schedule in V_SHAPED:
-        return [rank, 3 - rank]
-    return list(range(rank, 4 if issubclass(SCHEDULES[schedule], PipelineScheduleMulti) else 2, 2))
+        return [rank, 2 * ranks - 1 - rank]
+    stages = 2 * ranks if issubclass(SCHEDULES[schedule], PipelineScheduleMulti) else ranks
+    return list(range(rank, stages, ranks))
 
 
 def train(
@@ -93,27 +99,33 @@ def train(
     mesh: DeviceMesh,
     *,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = ADAMW,
+    prepare: Callable[[list[Any]], object] = list,
+    schedule_options: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> tuple[list[float], list[nn.Sequential]]:
-    """Train and return the losses (on the rank of the last stage) and this rank's stages, of sharded blocks."""
+    """Train and return the losses (on the rank of the last stage) and this rank's stages, of sharded blocks.
+
+    ``prepare`` gets the sharded stages. The dims of ``mesh`` after ``pp`` are those of data parallelism.
+    """
     model: Any = seeded(chain)()
-    pp, dp = mesh["pp"], mesh["dp"]
-    indices = indices_of(schedule, pp.get_local_rank())
-    size = len(model) // (2 * len(indices))
+    pp, dp = mesh["pp"], mesh[mesh.mesh_dim_names[1:]]
+    indices = indices_of(schedule, pp)
+    size = len(model) // (pp.size() * len(indices))
     modules = [nn.Sequential(*model[index * size : (index + 1) * size]) for index in indices]
     for module in modules:
         for each in (*module, module):
             shard(each, mesh=dp, **options)
+    prepare(modules)
     stages: Any = [
-        PipelineStage(module, index, 2 * len(indices), torch.device("cpu"), group=pp.get_group())
+        PipelineStage(module, index, pp.size() * len(indices), torch.device("cpu"), group=pp.get_group())
         for index, module in zip(indices, modules, strict=True)
     ]
     kind: Any = (SCHEDULES | V_SHAPED)[schedule]
-    run = kind(stages if len(stages) > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)
+    run = kind(stages if len(stages) > 1 else stages[0], MICROBATCHES, loss_fn=loss_of, **schedule_options)
     optimizer = make_optimizer([p for module in modules for p in module.parameters()])
     losses: list[float] = []
     for step in range(STEPS):
-        x, target = batch_of(step, dp.get_local_rank())
+        x, target = batch_of(step, mesh.get_rank() % dp.size())
         of_step: list[torch.Tensor] = []
         run.step(*([x] if pp.get_local_rank() == 0 else []), target=target, losses=of_step)
         losses += [loss.item() for loss in of_step]
@@ -165,11 +177,11 @@ def unsharded(dtype: torch.dtype) -> Any:
     return model
 
 
-def compare_with_unsharded(schedule: str) -> None:
+def compare_with_unsharded(schedule: str, schedule_options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    indices = indices_of(schedule, mesh["pp"].get_local_rank())
+    indices = indices_of(schedule, mesh["pp"])
     for policy in (ours.MixedPrecisionPolicy(), BF16):
-        options = {"mp_policy": policy, "reshard_after_forward": False}
+        options = {"mp_policy": policy, "reshard_after_forward": False, "schedule_options": schedule_options}
         _, stages = train(ours.fully_shard, schedule, mesh, make_optimizer=SGD, **options)
         model = unsharded(policy.param_dtype or torch.float32)
         size = len(model) // (2 * len(indices))
@@ -179,7 +191,76 @@ def compare_with_unsharded(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *V_SHAPED])
 def test_a_pipeline_of_sharded_stages_trains_as_the_unsharded_model(schedule: str) -> None:
-    run_ranks(compare_with_unsharded, 4, schedule)
+    run_ranks(compare_with_unsharded, 4, schedule, {})
+
+
+needs_2_15 = pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 15), reason="torch 2.15 brings the option")
+
+
+@needs_2_15
+@pytest.mark.parametrize("schedule", ["interleaved 1F1B", "interleaved zero bubble", *V_SHAPED])
+def test_waits_for_gradients_of_stages_can_be_deferred(schedule: str) -> None:
+    run_ranks(compare_with_unsharded, 4, schedule, {"defer_reduce_grad_wait": True})
+
+
+def share_streams() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    deferred = {"defer_reduce_grad_wait": True}
+    with pytest.raises(ValueError, match="share a communication context") as caught:
+        train(ours.fully_shard, "interleaved 1F1B", mesh, prepare=ours.share_comm_ctx, schedule_options=deferred)
+    return str(caught.value)
+
+
+@needs_2_15
+def test_waits_of_stages_that_share_a_communication_context_cannot_be_deferred() -> None:
+    for rank, text in enumerate(run_ranks(share_streams, 4)):
+        assert text.endswith(f"share_comm_ctx() for stages {rank // 2} and {rank // 2 + 2}")
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives. ``CommDebugMode`` sets hooks with which torch's pipelining fails, also with torch's FSDP2."""
+
+    observes_sharding = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name()] += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(shape: tuple[int, ...], schedule: str, reshard: int | bool) -> None:
+    """Compare the collectives of all steps with torch's. Ours fuses no groups, as torch."""
+    names = ("pp", "replicate", "shard") if len(shape) == 3 else ("pp", "shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    counts = []
+    for library in (ours, peer):
+
+        def prepare(stages: list[Any], has_schedule: bool = library is ours) -> None:
+            for stage in stages if has_schedule else ():
+                stage.set_schedule(max_fused_bytes=0)
+
+        with Counted() as mode:
+            train(library.fully_shard, schedule, mesh, prepare=prepare, reshard_after_forward=reshard)
+        counts.append(+mode.counts)
+    assert counts[0] == counts[1]
+    assert counts[0]["c10d::_allgather_base_"] > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "reshard"),
+    [
+        ((2, 2), "1F1B", False),
+        ((2, 2), "interleaved 1F1B", True),
+        ((1, 2, 2), "GPipe", False),
+        ((1, 2, 2), "interleaved 1F1B", True),
+        ((1, 4), "1F1B", 2),
+    ],
+)
+def test_a_pipeline_has_the_collectives_of_fsdp2(shape: tuple[int, ...], schedule: str, reshard: int | bool) -> None:
+    run_ranks(count_collectives, 4, shape, schedule, reshard)
 
 
 def check_lost_gradient_warning() -> None:
