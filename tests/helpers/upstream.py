@@ -26,6 +26,7 @@ REASONS = {
     "fully_shard(policy)": "Ours shards the modules that a policy chooses in one call.",
     "fully_shard(strategy)": "Ours takes the names of sharding strategies.",
     "fully_shard(ignored_modules)": "Ours leaves out all parameters of modules.",
+    "fully_shard(dp_mesh_dims)": "Ours has the parameter of torch 2.13.",
     "fully_shard(device)": "Ours moves parameters to a device that is not the default one of the mesh.",
     "fully_shard(shared_from)": "Ours lets groups share tied weights.",
     "fully_shard(comm_policy)": "Ours encodes communication without tensor subclasses.",
