@@ -108,7 +108,8 @@ def train(
     ``prepare`` gets the sharded stages. The dims of ``mesh`` after ``pp`` are those of data parallelism.
     """
     model: Any = seeded(chain)()
-    pp, dp = mesh["pp"], mesh[mesh.mesh_dim_names[1:]]
+    names: Any = mesh.mesh_dim_names
+    pp, dp = mesh["pp"], mesh[names[1:]]
     indices = indices_of(schedule, pp)
     size = len(model) // (pp.size() * len(indices))
     modules = [nn.Sequential(*model[index * size : (index + 1) * size]) for index in indices]
@@ -181,7 +182,7 @@ def compare_with_unsharded(schedule: str, schedule_options: dict[str, Any]) -> N
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     indices = indices_of(schedule, mesh["pp"])
     for policy in (ours.MixedPrecisionPolicy(), BF16):
-        options = {"mp_policy": policy, "reshard_after_forward": False, "schedule_options": schedule_options}
+        options: Any = {"mp_policy": policy, "reshard_after_forward": False, "schedule_options": schedule_options}
         _, stages = train(ours.fully_shard, schedule, mesh, make_optimizer=SGD, **options)
         model = unsharded(policy.param_dtype or torch.float32)
         size = len(model) // (2 * len(indices))
@@ -194,7 +195,7 @@ def test_a_pipeline_of_sharded_stages_trains_as_the_unsharded_model(schedule: st
     run_ranks(compare_with_unsharded, 4, schedule, {})
 
 
-needs_2_15 = pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 15), reason="torch 2.15 brings the option")
+needs_2_15 = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.15", reason="torch 2.15 brings the option")
 
 
 @needs_2_15
