@@ -11,5 +11,5 @@ __all__ = ["load_forward_mode"]
 def load_forward_mode() -> None:
     """Load what torch loads for the first dual number, which warns that ``torch.jit.script`` is deprecated."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # a FutureWarning from torch 2.15 on
         import_module("torch._decomp.decompositions_for_jvp")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from composable_fsdp import CommunicationPolicy, Int8, fully_shard
+from tests.helpers.forward_mode import load_forward_mode
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.sharding import assert_exact
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
@@ -102,7 +102,7 @@ def _dual(model: nn.Module, x: torch.Tensor, tangent: torch.Tensor) -> Sequence[
 
 
 def compute_in_transforms() -> None:
-    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)  # in torch's make_dual
+    load_forward_mode()
     plain, x, tangent = build(), batch(), batch(2)
 
     def sum_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
