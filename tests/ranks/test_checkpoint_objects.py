@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +152,7 @@ def shards_in_extra(folder: Path) -> None:
         ({"averages": {"inner.weight": weight.detach().clone()}}, r"extra\['averages'\]\['inner\.weight'\]"),
         ({"second": momenta.state_dict()}, r"extra\['second'\]\['state'\]\[0\]\['momentum_buffer'\]"),
         ({"list": [1, (weight.detach(),)]}, r"extra\['list'\]\[1\]\[0\]"),
+        ({"object": [SimpleNamespace(mean=weight.detach())]}, r"extra\['object'\]\[0\]"),
     ):
         with all_ranks_raise(
             rf"{name} cannot be saved: TypeError: it has DTensors, of which each rank would save its own"

@@ -431,9 +431,11 @@ class _Restore:
     def _saved_groups(self, own: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         """Return the saved param groups. Settings by parameter, of a flattened state dict, become ``own`` groups."""
         values = [(path[2:], key) for key, path in _paths(self._metadata) if key.startswith(_SETTINGS)]
-        found = _Node.of((path, self.objects[key]) for path, key in values if path and key in self.objects)
-        groups = [found[index].built() for index in sorted(key for key in found if isinstance(key, int))]
-        by_name = {name: group.built() for name, group in found.items() if isinstance(name, str)}
+        settings = {tuple(path): self.objects[key] for path, key in values if path and key in self.objects}
+        found = built(layout_of_paths(dict.fromkeys(settings, OBJECT), None), lambda path, _: settings[path])
+        items = dict(enumerate(found) if isinstance(found, list) else found)
+        groups = [items[index] for index in sorted(key for key in items if isinstance(key, int))]
+        by_name = {name: group for name, group in items.items() if isinstance(name, str)}
         for names in own:
             if names and all(name in by_name for name in names):
                 first, *others = (by_name.pop(name) for name in names)
@@ -543,24 +545,6 @@ def _label(key: str) -> str:
 
 def _fits(saved: object, wanted: torch.Tensor) -> TypeGuard[TensorStorageMetadata]:
     return isinstance(saved, TensorStorageMetadata) and saved.size == wanted.shape
-
-
-class _Node(dict[Any, Any]):
-    """A mapping or list in a nested state dict that is put together from paths."""
-
-    @staticmethod
-    def of(values: Iterable[tuple[ContentsPath, Any]]) -> _Node:
-        root = _Node()
-        for path, value in values:
-            node = root
-            for part in path[:-1]:
-                node = node.setdefault(part, _Node())
-            node[path[-1]] = value
-        return root
-
-    def built(self) -> dict[Any, Any] | list[Any]:
-        found = {key: value.built() if isinstance(value, _Node) else value for key, value in self.items()}
-        return [found[key] for key in sorted(found)] if all(isinstance(key, int) for key in found) else found
 
 
 def _describe(saved: object) -> str:

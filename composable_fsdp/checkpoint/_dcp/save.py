@@ -49,7 +49,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -67,6 +66,7 @@ from composable_fsdp.checkpoint._state_dict.state_tree import (
     PLAIN,
     Layout,
     TreePath,
+    holds_dtensor,
     kind_of,
     kinds_of,
     layout_of,
@@ -346,7 +346,7 @@ def serialized(key: str, value: object, weights_only: bool) -> bytes:
 def _try_serialize(value: object, weights_only: bool) -> tuple[bytes, Exception | None]:
     data = io.BytesIO()
     try:
-        if _has_dtensor(value):
+        if holds_dtensor(value):
             raise TypeError(_DTENSORS)
         torch.save(value, data)
         if weights_only and type(value) not in _PLAIN:
@@ -371,12 +371,6 @@ def _innermost(
         if found is not None:
             return _innermost(f"{key}[{item!r}]", inner, found, weights_only, above | {id(value)})
     return key, error
-
-
-def _has_dtensor(value: object, above: frozenset[int] = frozenset()) -> bool:
-    if isinstance(value, DTensor):
-        return True
-    return id(value) not in above and any(_has_dtensor(each, above | {id(value)}) for _, each in _inner(value))
 
 
 def decoded(data: bytes, weights_only: bool) -> Any:
