@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests._internals import like, local_part
 from tests.helpers.extension_tensors import Pair
 
-__all__ = ["CLASSES", "Closed", "Coded", "Tagged", "inner_of", "model_of"]
+__all__ = ["CLASSES", "Blocked", "BlockedAdam", "Closed", "Coded", "Tagged", "inner_of", "model_of"]
 
 aten = torch.ops.aten
 
@@ -134,6 +135,73 @@ _INNER = ("codes", "rows", "columns", "blocks", "note")
 
 def _num_blocks(codes: torch.Tensor) -> int:
     return -(-codes.numel() // 8)
+
+
+class Blocked(torch.Tensor):
+    """Int8 codes with a scale for each 8 values in memory order, which may span rows. It quantizes in ``copy_``.
+
+    As torchao's signed 8-bit codes, its codes have no -1, so that quantizing again changes values.
+    """
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor, note: Any = None) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, note: Any = None) -> None:
+        self.codes, self.scales, self.note = codes, scales, note
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Blocked({self.codes})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scales"], self.note
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], note: Any, *_: object) -> Any:
+        return Blocked(inner["codes"], inner["scales"], note)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        own: Any = args[0]
+        other: Any = args[1] if len(args) > 1 else None
+        if func in (aten.detach.default, aten.view.default, aten._to_copy.default):
+            return cls(own.codes, own.scales, own.note)
+        if func is aten.copy_.default and isinstance(own, Blocked):
+            values = (torch.empty(other.shape).copy_(other) if isinstance(other, Blocked) else other).reshape(-1, 8)
+            own.scales.copy_(values.abs().amax(1))
+            codes = (values / own.scales.clamp(min=1e-30)[:, None] * 127).round().clamp(-126, 127)
+            own.codes.copy_(codes.view(own.shape))
+            return own
+        if func is aten.copy_.default:
+            return own.copy_((other.codes.reshape(-1, 8) / 127 * other.scales[:, None]).view(own.shape))
+        raise NotImplementedError(func)
+
+
+class BlockedAdam(torch.optim.Optimizer):
+    """Keeps a moment as a ``Blocked``, except of shards whose number of elements is no multiple of 8."""
+
+    def __init__(self, parameters: Any, lr: float, note: Any = None) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.note = note
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                local, grad = local_part(p), local_part(p.grad)
+                state = self.state[p]
+                if not state:
+                    zeros: Any = torch.zeros_like(local)
+                    if local.numel() and local.numel() % 8 == 0:
+                        scales = torch.zeros(local.numel() // 8)
+                        zeros = Blocked(torch.zeros(local.shape, dtype=torch.int8), scales, self.note)
+                    state["moment"] = like(p, zeros)
+                moment = local_part(state["moment"])
+                values = torch.empty(local.shape).copy_(moment).lerp(grad, 0.1)
+                moment.copy_(values)
+                local.sub_(group["lr"] * values)
 
 
 CLASSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -56,6 +56,7 @@ from composable_fsdp.checkpoint._dcp.save import (
     set_random_state,
 )
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
+from composable_fsdp.checkpoint._state_dict.opaque_state import OpaqueShard, is_pickled, quantized_text
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams
 from composable_fsdp.checkpoint._state_dict.state_tree import (
     OBJECT,
@@ -151,7 +152,7 @@ def load(
         restore = _Restore(model, optimizer, averages, metadata, objects)
         return restore.mismatch, restore.has_codec_state, restore.fits_communication
 
-    def read_all() -> tuple[bool, str]:
+    def read_all() -> tuple[bool, str, list[str]]:
         nonlocal failure
         assert restore is not None
         try:
@@ -160,24 +161,27 @@ def load(
                 set_random_state(state)
         except Exception as error:
             failure = error
-        return restore.has_changed, "" if failure is None else said(failure)
+        return restore.has_changed, "" if failure is None else said(failure), restore.quantized
 
-    def check_reads(reads: list[tuple[bool, str]]) -> None:
-        problems = {rank: problem for rank, (_, problem) in enumerate(reads) if problem}
+    def check_reads(reads: list[tuple[bool, str, list[str]]]) -> list[str]:
+        problems = {rank: problem for rank, (_, problem, _) in enumerate(reads) if problem}
         if problems:
-            state = "The model is loaded in part." if any(changed for changed, _ in reads) else "Nothing was loaded."
+            state = "The model is loaded in part." if any(changed for changed, *_ in reads) else "Nothing was loaded."
             advice = "" if verify or manifest is None else " verify=True finds damage before anything is loaded."
             raise CheckpointError(
                 f"{folder} could not be loaded: {join_rank_texts(problems, len(reads))}. {state}{advice}"
             )
+        return list(dict.fromkeys(key for *_, keys in reads for key in keys))
 
     with_codecs = ranks.combine(
         what, match, lambda fits: _decide(fits, f"{folder} does not fit {type(model).__name__}", strict, same_ranks)
     )
     try:
-        ranks.combine(what, read_all, check_reads)
+        quantized = ranks.combine(what, read_all, check_reads)
     except CheckpointError as error:
         raise error from failure
+    if quantized and ranks.rank == 0:
+        logger.warning("%s: %s", what, quantized_text(quantized))
     assert restore is not None
     return cast(dict[str, Any], restore.objects.get(f"{own}extra") or {})
 
@@ -286,6 +290,7 @@ class _Restore:
         fits_communication: True if the checkpoint has the state of the model's codecs in the right shapes; ``None`` if
             they keep none.
         has_changed: True if :meth:`run` has changed anything so far.
+        quantized: keys of optimizer state to which its class has given other values than the saved ones.
     """
 
     def __init__(
@@ -304,6 +309,8 @@ class _Restore:
         records = {key.removeprefix("classes."): value for key, value in objects.items() if key.startswith("classes.")}
         self._records = {key: Record.decoded(value) for key, value in records.items()}
         self._parts: dict[str, LocalShard] = {}
+        self._opaque: dict[str, OpaqueShard] = {}
+        self.quantized: list[str] = []
         self._state: dict[str, Any] = {}
         """The optimizer's state by parameter name. Its new tensors are empty until they are read."""
         self._others: list[dict[Any, Any]] = [{}, {}]
@@ -342,6 +349,10 @@ class _Restore:
                 plain = {key: memory.enter_context(part.plain(write=True)) for key, part in self._parts.items()}
                 blocks = {key: LocalShard(plain[key], extent=part.extent) for key, part in self._parts.items()}
                 read(folder, self._metadata, blocks, changed)
+            for key, shard in self._opaque.items():
+                if shard.load(folder, self._metadata, key):
+                    self.quantized.append(key)
+                changed()
             self.has_changed = True
             if self._by_module:
                 names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
@@ -449,6 +460,8 @@ class _Restore:
         full_key = key_of(("optimizer", "state", member.name, *path))
         name = f"optimizer state {key_of(path)} of {member.name}"
         saved, record, existing = self._saved.get(full_key), self._records.get(full_key), params.existing(member, path)
+        if isinstance(saved, TensorStorageMetadata) and (record is not None or is_pickled(self._metadata, full_key)):
+            return self._match_opaque(params, member, path, full_key, name)
         if isinstance(saved, TensorStorageMetadata):
             if not isinstance(existing, torch.Tensor) or existing.shape != saved.size:
                 key, shape = path[-1] if path else None, tuple(saved.size)
@@ -471,6 +484,25 @@ class _Restore:
             dtype = getattr(torch, record.dtype)
             existing = like(member.parameter, torch.empty_like(local, dtype=dtype, requires_grad=False))
         self._match_tensor(full_key, name, LocalShard(existing, member.sharding))
+        return existing
+
+    def _match_opaque(
+        self, params: OptimizerParams, member: OptimizerParam, path: TreePath, key: str, name: str
+    ) -> torch.Tensor | None:
+        """Return the tensor to load that was saved as pickles: the optimizer's own, or one that a first step makes."""
+        parameter, saved = member.parameter, cast(TensorStorageMetadata, self._saved[key])
+        if saved.size != parameter.shape:
+            self.mismatch.shapes[name] = differ(tuple(saved.size), tuple(parameter.shape))
+            return None
+        try:
+            existing = params.existing(member, path)
+            if not isinstance(existing, torch.Tensor) or existing.shape != saved.size:
+                existing = like(parameter, params.made(member, path, local_part(parameter).shape))
+            part = LocalShard(existing, member.sharding)
+            self._opaque[key] = OpaqueShard(part, saved, partial(params.made, member, path))
+        except CheckpointError as error:
+            self.mismatch.classes[name] = f"saved as a tensor of a class of its optimizer, but {error}"
+            return None
         return existing
 
     def _match_other(self, device: torch.device, at: TreePath, path: TreePath, _: str) -> Any:

@@ -11,7 +11,7 @@
 ``communication.<name>.residual``         state of codecs with error feedback; ``.rounds`` beside it
 ``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
 ``classes.<key>``                         ``Record`` (``inner_tensors.py``) of a tensor subclass that is saved as inner
-                                          tensors under ``<key>.<inner>``
+                                          tensors under ``<key>.<inner>``, or is opaque (``opaque_state.py``)
 ========================================  =============================================================
 
 Names are those of the model without wrappers such as ``torch.compile``.
@@ -46,7 +46,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -54,12 +54,14 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.serialization import config as serialization_config
 
-from composable_fsdp._core.extents import states_below
+from composable_fsdp._core.extents import like, states_below
 from composable_fsdp._core.memory import current_accelerator, is_accelerator
+from composable_fsdp._core.params import is_wrapper
 from composable_fsdp.checkpoint._coordination import TIMEOUT, PendingSave, RankGroup, check_arguments, meet, said
 from composable_fsdp.checkpoint._dcp.directory import FileRecord, Manifest, PartialCheckpoint, candidates
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.model import check_meshes
+from composable_fsdp.checkpoint._state_dict.opaque_state import pickled
 from composable_fsdp.checkpoint._state_dict.optimizer import OptimizerParam, OptimizerParams, check_replicated, on_host
 from composable_fsdp.checkpoint._state_dict.state_tree import (
     OBJECT,
@@ -81,6 +83,7 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
     tensors_of,
 )
 from composable_fsdp.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from composable_fsdp.plugins.checks.optimizer_checks import why_not_pickled
 from composable_fsdp.plugins.codecs.communication_state import CommunicationState
 
 ContentsPath = tuple[Any, ...]
@@ -225,13 +228,22 @@ class Contents:
                 self.objects[paths[key]] = value
         if merged.groups:
             self.objects["optimizer", "layouts"] = {**merged.layouts, "groups": list(merged.groups.values())}
+        checked: set[type] = set()
         for path in [path for path in self.parts if key_of(path) in merged.inner]:
             part, record = self.parts.pop(path), merged.inner[key_of(path)]
+            if record.is_opaque:
+                if not is_wrapper(part.local):  # small shards of the same state may be plain
+                    part = LocalShard(like(part.value, part.local.to(getattr(torch, record.dtype))), part.sharding)
+                elif type(part.local) not in checked:
+                    checked.add(type(part.local))
+                    if reason := why_not_pickled(part.local):
+                        raise CheckpointError(f"{key_of(path)} cannot be saved: {reason}.")
+                self.parts[path] = part
             aliases = [alias for alias, of in self.aliases.items() if of == path]
             for each in (path, *aliases):
                 self.aliases.pop(each, None)
                 self.objects["classes", key_of(each)] = replace(record, path=each).encoded()
-            for suffix, inner in inner_tensors.parts_of(part, record).items():
+            for suffix, inner in () if record.is_opaque else inner_tensors.parts_of(part, record).items():
                 own = (*path[:-1], f"{path[-1]}{suffix}")
                 self.parts[own] = inner
                 self.aliases |= {(*alias[:-1], f"{alias[-1]}{suffix}"): own for alias in aliases}
@@ -317,7 +329,14 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         value = self.lookup_object(write_item.index)
+        if isinstance(value, torch.Tensor) and is_wrapper(value):
+            value = pickled(value)
         return io.BytesIO(value) if isinstance(value, bytes) else value
+
+    def is_pickled(self, item: WriteItem) -> bool:
+        """Return whether ``item`` is an object, or a tensor that is written as one because its class is opaque."""
+        value = self.lookup_object(item.index)
+        return isinstance(value, bytes) or is_wrapper(value)
 
     def stage(self, plan: SavePlan) -> None:
         """Copy the tensors in ``plan`` to host memory and release all others."""
@@ -387,8 +406,13 @@ def _inner(value: object) -> Iterable[tuple[object, Any]]:
     return enumerate(value) if isinstance(value, (list, tuple, set, frozenset)) else ()
 
 
-def _on_host(block: torch.Tensor) -> torch.Tensor:
-    """Return a host copy of ``block``. A copy from an accelerator is complete once the accelerator is synchronized."""
+def _on_host(block: torch.Tensor) -> torch.Tensor | bytes:
+    """Return a host copy of ``block``, or a pickle if its class is opaque.
+
+    A copy from an accelerator is complete once the accelerator is synchronized.
+    """
+    if is_wrapper(block):
+        return pickled(block)
     on_accelerator = is_accelerator(block.device)
     host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_accelerator)
     return host.copy_(block.detach(), non_blocking=on_accelerator)
@@ -488,8 +512,9 @@ class ChecksummingWriter(FileSystemWriter):
         files = {name: record for _, records in written for name, record in records.items()} | self.records
         Manifest.of(step, ranks, files, metadata).write(Path(self.path))
 
-    def write(self, plan: SavePlan, planner: AnySavePlanner) -> Writes:
-        written = self.write_data(plan, planner)
+    def write(self, plan: SavePlan, planner: SavePlanner) -> Writes:
+        items = [replace(i, type=WriteItemType.BYTE_IO) if planner.is_pickled(i) else i for i in plan.items]
+        written = self.write_data(replace(plan, items=items), planner)
         written.wait()
         return written.value(), self.records
 

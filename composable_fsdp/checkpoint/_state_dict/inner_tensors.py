@@ -5,8 +5,8 @@ the *inner tensors* that ``__tensor_flatten__`` names are saved, under keys such
 under ``classes.model.0.weight`` stores the class, and how each inner tensor is sharded.
 
 An inner tensor can be saved if it is sharded like the outer tensor, or replicated. Calling the class's own ``chunk``
-shows which: from shapes alone, a scale per row looks like a scale per column. An inner tensor that is sharded in any
-other way, such as packed blocks across rows, is refused.
+shows which: from shapes alone, a scale per row looks like a scale per column. If one is sharded in any other way, such
+as packed blocks across rows, a parameter is refused, and optimizer state is *opaque* (``opaque_state.py``).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def inner_contributions_of(parts: Mapping[str, LocalShard]) -> dict[str, InnerCo
 
 def _inner_contribution_of(part: LocalShard) -> InnerContribution:
     local, extent = part.local, part.extent
-    inner = _inner_of(local)
+    inner = inner_of(local)
     ratios_by_dim = [_ratios(local, inner, dim) for dim in range(local.ndim)]
     found = {}
     for name, tensor in inner.items():
@@ -93,16 +93,16 @@ def _inner_contribution_of(part: LocalShard) -> InnerContribution:
             for ratio, ranges, size in zip(ratios, extent.ranges, extent.shape, strict=True)
         )
         found[name] = _Inner(tuple(tensor.shape), ratios, checksum(tensor) if shared else None)
-    return InnerContribution(class_name(local), dtype_name(part.value.dtype), _context_of(local), extent, found)
+    return InnerContribution(class_name(local), dtype_name(part.value.dtype), context_of(local), extent, found)
 
 
-def _inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the plain inner tensors of ``tensor`` by attribute. Nested attributes are joined by dots."""
     found = {}
     for name in cast(Any, tensor).__tensor_flatten__()[0]:
         inner = LocalShard(getattr(tensor, name)).local
         if is_wrapper(inner):
-            found.update({f"{name}.{deeper}": each for deeper, each in _inner_of(inner).items()})
+            found.update({f"{name}.{deeper}": each for deeper, each in inner_of(inner).items()})
         elif type(inner) is torch.Tensor:
             found[name] = inner
         else:
@@ -121,11 +121,17 @@ def _ratios(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor], dim: int) -
         return dict.fromkeys(inner)
     try:
         halves = tensor.chunk(2, dim)
-        pieces = [dict(_inner_of(half)) if is_wrapper(half) else {} for half in halves]
+        pieces = [dict(inner_of(half)) if is_wrapper(half) else {} for half in halves]
     except Exception:  # the class's own code: any error means that it cannot be cut along this dim
         return dict.fromkeys(inner, IRREGULAR)
     sizes = [half.shape[dim] for half in halves]
     return {name: _ratio(each, [piece.get(name) for piece in pieces], sizes) for name, each in inner.items()}
+
+
+def can_be_cut(tensor: torch.Tensor) -> bool:
+    """Return whether all inner tensors of a wrapper can be cut along any dim of it, or are replicated."""
+    inner = inner_of(tensor)
+    return not any(IRREGULAR in _ratios(tensor, inner, dim).values() for dim in range(tensor.ndim))
 
 
 def _ratio(full: torch.Tensor, pieces: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> Ratio:
@@ -154,9 +160,9 @@ def class_name(tensor: torch.Tensor) -> str:
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
-def _context_of(tensor: torch.Tensor) -> Any:
+def context_of(tensor: torch.Tensor) -> Any:
     names, context = cast(Any, tensor).__tensor_flatten__()
-    deeper = {n: _context_of(inner) for n in names if is_wrapper(inner := getattr(tensor, n))}
+    deeper = {n: context_of(inner) for n in names if is_wrapper(inner := getattr(tensor, n))}
     return [_to_json(context), deeper] if deeper else _to_json(context)
 
 
@@ -206,7 +212,7 @@ class Record:
     Attributes:
         local_shape: the shape of every rank's shard, if they are equal; else ``None``, and there is no context.
         context: the plain values that belong to a shard of this shape.
-        inner: the layout of each inner tensor.
+        inner: the layout of each inner tensor; empty if it is opaque, and saved under the key itself.
     """
 
     path: tuple[str, ...]
@@ -216,6 +222,10 @@ class Record:
     local_shape: tuple[int, ...] | None
     context: Any
     inner: Mapping[str, _InnerLayout]
+
+    @property
+    def is_opaque(self) -> bool:
+        return not self.inner
 
     def encoded(self) -> str:
         inner = {name: [layout.shape, layout.ratios] for name, layout in self.inner.items()}
@@ -248,9 +258,13 @@ def _agreed(key: str, contributions: Sequence[InnerContribution]) -> Record:
     if len(kinds) > 1:
         raise CheckpointError(f"{key} is of another class on each rank: {', '.join(kinds)}.")
     filled = [contribution for contribution in contributions if not contribution.extent.is_empty] or list(contributions)
-    layouts = {}
+    layouts: dict[str, _InnerLayout] = {}
+    is_state = key.startswith("optimizer.")
     for name in dict.fromkeys(name for contribution in filled for name in contribution.inner):
-        layout = _layout_of(name, filled)
+        layout = _layout_of(name, filled, can_be_irregular=not is_state)
+        if layout is None and is_state:
+            layouts = {}
+            break
         if layout is None:
             raise CheckpointError(
                 f"{key} cannot be saved: what ranks hold of the inner tensor {name!r} of its class {kinds[0]} is no "
@@ -264,13 +278,18 @@ def _agreed(key: str, contributions: Sequence[InnerContribution]) -> Record:
     return Record((), kinds[0], first.extent.shape, first.dtype, local_shape, context, layouts)
 
 
-def _layout_of(name: str, contributions: Sequence[InnerContribution]) -> _InnerLayout | None:
-    """Return how the inner tensor ``name`` is sharded, or ``None`` if it cannot be saved as one tensor."""
+def _layout_of(name: str, contributions: Sequence[InnerContribution], *, can_be_irregular: bool) -> _InnerLayout | None:
+    """Return how the inner tensor ``name`` is sharded, or ``None`` if it cannot be saved as one tensor.
+
+    One that no rank has to cut can be, but not on other meshes.
+    """
     if any(name not in contribution.inner for contribution in contributions):
         return None
     own = [(contribution.extent, contribution.inner[name]) for contribution in contributions]
     outer, first = own[0]
     ratios = tuple(_common_ratio([inner.ratios[dim] for _, inner in own]) for dim in range(len(outer.shape)))
+    if IRREGULAR in ratios and not can_be_irregular:
+        return None
     pairs = zip(outer.shape, ratios, strict=True)
     sizes = [(ratio[0], size * ratio[1]) for size, ratio in pairs if ratio is not None and ratio[0] >= 0]
     shape = dict(enumerate(first.shape)) | dict(sizes)
@@ -305,7 +324,7 @@ def parts_of(part: LocalShard, record: Record) -> dict[str, LocalShard]:
         return {}
     return {
         f".{name}": LocalShard(tensor, extent=record.inner[name].extent_at(part.extent))
-        for name, tensor in _inner_of(part.local).items()
+        for name, tensor in inner_of(part.local).items()
     }
 
 
@@ -329,10 +348,10 @@ def wanted_of(
     if record.shape != part.shape:
         mismatch.shapes[name] = differ(record.shape, part.shape)
         return parts
-    if record.local_shape == tuple(local.shape) and record.context != _context_of(local):
-        mismatch.classes[name] = differ(f"a {record.kind} with {record.context}", f"one with {_context_of(local)}")
+    if record.local_shape == tuple(local.shape) and record.context != context_of(local):
+        mismatch.classes[name] = differ(f"a {record.kind} with {record.context}", f"one with {context_of(local)}")
         return parts
-    inner = _inner_of(local)
+    inner = inner_of(local)
     for attribute in inner.keys() - record.inner.keys():
         mismatch.classes[f"{name}.{attribute}"] = f"not saved, but this {record.kind} has it"
     for attribute, layout in record.inner.items():

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._consistency.process_groups import broadcast_, fill_, gather_objects
-from composable_fsdp._core.extents import assemble_full, extent_of, gather, has_own_memory, plain_name
+from composable_fsdp._core.extents import assemble_full, extent_of, gather, has_own_memory, like, plain_name
 from composable_fsdp._core.full_mesh import default_mesh
 from composable_fsdp._core.mesh import ParameterSharding
 from composable_fsdp._core.params import alias_of, local_part
 from composable_fsdp.checkpoint._coordination import Mismatch, RankGroup, differ, dtype_name, refuse, said, tensor_text
+from composable_fsdp.checkpoint._state_dict.opaque_state import is_opaque, values_of
 from composable_fsdp.checkpoint._state_dict.tensors import (
     Entry,
     LocalShard,
@@ -159,7 +160,8 @@ def shard_for(
     if isinstance(value, DTensor):
         if _has_same_placements(target, value):
             return local_part(value)
-        value = gather(value)
+        local = local_part(value)
+        value = gather(like(value, values_of(local)) if is_opaque(local) else value)
     elif isinstance(form, Local):
         return value
     return extent_of(target, sharding).take(value)

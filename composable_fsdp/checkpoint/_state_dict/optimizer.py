@@ -6,6 +6,7 @@ rank. Only the local form has plain tensors that are this rank's shards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +19,12 @@ from torch.optim import Optimizer
 
 from composable_fsdp._core.extents import extent_of, like, plain_name, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding
-from composable_fsdp._core.params import find_replaced, local_part
+from composable_fsdp._core.params import find_replaced, is_wrapper, local_part
 from composable_fsdp.checkpoint._coordination import Mismatch
 from composable_fsdp.checkpoint._state_dict.model import (
     SHARDED,
     Form,
+    Full,
     Local,
     OwnerRanks,
     StateDictLoader,
@@ -33,9 +35,18 @@ from composable_fsdp.checkpoint._state_dict.model import (
     streams_from_rank0,
     to_form,
 )
+from composable_fsdp.checkpoint._state_dict.opaque_state import (
+    fill_local,
+    is_opaque,
+    quantized_text,
+    state_of_step,
+    values_of,
+    with_inner,
+)
 from composable_fsdp.checkpoint._state_dict.state_tree import (
     AS_PARAMETER,
     OBJECT,
+    OPAQUE,
     PLAIN,
     UNKNOWN,
     TreePath,
@@ -56,6 +67,8 @@ from composable_fsdp.checkpoint._state_dict.tensors import (
 )
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +132,7 @@ class OptimizerParams:
             )
         self.groups = [[OptimizerParam(names[id(p)], p, shardings.get(id(p))) for p in group] for group in groups]
         self.members = {member.name: member for group in self.groups for member in group}
+        self._made: tuple[object, dict[Any, Any]] = None, {}
 
     def packed(self) -> PackedState:
         """Call ``optimizer.state_dict()``, with its hooks, and return the result by names.
@@ -167,6 +181,20 @@ class OptimizerParams:
 
     def _state(self) -> Any:
         return getattr(self._optimizer, "state", {})
+
+    def made(self, member: OptimizerParam, path: TreePath, shape: Sequence[int]) -> torch.Tensor:
+        """Return what the first step of the optimizer makes at ``path`` of the state of a ``member`` of ``shape``.
+
+        Raises:
+            CheckpointError: it makes no tensor there, or cannot step a copy of itself.
+        """
+        key = member.name, tuple(shape)
+        if key != self._made[0]:
+            self._made = key, state_of_step(self._optimizer, member.parameter, shape)
+        found = at(self._made[1], path)
+        if not isinstance(found, torch.Tensor):
+            raise CheckpointError("this optimizer makes no such state")
+        return found
 
     def existing(self, member: OptimizerParam, path: TreePath) -> Any:
         """Return what the optimizer has at ``path`` of the state of ``member``, or ``None``."""
@@ -297,8 +325,9 @@ def check_replicated(checksums: Mapping[int, Mapping[str, int]]) -> None:
 def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SHARDED) -> dict[str, Any]:
     """Return the optimizer's state and settings, keyed by the model's parameter names.
 
-    Parameters without state are absent from ``"state"``. Tensors that are sharded like a parameter are in ``form``.
-    Others, such as step counts, are unchanged. All ranks must call it together.
+    Parameters without state are absent from ``"state"``. Tensors that are sharded like a parameter are in ``form``; the
+    full form of 8-bit state and of other classes that cannot be cut has the dequantized values in fp32. Others, such as
+    step counts, are unchanged. All ranks must call it together.
 
     Args:
         model: a module, sharded or not.
@@ -321,7 +350,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     owners = OwnerRanks.of(tensors, only_sources=comes_from_rank0(form))
     packed = params.packed()
     kinds = _kinds_of(params, packed.state)
-    _check_alike(packed.state, kinds, owners, form)
+    opaque = _check_alike(packed.state, kinds, owners, form)
     state: dict[Any, Any] = {}
     recorded: dict[str, dict[TreePath, str]] = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -331,6 +360,8 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
             def in_form(path: TreePath, value: Any, member: OptimizerParam = member) -> Any:
                 if not isinstance(value, torch.Tensor):
                     return value
+                if isinstance(form, Full) and path in opaque.get(member.name, ()):
+                    value = like(value, values_of(local_part(value)))
                 found = to_form(_title(member.name, path), value, member.sharding, form)
                 return found if owners.provides(member.parameter) else None
 
@@ -338,6 +369,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
             if owners.provides(member.parameter):
                 state[name] = found
                 own = {path: kind for path, kind in kinds[name].items() if kind not in (OBJECT, AS_PARAMETER, UNKNOWN)}
+                own |= dict.fromkeys(opaque.get(name, ()), OPAQUE)
                 if any(kind != PLAIN or at(entry, path).ndim for path, kind in own.items()):
                     recorded[name] = own
     record = {"kinds": recorded} if recorded else {}
@@ -359,8 +391,11 @@ def _kinds_of(params: OptimizerParams, state: Mapping[str, Any]) -> dict[str, di
 
 def _check_alike(
     state: Mapping[str, Any], kinds: Mapping[str, Mapping[TreePath, str]], owners: OwnerRanks, form: Form
-) -> None:
-    """Raise if ranks have state of different parameters, whose collectives would hang, or plain tensors that differ."""
+) -> dict[str, list[TreePath]]:
+    """Return the paths by parameter of what is opaque on any rank: small shards of it may be plain.
+
+    It raises if ranks have state of different parameters, whose collectives would hang, or plain tensors that differ.
+    """
     items = [(name, path, kind, at(state[name], path)) for name, found in kinds.items() for path, kind in found.items()]
     keys = [", ".join(map(repr, (name, *path))) for name, path, _, _ in items]
     is_local = isinstance(form, Local)
@@ -372,12 +407,15 @@ def _check_alike(
             )
     plain = [] if is_local else [(name, path, v) for name, path, kind, v in items if kind == PLAIN and v.ndim]
     checksums = {".".join(map(str, (name, *path))): checksum(value) for name, path, value in plain}
-    found = owners.exchange((digest(keys), checksums))
-    if len({which for which, _ in found.values()}) > 1:
+    opaque = [(name, path) for name, path, _, value in items if is_opaque(value)]
+    found = owners.exchange((digest(keys), checksums, opaque))
+    if len({which for which, *_ in found.values()}) > 1:
         all_keys = owners.exchange(keys).items()
         some = {rank: [k for k in has if any(k not in other for _, other in all_keys)] for rank, has in all_keys}
         raise CheckpointError(f"ranks have different state, by rank: {some}. Have all of them make the same steps.")
-    check_replicated({rank: of_rank for rank, (_, of_rank) in found.items()})
+    check_replicated({rank: of_rank for rank, (_, of_rank, _) in found.items()})
+    on_any = dict.fromkeys(each for *_, of_rank in found.values() for each in of_rank)
+    return {name: [path for each, path in on_any if each == name] for name, _ in on_any}
 
 
 # -- load
@@ -424,6 +462,7 @@ class _Load:
         self._optimizer = optimizer
         self._params = OptimizerParams(model, optimizer)
         self._members = self._params.members
+        self._quantized: list[str] = []
         tensors = ((m.parameter, m.sharding) for m in self._members.values())
         self._loader = StateDictLoader(OwnerRanks.of(tensors, only_sources=streams), form)
         self._form = self._loader.form
@@ -438,6 +477,8 @@ class _Load:
                 if entry is not None:
                     tree, kinds = entry
                     state[name] = mapped(partial(self._loaded_value, member, kinds), tree)
+        if self._quantized:
+            logger.warning("loading optimizer state: %s", quantized_text(self._quantized))
         self._params.load(self._loader.report_of().settings[0], state, *self._loader.report_of().settings[1:])
 
     def _match(self, state: Any) -> None:
@@ -490,7 +531,7 @@ class _Load:
         target = existing if existing is not None else value
         is_shard = existing is not None and existing.ndim and existing.shape == local_part(parameter).shape
         is_new = existing is None and value.ndim and type(self._optimizer) in ELEMENTWISE
-        if kind == AS_PARAMETER or (kind == UNKNOWN and (is_shard or is_new)):
+        if kind in (AS_PARAMETER, OPAQUE) or (kind == UNKNOWN and (is_shard or is_new)):
             target = parameter
         compare(".".join(map(str, (member.name, *path))), target, value, self._form, mismatch)
 
@@ -513,7 +554,7 @@ class _Load:
         has_shape = value.shape == (local_part(parameter) if is_local else parameter).shape
         fits = existing is not None and existing.shape == value.shape
         is_plain = fits and not is_local and not isinstance(existing, DTensor)
-        is_sharded = has_shape and (kind == AS_PARAMETER or (kind == UNKNOWN and not is_plain))
+        is_sharded = has_shape and (kind in (AS_PARAMETER, OPAQUE) or (kind == UNKNOWN and not is_plain))
         if is_sharded:
             target = parameter
         elif existing is not None and fits:
@@ -523,13 +564,21 @@ class _Load:
         else:
             target = new_state(kind, path[-1], tuple(value.shape), value.dtype, parameter)
         shard = shard_for(target, member.sharding if is_sharded else None, value, self._form)
+        if existing is None and kind == OPAQUE and not is_wrapper(shard):
+            existing = like(parameter, self._params.made(member, path, local_part(parameter).shape))
         if existing is not None and local_part(existing).shape == shard.shape:
-            local_part(existing).copy_(shard)
+            if is_wrapper(own := local_part(existing)) or is_wrapper(shard):
+                if fill_local(own, shard):
+                    self._quantized.append(_title(member.name, path))
+            else:
+                own.copy_(shard)
             return existing
         return like(target, _copied(shard, local_part(parameter).device))
 
 
 def _copied(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if is_wrapper(shard):
+        return with_inner(shard, lambda inner: inner.to(device, copy=True))
     return torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard)
 
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from composable_fsdp._consistency.process_groups import fill_
 from composable_fsdp._core.extents import ShardExtent, extent_of, has_own_memory, plain_name, shardings_of, states_below
 from composable_fsdp._core.mesh import ParameterSharding
-from composable_fsdp._core.params import local_part, plain_tensors
+from composable_fsdp._core.params import is_wrapper, local_part, plain_tensors
 from composable_fsdp.checkpoint._coordination import said
 from composable_fsdp.errors import CheckpointError
 
@@ -161,11 +161,18 @@ class LocalShard:
     def blocks(self) -> dict[tuple[int, ...], torch.Tensor]:
         """Contiguous blocks of the global tensor by offset, as views of the shard's memory.
 
-        A tensor without elements has one block on every rank, so that the checkpoint contains it too.
+        A tensor without elements has one block on every rank, so that the checkpoint contains it too. A wrapper is one
+        block itself. If its extent has several, they have its values.
         """
         if 0 in self.shape:
             return {(0,) * len(self.shape): self.local.new_empty(self.shape)}
-        return {box.offsets: box.of_part(self.local) for box in self.extent.boxes()}
+        boxes, local = list(self.extent.boxes()), self.local
+        if is_wrapper(local):
+            if len(boxes) == 1:
+                return {boxes[0].offsets: local}
+            with self.plain(write=False) as local:
+                pass
+        return {box.offsets: box.of_part(local) for box in boxes}
 
     # DCP's planners call these methods, to write and to read the blocks.
 
