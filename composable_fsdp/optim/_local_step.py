@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp._core.extents import like
 
-__all__ = ["local_copies_of"]
+__all__ = ["gradient_of", "local_copies_of"]
 
 Entry = dict[str, Any]
 """The optimizer state of one parameter."""
@@ -78,14 +78,21 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 def _local_copy(parameter: Any, state: Mapping[str, Any]) -> _LocalCopy:
     """Return a plain tensor in the memory of the local shard of ``parameter``, with its gradient."""
-    shard, gradient = _local(parameter).detach(), parameter.grad
-    if gradient._spec is not parameter._spec and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
+    shard, gradient = _local(parameter).detach(), gradient_of(parameter)
     entry = {name: _local(value) if isinstance(value, DTensor) else value for name, value in state.items()}
     if gradient.dtype != shard.dtype:
         shard.grad_dtype = gradient.dtype
     shard.grad = _local(gradient)
     return _LocalCopy(parameter, shard, entry)
+
+
+def gradient_of(parameter: Any) -> Any:
+    """Return the gradient, of a DTensor one with the placements of ``parameter``. None if there is none."""
+    gradient = parameter.grad
+    if gradient is None or not isinstance(parameter, DTensor) or gradient._spec is parameter._spec:
+        return gradient
+    is_alike = gradient.placements == parameter.placements
+    return gradient if is_alike else gradient.redistribute(placements=parameter.placements)
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -229,9 +229,7 @@ class Exchange:
         """
         present = crc32(bytes(task is not None for task in tasks))
         flight = self._send_shards(self.buckets[0], tasks, present) if self.buckets else None
-        returning: tuple[_Bucket, _Flight, Exception | None] | None = (
-            None  # with the exception of this rank as an owner
-        )
+        returning: tuple[_Bucket, _Flight, Exception | None] | None = None  # the exception is of this rank as an owner
         for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
             assert flight is not None
             owned = flight.wait()

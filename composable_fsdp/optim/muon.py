@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from composable_fsdp._core.extents import Box, like
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
-from composable_fsdp.optim._local_step import local_copies_of
+from composable_fsdp.optim._local_step import gradient_of, local_copies_of
 from composable_fsdp.optim._owner_exchange import OwnerPlans, is_planned, title_of
 from composable_fsdp.optim._owner_plan import newton_schulz_cost
 from composable_fsdp.optim._owner_units import Slot, Unit, tiling_of
@@ -359,12 +359,9 @@ class _ParameterStep:
     """The tensors and settings of one parameter in one step."""
 
     def __init__(self, parameter: torch.Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
+        gradient = gradient_of(parameter)
         if gradient.is_complex():
             raise ConfigurationError("Muon takes no complex parameters. Split them into real ones.")
-        if isinstance(parameter, DTensor) and cast(DTensor, gradient).placements != parameter.placements:
-            gradient = cast(DTensor, gradient).redistribute(placements=parameter.placements)
         self.group = group
         self.shard, self.gradient = local_part(parameter).detach(), local_part(gradient)
         if "momentum_buffer" not in state:

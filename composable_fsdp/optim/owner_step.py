@@ -19,6 +19,7 @@ from composable_fsdp._core.extents import Box, like
 from composable_fsdp._core.mesh import as_dtensor
 from composable_fsdp._core.params import local_part
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
+from composable_fsdp.optim._local_step import gradient_of
 from composable_fsdp.optim._owner_exchange import (
     Exchange,
     OwnerPlans,
@@ -257,11 +258,8 @@ class _Task:
         options: Mapping[str, Any],
     ) -> None:
         self.step, self.optimizer, self.parameter, self.group, self.options = step, optimizer, parameter, group, options
-        gradient = cast("DTensor | None", parameter.grad)
-        if gradient is not None and gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(placements=parameter.placements)
-        self.gradient = gradient
-        self.dtype = parameter.dtype if gradient is None else gradient.dtype
+        self.gradient = gradient_of(parameter)
+        self.dtype = parameter.dtype if self.gradient is None else self.gradient.dtype
         values, tree = pytree.tree_flatten(dict(optimizer.state.get(parameter, {})))
         self.values = [placed(v, parameter) if isinstance(v, torch.Tensor) else v for v in values]
         self.form = _Form(tree, tuple(_described(value) for value in self.values))
@@ -279,7 +277,7 @@ class _Task:
         return Unit((Slot(tiling_of(p), self.dtype), own, *state), outputs, cost(p.shape), title_of(p))
 
     def load(self, slot: int, box: Box) -> torch.Tensor:
-        return box.of_part(local_part(cast(DTensor, self.gradient)) if slot == 0 else self.parts[slot - 1])
+        return box.of_part(local_part(self.gradient) if slot == 0 else self.parts[slot - 1])
 
     def compute(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         gradient, value, *tensors = inputs
