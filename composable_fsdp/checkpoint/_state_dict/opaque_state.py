@@ -82,7 +82,7 @@ def state_of_step(optimizer: Optimizer, parameter: torch.Tensor, shape: Sequence
         with torch.inference_mode(False), torch.random.fork_rng(device, device_type=local.device.type), stance:
             class_step(optimizer)(copied)
     except Exception as error:  # the optimizer's own code
-        raise CheckpointError(f"a copy of this optimizer cannot step: {said(error)}") from error
+        raise CheckpointError(f"a copy of this optimizer cannot step ({said(error)}). Step it once first") from error
     return cast(dict[Any, Any], copied.state[zeros])
 
 
