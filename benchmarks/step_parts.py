@@ -24,7 +24,7 @@ from step_time import WARM_UP
 from torch.distributed.device_mesh import init_device_mesh
 from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Task
 
-from composable_fsdp._core.gather import CachedLaunch, _AllGather
+from composable_fsdp._core.gather import AllGather
 from composable_fsdp._core.gradients import ParamGroupGradients, PendingReduction, ReductionLaunch
 from composable_fsdp._core.hooks import _ModuleHooks
 from composable_fsdp._core.root import Root
@@ -39,7 +39,7 @@ PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
         (Root, ("pre_backward", "post_backward", "end_backward")),
         (ParamGroupGradients, ("arrive",)),
     ],
-    "gathers": [(_AllGather, ("launch", "finish")), (CachedLaunch, ("launch", "finish"))],
+    "gathers": [(AllGather, ("launch", "finish"))],
     "reductions": [(ReductionLaunch, ("run",)), (PendingReduction, ("complete",))],
     "communicator": [
         (SharedMemoryCommunicator, ("launch",)),

@@ -111,14 +111,13 @@ if TYPE_CHECKING:
         warn_without_cpu_backend,
     )
     from composable_fsdp._core.gather import (
+        AllGather,
         AllGatherBuffers,
         Bucket,
-        CachedGather,
-        CachedLaunch,
+        CachedMessage,
         CachedPart,
-        GatherCache,
         InPlaceBucket,
-        cached_gather,
+        cached_message,
         pack_messages,
     )
     from composable_fsdp._core.gradients import ParamGroupGradients, reduce_together

@@ -66,7 +66,7 @@ NO_ORDER = {
     ("_core/comm.py", "_launch_coalesced", "wait"): "torch before 2.12, which the tests do not run on",
     ("_core/memory.py", "InFlight.start", "wait"): "only where waits block the host: streams order it by `enqueue`",
     ("checkpoint/_dcp/load.py", "read", "wait"): "a future of torch's reader of files",
-    ("_core/gather.py", "_AllGather._await_readers", "wait"): "memory that ranks of a host share",
+    ("_core/gather.py", "AllGather._await_ranks", "wait"): "memory that ranks of a host share",
 }
 """Sites that order no work of streams, by path, function and method."""
 

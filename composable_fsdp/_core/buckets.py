@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable_fsdp._core.gather import AnyBucket, Bucket, GatherCache, InPlaceBucket
+from composable_fsdp._core.gather import AllGather, AnyBucket, Bucket, InPlaceBucket
 from composable_fsdp._core.group_plan import BucketPlan, GatherClaim, GroupPlan, ParameterSpec, plan_group
 from composable_fsdp._core.layout import TensorShards
 from composable_fsdp._core.memory import ShardStore, is_host, zero_padding
@@ -411,8 +411,8 @@ class ParamGroupBuckets:
     def build(self) -> None:
         """Create shard stores, buckets and unsharded parameters for the current local tensors."""
         self.find()
-        self.last_gather = GatherCache()
-        """The cached all-gather of this group, or of several groups of which it is the first."""
+        self.last_gather: AllGather | None = None
+        """The most recent all-gather of this group, or of several groups of which it is the first."""
         self.plan = self._make_plan()
         self.are_on_rest_device = not self._misplaced([p.local for p in self.parameters])
         self.buckets = []  # frees their memory first
@@ -455,7 +455,7 @@ class ParamGroupBuckets:
             for bucket in self.buckets:
                 assert isinstance(bucket, Bucket)
                 bucket.replace_store(self.make_store(bucket.plan, devices[bucket.parameters[0]]))
-        self.last_gather = GatherCache()
+        self.last_gather = None
         self.are_on_rest_device = True
         self.register()
         return True

@@ -22,7 +22,7 @@ from composable_fsdp._core.events import (
     advance,
     after,
 )
-from composable_fsdp._core.gather import AnyBucket, Gatherable, all_gather_of
+from composable_fsdp._core.gather import AllGather, AnyBucket, Gatherable
 from composable_fsdp._core.gradients import (
     ParamGroupGradients,
     PendingReduction,
@@ -290,7 +290,7 @@ class ParamGroup:
 
         Its connections must be closed, so that nothing writes to the unsharded memory any more.
         """
-        self._pending_gather, self._may_be_written = None, False
+        self._pending_gather, self._may_be_written, self.tensors.last_gather = None, False, None
         self.reshard()
         for bucket in self.tensors.buckets:
             bucket.free()
@@ -331,8 +331,13 @@ def unshard_together(streams: CommStreams, groups: Sequence[ParamGroup], label: 
     pending, begin = None, None
     if buckets:  # not, for example, a root whose parameters all belong to nested modules
         begin = trace.now() if trace.listeners else None
-        last = None if needed[0].slices else needed[0].tensors.last_gather
-        gather = all_gather_of(buckets, needed[0].axes.device, label, last)
+        first = needed[0]
+        gather = first.tensors.last_gather
+        if gather is None or not gather.is_of(buckets):
+            gather = AllGather(buckets, first.axes.device)
+            if not first.slices:  # these are others each time
+                first.tensors.last_gather = gather
+        gather.begin(label)
         try:
             # Finished by the wait, so that parameters are copied, and take memory, only when a module needs them.
             pending = streams.gather.run(

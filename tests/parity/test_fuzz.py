@@ -37,7 +37,7 @@ from composable_fsdp.testing import RanksError
 from tests._internals import (
     Bucket,
     BucketReduceScatter,
-    CachedGather,
+    CachedMessage,
     EncodedReduce,
     ModelParallel,
     OptimizerSteps,
@@ -331,7 +331,7 @@ def leave_out_a_rank(self: Bucket, *args: object) -> object:
     return gather
 
 
-def leave_out_a_cached_rank(self: CachedGather, *args: object) -> object:
+def leave_out_a_cached_rank(self: CachedMessage, *args: object) -> object:
     sent = ORIGINALS["pack"](self, *args)
     return torch.zeros_like(sent) if self.communicator.rank else sent
 
@@ -356,7 +356,7 @@ BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
     "hold": (ParamGroupGradients, forget_held_gradients, "hold all", SOCKETS),
     "commit": (EncodedReduce, forget_residuals, "error feedback", SOCKETS),
     "prepare_gather": (Bucket, leave_out_a_rank, "Shard(d), d > 0", SOCKETS),
-    "pack": (CachedGather, leave_out_a_cached_rank, "backward all", SOCKETS),
+    "pack": (CachedMessage, leave_out_a_cached_rank, "backward all", SOCKETS),
     "local_gradient": (ModelParallel, divide_replicated_gradients, "dp_mesh_dims, gradients replicated", SOCKETS),
     "__init__": (OptimizerSteps, count_steps_of_all_threads, "two threads", IN_COMMON),
 }

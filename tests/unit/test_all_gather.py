@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import AllGatherBuffers, Collective, CommStreams, GatherCache, Traits, Transfer, unshard_together
+from tests._internals import AllGatherBuffers, Collective, CommStreams, Traits, Transfer, unshard_together
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ class Group:
 
     def __init__(self, buckets: list[Any]) -> None:
         self.axes = SimpleNamespace(device=CPU)
-        self.tensors = SimpleNamespace(buckets=buckets, last_gather=GatherCache())
+        self.tensors = SimpleNamespace(buckets=buckets, last_gather=None)
 
     def _needs_gather(self, streams: CommStreams) -> bool:
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import FakeCommunicator, FakeWorld
 from tests._internals import (
-    CachedLaunch,
+    AllGather,
     CachedPart,
     OwnedBuffer,
     Pooled,
     TensorShards,
-    cached_gather,
+    cached_message,
     plan_gather,
 )
 
@@ -68,16 +69,18 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
     ranks = [[part_of(widths, rank=rank, dtype=dtype) for widths in buckets] for rank in range(RANKS)]
     world = FakeWorld(RANKS)
     communicators = [kind(world, rank) for rank in range(RANKS)]
-    gathers = []
+    launches = []
     for parts, communicator in zip(ranks, communicators, strict=True):
-        gather = cached_gather(parts, [communicator] * len(parts))
-        assert gather is not None
-        gathers.append(gather)
+        of_rank: list[Any] = [
+            SimpleNamespace(pgs=SimpleNamespace(gather=communicator), cached_part=part) for part in parts
+        ]
+        launches.append(AllGather(of_rank, torch.device("cpu")))
+        assert launches[-1].is_of(of_rank)
     for step in range(2):
         for part in (part for parts in ranks for part in parts):
             part.packed.add_(step)  # like an optimizer
-        launches = [CachedLaunch(gather, "") for gather in gathers]
         for launch in launches:
+            launch.begin("")
             launch.allocate()
         sent = [launch.launch() for launch in launches]
         for work, launch, parts in zip(sent, launches, ranks, strict=True):
@@ -95,17 +98,17 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
 def test_gathers_with_copies_or_over_other_ranks_are_not_cached() -> None:
     one, other = FakeWorld(RANKS).communicator(0), FakeWorld(RANKS).communicator(0)
     part = part_of([8, 16], rank=0)
-    assert cached_gather([part, part], [one, one]) is not None
-    assert cached_gather([], []) is None
-    assert cached_gather([part, None], [one, one]) is None
-    assert cached_gather([part, part], [one, other]) is None
+    assert cached_message([part, part], [one, one]) is not None
+    assert cached_message([], []) is None
+    assert cached_message([part, None], [one, one]) is None
+    assert cached_message([part, part], [one, other]) is None
 
 
 @pytest.mark.parametrize(("width", "dtype", "other"), [(8, torch.float32, torch.bfloat16), (7, torch.int8, torch.int8)])
 def test_payloads_that_do_not_fit_one_message_are_refused(width: int, dtype: torch.dtype, other: torch.dtype) -> None:
     """Those of two dtypes, and those of single bytes between which there are gaps."""
     parts = [part_of([width], rank=0, dtype=each) for each in (dtype, other)]
-    assert cached_gather(parts, [FakeWorld(RANKS).communicator(0)] * 2) is None
+    assert cached_message(parts, [FakeWorld(RANKS).communicator(0)] * 2) is None
 
 
 def test_messages_are_allocated_by_the_latest_chosen_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
